@@ -1,0 +1,386 @@
+"""DistributedDataParallel: the communication hook of torch's ``powerSGD_hook`` module, by changing one import.
+
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=0, module=model)
+ddp_model.register_comm_hook(state, powerSGD_hook)
+"""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.communication import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.reducer import Reducer
+from powersgd_triton.state import State
+
+__all__ = ["PowerSGDState", "powerSGD_hook"]
+
+logger = logging.getLogger(__name__)
+
+
+def _setting(field: str) -> Any:
+    """A constructor argument under torch's name, read from the configuration."""
+    return property(lambda state: getattr(state.config, field))
+
+
+class PowerSGDState:
+    """Hyperparameters and memory of one model's compression: torch's class of that name, with its arguments.
+
+    Differences from ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``:
+
+    * ``start_powerSGD_iter`` may be 0 or 1: what is remembered belongs to parameters, not to buckets, and survives
+      DDP's rebuilding of the buckets. Hyperparameters cannot be assigned after construction.
+    * Any number of buckets works on gloo: no collective is issued from a Future's callback.
+    * Two all-reduces a bucket instead of three; tensors that are not compressed are averaged exactly and have no error.
+    * Factors are fp32 (fp64 for fp64 gradients) whatever the gradients' dtype, and so is the error buffer, which has
+      the compressed tensors only.
+    * A non-finite gradient reaches the optimizer as non-finite, and is forgotten afterwards.
+    * ``orthogonalization_epsilon`` is not added to norms: a column of which at most that share of its norm (and at
+      least 2⁻²²) is left after projection is replaced by a random direction. 0 is safe for every input.
+    * Each worker's error is its own, M − P̂ Qᵀ with its own Q; averaged over workers it is torch's.
+    * ``state_dict()`` and ``load_state_dict()``; and there are no ``error_dict``, ``p_memory_dict``, ``q_memory_dict``,
+      ``rng``. torch's global random state is not touched.
+
+    Args:
+        process_group: group to average over; None for the default group. Can be set between steps.
+        matrix_approximation_rank: columns of the factors.
+        start_powerSGD_iter: number of first steps with exact averaging.
+        min_compression_rate: compress a tensor only if it shrinks by more than this factor.
+        use_error_feedback: add what a step lost to the next gradient.
+        warm_start: start from the last step's Q.
+        orthogonalization_epsilon: see above.
+        random_seed: seed of the first Q and of replacement directions.
+        compression_stats_logging_frequency: steps between two log messages with statistics.
+        batch_tensors_with_same_shape: treat tensors of the same shape in batched operations; nothing is copied for it.
+        module: the model, to key what is remembered by parameters' names. Without it parameters are numbered in the
+            order of the first backward pass, and a checkpoint fits only the same bucket boundaries.
+        options: further fields of ``PowerSGDConfig``.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type or out of range.
+    """
+
+    matrix_approximation_rank = _setting("rank")
+    start_powerSGD_iter = _setting("start_iter")
+    min_compression_rate = _setting("min_compression_rate")
+    use_error_feedback = _setting("error_feedback")
+    warm_start = _setting("warm_start")
+    orthogonalization_epsilon = _setting("orthogonalization_epsilon")
+    batch_tensors_with_same_shape = _setting("batch_by_shape")
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        module: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        config = PowerSGDConfig.from_dict(
+            {
+                "rank": matrix_approximation_rank,
+                "start_iter": start_powerSGD_iter,
+                "min_compression_rate": min_compression_rate,
+                "error_feedback": use_error_feedback,
+                "warm_start": warm_start,
+                "orthogonalization_epsilon": orthogonalization_epsilon,
+                "seed": random_seed,
+                "batch_by_shape": batch_tensors_with_same_shape,
+                **options,
+            }
+        )
+        logger.info(
+            "PowerSGD config: matrix_approximation_rank = %s; start_powerSGD_iter = %s; "
+            "min_compression_rate = %s; orthogonalization_epsilon = %s; use_error_feedback = %s; warm_start = %s; "
+            "random_seed = %s; compression_stats_logging_frequency = %s; batch_tensors_with_same_shape = %s",
+            matrix_approximation_rank,
+            start_powerSGD_iter,
+            min_compression_rate,
+            orthogonalization_epsilon,
+            use_error_feedback,
+            warm_start,
+            random_seed,
+            compression_stats_logging_frequency,
+            batch_tensors_with_same_shape,
+        )
+        self.process_group = process_group
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.next_stats_report = 0
+        self._set_up(config, _ParameterNames(module))
+
+    def _set_up(self, config: PowerSGDConfig, names: "_ParameterNames") -> None:
+        self.config = config
+        self._names = names
+        self._core = State(config)
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._reducer: Reducer | None = None
+        self._reducer_group: dist.ProcessGroup | None = None
+        self._pickled_on: tuple[int, int] | None = None
+
+    @property
+    def iter(self) -> int:
+        """Number of steps done."""
+        return self._core.iteration
+
+    @iter.setter
+    def iter(self, value: int) -> None:
+        self._core.iteration = value
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count the step when its last bucket is done, and say in the log when compression begins."""
+        if bucket.is_last():
+            self._core.end_step()
+            if self.iter == self.config.start_iter:
+                logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after > 0 else 0, before, after)
+
+    def error(self) -> dict[str, Tensor]:
+        """{parameter's name: E [n, m]}: what this worker still owes; copies."""
+        return self._core.error()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers: the mean error over workers, Q, the step. Collective: all workers call it.
+
+        Any worker's result can be loaded on all workers of any world size: only the mean error enters the trajectory.
+        """
+        return {**self._core.state_dict(self._communicator().mean), "buckets": self._names.record()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved state, of any world size and rank.
+
+        Raises:
+            ValueError: it is of another model or format. Nothing was changed.
+        """
+        if not isinstance(state_dict, Mapping) or "buckets" not in state_dict:
+            raise ValueError("expected what state_dict() of a PowerSGDState gave; the key 'buckets' is missing")
+        self._names.check(state_dict["buckets"])
+        self._core.load_state_dict(state_dict, self._names.matrix_shapes(self.config))
+        self._names.expect(state_dict["buckets"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: everything but the process group, with this worker's own error. Prefer ``state_dict``."""
+        logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        communicator = self._communicator()
+        return {
+            "config": self.config.to_dict(),
+            "core": self._core.state_dict(lambda error: error),
+            "buckets": self._names.record(),
+            "worker": (communicator.rank, communicator.world_size),
+            "total_numel_before_compression": self.total_numel_before_compression,
+            "total_numel_after_compression": self.total_numel_after_compression,
+            "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
+            "next_stats_report": self.next_stats_report,
+        }
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        logger.warning(
+            "NOTE: Process group will be set to a default group (i.e. the world size). "
+            "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
+        )
+        self.process_group = None
+        self._set_up(PowerSGDConfig.from_dict(saved["config"]), _ParameterNames(None))
+        self._core.load_state_dict(saved["core"])
+        self._names.expect(saved["buckets"])
+        self._pickled_on = saved["worker"]
+        for name in (
+            "total_numel_before_compression",
+            "total_numel_after_compression",
+            "compression_stats_logging_frequency",
+            "next_stats_report",
+        ):
+            setattr(self, name, saved[name])
+
+    def _communicator(self) -> Communicator:
+        return Communicator(self.process_group)
+
+    def _prepare(self) -> Reducer:
+        """The reducer for the current process group, made at the first bucket after the group was set."""
+        if self._reducer is None or self._reducer_group is not self.process_group:
+            communicator = self._communicator()
+            if self._pickled_on not in (None, (communicator.rank, communicator.world_size)):
+                logger.warning(
+                    "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
+                    "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
+                    *(self._pickled_on or ()),
+                    communicator.rank,
+                    communicator.world_size,
+                )
+                self._core.forget_errors()
+            self._pickled_on = None
+            self._reducer, self._reducer_group = Reducer(self._core, communicator), self.process_group
+        return self._reducer
+
+    def _layout(self, bucket: dist.GradBucket) -> Layout:
+        parameters = bucket.parameters()
+        names = self._names.of(bucket.index(), parameters)
+        if names not in self._layouts:
+            shapes = zip(names, (_memory_shape(parameter) for parameter in parameters), strict=True)
+            self._layouts[names] = Layout.build(shapes, self.config)
+        return self._layouts[names]
+
+    def _count(self, layout: Layout, bucket: dist.GradBucket) -> None:
+        """Add a bucket to the statistics, and report them when they are due."""
+        self.total_numel_before_compression += layout.numel
+        self.total_numel_after_compression += layout.compressed_numel
+        if bucket.is_last() and self.iter >= self.next_stats_report:
+            rate, before, after = self.compression_stats()
+            logger.info(
+                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+                self.iter,
+                before,
+                after,
+                rate,
+            )
+            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket's gradients in compressed form; register it with ``ddp_model.register_comm_hook(state, …)``.
+
+    On the CPU a bucket's Future may be completed while a later bucket is handled; the last bucket completes all. On
+    CUDA everything is enqueued on a side stream and the host waits for nothing.
+
+    Raises:
+        TypeError: the bucket is not a dense floating-point tensor.
+        RuntimeError: a loaded checkpoint does not fit the model, or a collective failed.
+    """
+    buffer = bucket.buffer()
+    if not buffer.is_floating_point() or buffer.layout != torch.strided:
+        raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
+    if not buffer.is_cuda:
+        return _reduce(state, bucket, buffer, torch.futures.Future())
+    stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))
+    stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    buffer.record_stream(stream)
+    with torch.cuda.stream(stream):
+        return _reduce(state, bucket, buffer, torch.futures.Future(devices=[buffer.device]))
+
+
+def _reduce(
+    state: PowerSGDState, bucket: dist.GradBucket, buffer: Tensor, future: torch.futures.Future[torch.Tensor]
+) -> torch.futures.Future[torch.Tensor]:
+    reducer = state._prepare()
+    if bucket.index() == 0:
+        reducer.abandon()
+    layout = state._layout(bucket)
+    if state.iter < state.config.start_iter:
+        reducer.average(buffer, last=bucket.is_last(), done=lambda: future.set_result(buffer))
+    else:
+        if state.iter == state.config.start_iter == bucket.index() == 0:
+            logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
+        state._count(layout, bucket)
+        gradients = {
+            segment.name: gradient.view(segment.shape)
+            for segment, gradient in zip(layout.segments, bucket.gradients(), strict=True)
+        }
+        reducer.reduce(layout, gradients, last=bucket.is_last(), done=lambda: future.set_result(buffer))
+    state.maybe_increase_iter(bucket)
+    return future
+
+
+class _ParameterNames:
+    """Names of the parameters that DDP hands over: the module's, or numbers in the order of the first backward pass."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        self._module = module
+        self._names: dict[Tensor, str] = {}
+        if module is not None:
+            self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
+        self._expected: list[list[tuple[str, tuple[int, ...]]]] = []
+
+    def of(self, index: int, parameters: Iterable[Tensor]) -> tuple[str, ...]:
+        """Names of a bucket's parameters."""
+        parameters = list(parameters)
+        if self._module is None and any(parameter not in self._names for parameter in parameters):
+            self._number(index, parameters)
+        try:
+            return tuple(self._names[parameter] for parameter in parameters)
+        except KeyError:
+            raise RuntimeError(
+                "a bucket holds a parameter that is not one of the module given to PowerSGDState as module=; "
+                "give it the model that DistributedDataParallel wraps"
+            ) from None
+
+    def _number(self, index: int, parameters: list[Tensor]) -> None:
+        shapes = [_memory_shape(parameter) for parameter in parameters]
+        names = [str(len(self._names) + position) for position in range(len(parameters))]
+        if self._expected:
+            saved = self._expected[index] if index < len(self._expected) else []
+            if [shape for _, shape in saved] != shapes:
+                raise RuntimeError(
+                    f"the loaded state was saved with other bucket boundaries: bucket {index} held shapes "
+                    f"{[shape for _, shape in saved]} and now holds {shapes}. Give PowerSGDState module= when saving "
+                    "and when loading, so that parameters are known by their names"
+                )
+            names = [name for name, _ in saved]
+        self._names.update(zip(parameters, names, strict=True))
+        self._buckets.append(list(zip(names, shapes, strict=True)))
+
+    def matrix_shapes(self, config: PowerSGDConfig) -> dict[str, tuple[int, int]] | None:
+        """(n, m) of all compressed matrices by name; None where names are numbers."""
+        if self._module is None:
+            return None
+        shapes = {name: _memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
+        return {name: matrix_shape(shape) for name, shape in shapes.items() if compressed_rank(shape, config)}
+
+    def record(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """Numbered parameters' buckets in the first backward pass: lists of (name, shape). Empty with a module."""
+        return self._buckets or self._expected
+
+    def check(self, record: list[list[tuple[str, tuple[int, ...]]]]) -> None:
+        """Compare a saved record with this model's.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        if bool(record) and self._module is not None:
+            raise ValueError("the state was saved without module= and numbers its parameters; this one has their names")
+        if self._buckets and _plain(record) != _plain(self._buckets):
+            raise ValueError(
+                "the state was saved with other bucket boundaries or by names; give PowerSGDState module= when saving "
+                "and when loading"
+            )
+
+    def expect(self, record: list[list[tuple[str, tuple[int, ...]]]]) -> None:
+        """Number the parameters as in a saved record."""
+        if not self._buckets:
+            self._expected = _plain(record)
+
+
+def _plain(record: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """A record whose tuples may have become lists on the way."""
+    return [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
+
+
+def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Sizes in the order in which DDP lays a gradient out in its bucket: the parameter's own, if it is dense."""
+    if parameter.is_contiguous():
+        return tuple(parameter.shape)
+    laid_out = parameter.permute(sorted(range(parameter.dim()), key=lambda dim: -parameter.stride(dim)))
+    return tuple(laid_out.shape if laid_out.is_contiguous() else parameter.shape)

@@ -1,0 +1,47 @@
+"""Collectives of one process group."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Communicator:
+    """Sums tensors over a process group; with one process and no group it does nothing.
+
+    Args:
+        group: the process group; None for the default group, or for one process where none is initialised.
+
+    Raises:
+        RuntimeError: the group is given but torch.distributed is not initialised, or this process is not its member.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        ready = dist.is_available() and dist.is_initialized()
+        if group is not None and not ready:
+            raise RuntimeError(
+                "a process group was given, but torch.distributed is not initialised; "
+                "call torch.distributed.init_process_group first"
+            )
+        if ready and (group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0):
+            raise RuntimeError("this process is not a member of the given process group")
+        self.group = group
+        self.world_size = dist.get_world_size(group) if ready else 1
+        self.rank = dist.get_rank(group) if ready else 0
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+        """Start summing ``tensor`` over the workers in place. Nothing is sent where there is nothing to add."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return None
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Average ``tensor`` over the workers in place and return it."""
+        wait(self.all_reduce(tensor))
+        return tensor.div_(self.world_size) if self.world_size > 1 else tensor
+
+
+def wait(work: dist.Work | None) -> None:
+    """Wait for a collective: on the host for gloo, on the current stream for NCCL. Its error is raised here."""
+    if work is not None:
+        work.wait()

@@ -1,0 +1,316 @@
+"""Compress and decompress: one bucket's step in stages, and the public ``Compressor`` over one set of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powersgd_triton.communication import Communicator, wait
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import Layout
+from powersgd_triton.state import BucketState, State
+
+Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+
+
+class Compression:
+    """One step of one bucket (Vogels et al. 2019, Algorithm 1), in stages between which its messages travel.
+
+    Call ``project``, ``backproject``, ``commit`` in this order, then ``reconstruct``; every worker must do so in the
+    same order for all its buckets, since ``project`` and ``backproject`` each start a collective.
+
+    Args:
+        state: the model's state.
+        layout: the tensors of the bucket.
+        gradients: {name: contiguous tensor of the layout's shape}, not changed before ``reconstruct``.
+        communicator: whom to average with.
+    """
+
+    def __init__(
+        self, state: State, layout: Layout, gradients: Mapping[str, Tensor], communicator: Communicator
+    ) -> None:
+        first = gradients[layout.segments[0].name]
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self._state = state
+        self._communicator = communicator
+        self._matrices = _matrices(layout, gradients)
+        self._bypass = [gradients[segment.name].view(-1) for segment in layout.bypass]
+        self._verdict = state.verdict(first.device)
+        self._work: dist.Work | None = None
+        self._finite: Tensor | None = None
+        self.bucket = state.bind(layout, dtype, first.device)
+
+    def project(self) -> None:
+        """P = M Q with M = G + E, and start summing [P | bypass tensors]."""
+        state, bucket = self._state, self.bucket
+        if not state.config.warm_start:
+            state.redraw_bases(bucket)
+        state.operations.compensate_project(bucket.groups, self._matrices, bucket.applied)
+        bucket.applied = None
+        for tensor, target in zip(self._bypass, bucket.bypass, strict=True):
+            target.copy_(tensor)
+        self._work = self._communicator.all_reduce(bucket.message_P)
+
+    def backproject(self) -> None:
+        """P̂ = orthogonalize(P), Q = Mᵀ P̂, and start summing Q."""
+        wait(self._work)
+        state, bucket = self._state, self.bucket
+        self._finite = _all_finite(bucket.message_P)
+        state.orthogonalize(bucket, [g.P for g in bucket.groups], out=[g.P_hat for g in bucket.groups])
+        state.operations.backproject(bucket.groups, self._matrices)
+        for group in bucket.groups:
+            group.Q_mean.copy_(group.Q)
+        self._work = self._communicator.all_reduce(bucket.message_Q)
+
+    def commit(self) -> None:
+        """Decide, the same on all workers, whether the step counts; keep what the next one starts from.
+
+        Where a sum is not finite, the buffers get back what they had, the basis stays, and Q̄ becomes NaN.
+        """
+        wait(self._work)
+        assert self._finite is not None
+        state, bucket = self._state, self.bucket
+        workers = self._communicator.world_size
+        bucket.message_Q.div_(workers)
+        bucket.message_P[bucket.layout.p_numel :].div_(workers)
+        finite = self._finite & _all_finite(bucket.message_Q)
+        self._verdict.mul_(finite)
+        state.operations.rollback(bucket.groups, self._matrices, finite)
+        if state.config.warm_start:
+            state.advance_bases(bucket, finite)
+        bucket.message_Q.masked_fill_(~finite, math.nan)
+        if state.config.error_feedback:
+            bucket.applied = self._verdict
+
+    def reconstruct(self, gradients: Mapping[str, Tensor]) -> None:
+        """Ĝ = P̂ Q̄ᵀ, and the bypass tensors' means, into {name: contiguous tensor}."""
+        reconstruct(self._state, self.bucket, gradients)
+
+
+def reconstruct(state: State, bucket: BucketState, gradients: Mapping[str, Tensor]) -> None:
+    """Write a bucket's averaged gradients, Ĝ = P̂ Q̄ᵀ and the bypass means, into {name: contiguous tensor}."""
+    groups = bucket.groups
+    out = _matrices(bucket.layout, gradients)
+    state.operations.reconstruct([g.P_hat for g in groups], [g.Q_mean for g in groups], out)
+    for segment, mean in zip(bucket.layout.bypass, bucket.bypass, strict=True):
+        gradients[segment.name].view(-1).copy_(mean)
+
+
+def _matrices(layout: Layout, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    """The compressed tensors as matrices, group by group."""
+    return [[tensors[s.name].view(group.n, group.m) for s in group.segments] for group in layout.groups]
+
+
+def _all_finite(message: Tensor) -> Tensor:
+    """Scalar bool. A sum is the cheapest look; where it is not finite, every element is looked at."""
+    if message.device.type == "cpu" and message.sum().isfinite():
+        return torch.ones((), dtype=torch.bool)
+    return message.isfinite().all()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compressed:
+    """The averaged factors of one step. They are views of the compressor's memory, valid until its next ``compress``."""
+
+    bucket: BucketState
+    iteration: int
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """{name: (P̂ [n, r], Q̄ [m, r])}, views; Ĝ = P̂ Q̄ᵀ. Bypass tensors have none."""
+        return {
+            segment.name: (tensors.P_hat[index], tensors.Q_mean[index])
+            for group, tensors in zip(self.bucket.layout.groups, self.bucket.groups, strict=True)
+            for index, segment in enumerate(group.segments)
+        }
+
+
+class Compressor:
+    """PowerSGD (arXiv:1905.13727) over one set of named gradients, averaged over a process group.
+
+    Args:
+        config: what to compress and how.
+        tensors: {name: tensor or shape} in the order in which they lie in a flat buffer. Tensors also fix the dtype and
+            device that gradients must have; they are not kept.
+        group: process group; None for the default group, or for one process where none is initialised.
+
+    Raises:
+        TypeError: a tensor is not of a floating-point dtype.
+        ValueError: a shape has a negative size.
+        RuntimeError: the group cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: PowerSGDConfig,
+        tensors: Mapping[str, Tensor | Sequence[int]],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not isinstance(config, PowerSGDConfig):
+            raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+        shapes: dict[str, tuple[int, ...]] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
+        for name, tensor in tensors.items():
+            shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor)
+            if any(size < 0 for size in shapes[name]):
+                raise ValueError(f"sizes must not be negative; {name!r} has shape {shapes[name]}")
+            if isinstance(tensor, Tensor):
+                _check_dtype(name, tensor)
+                self._kinds[name] = (tensor.dtype, tensor.device)
+        self.config = config
+        self._communicator = Communicator(group)
+        self._state = State(config)
+        self._compressing = Layout.build(shapes, config)
+        self._exact = Layout.build(shapes, config, compress=False)
+        self._before = self._after = 0
+
+    @property
+    def iteration(self) -> int:
+        """Number of steps done."""
+        return self._state.iteration
+
+    @property
+    def layout(self) -> Layout:
+        """Which tensors are compressed, and as which matrices."""
+        return self._compressing
+
+    def compress(self, gradients: Gradients) -> Compressed:
+        """Average this step's gradients over the workers, in compressed form. Collective.
+
+        Args:
+            gradients: {name: tensor}, a sequence in the order of the names, or one flat buffer with all of them.
+                They are read only.
+
+        Returns:
+            The factors, and the means of the bypass tensors, equal on all workers; valid until the next call.
+
+        Raises:
+            TypeError, ValueError: the gradients are not those the compressor was made for. Nothing was changed.
+        """
+        named = self._named(gradients)
+        self._kinds = {name: (tensor.dtype, tensor.device) for name, tensor in named.items()}
+        layout = self._exact if self._state.iteration < self.config.start_iter else self._compressing
+        if not layout.segments:
+            self._state.end_step()
+            return Compressed(BucketState(layout, torch.float32, torch.device("cpu"), 0), self._state.iteration)
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
+        compression = Compression(self._state, layout, contiguous, self._communicator)
+        compression.project()
+        compression.backproject()
+        compression.commit()
+        self._state.end_step()
+        self._before += layout.numel
+        self._after += layout.compressed_numel
+        return Compressed(compression.bucket, self._state.iteration)
+
+    def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
+        """Write the averaged gradients Ĝ.
+
+        Args:
+            compressed: from the last ``compress``.
+            out: where to, in any of the forms ``compress`` takes; None for new tensors {name: tensor}.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            RuntimeError: ``compressed`` is of an earlier step.
+            TypeError, ValueError: ``out`` is not of the compressor's shapes, dtypes and device. Nothing was changed.
+        """
+        if compressed.iteration != self._state.iteration:
+            raise RuntimeError(
+                f"factors are valid until the next compress; these are of step {compressed.iteration}, "
+                f"the last step was {self._state.iteration}"
+            )
+        if out is None:
+            bucket = compressed.bucket
+            out = {
+                segment.name: torch.empty(segment.shape, dtype=kind[0], device=kind[1])
+                for segment in self._compressing.segments
+                for kind in [self._kinds.get(segment.name, (bucket.message_P.dtype, bucket.message_P.device))]
+            }
+        named = self._named(out)
+        contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
+        if named:
+            reconstruct(self._state, compressed.bucket, contiguous)
+        for name, tensor in named.items():
+            if contiguous[name].data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(contiguous[name])
+        return out
+
+    def error(self) -> dict[str, Tensor]:
+        """{name: E}: what this worker still owes, of the gradients' shapes; copies. Empty without error feedback."""
+        shapes = {segment.name: segment.shape for segment in self._compressing.segments}
+        return {name: error.view(shapes[name]) for name, error in self._state.error().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers: the mean error over workers, the bases, the step. Collective: all workers call it.
+
+        Any worker's result can be loaded on all workers of any world size: only the mean error enters the trajectory.
+        """
+        return self._state.state_dict(self._communicator.mean)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved state, of any world size and rank.
+
+        Raises:
+            ValueError: it is of another model or format. Nothing was changed.
+        """
+        self._state.load_state_dict(state_dict, {s.name: (s.n, s.m) for s in self._compressing.compressed})
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(rate, elements before, elements after) over all steps so far; rate 0 before the first."""
+        return (self._before / self._after if self._after else 0.0, self._before, self._after)
+
+    def _named(self, gradients: Gradients) -> dict[str, Tensor]:
+        """Gradients by name, checked against the layout."""
+        layout = self._compressing
+        if isinstance(gradients, Tensor):
+            if gradients.dim() != 1 or gradients.numel() != layout.numel:
+                raise ValueError(
+                    f"a flat buffer must be one-dimensional with {layout.numel} elements; got {tuple(gradients.shape)}"
+                )
+            if not gradients.is_contiguous():
+                raise ValueError(f"a flat buffer must be contiguous; got stride {gradients.stride()}")
+            named = {s.name: gradients[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
+        elif isinstance(gradients, Mapping):
+            missing = [segment.name for segment in layout.segments if segment.name not in gradients]
+            if missing:
+                raise ValueError(f"gradients lack {missing[0]!r} ({len(missing)} of {len(layout.segments)} missing)")
+            if len(gradients) > len(layout.segments):
+                known = {segment.name for segment in layout.segments}
+                raise ValueError(
+                    f"gradients have unknown names, {next(n for n in gradients if n not in known)!r} first"
+                )
+            named = {segment.name: gradients[segment.name] for segment in layout.segments}
+        else:
+            if len(gradients) != len(layout.segments):
+                raise ValueError(f"expected {len(layout.segments)} gradients; got {len(gradients)}")
+            named = {segment.name: tensor for segment, tensor in zip(layout.segments, gradients, strict=True)}
+        device = None
+        for segment in layout.segments:
+            tensor = named[segment.name]
+            _check_dtype(segment.name, tensor)
+            if tuple(tensor.shape) != segment.shape:
+                raise ValueError(f"{segment.name!r} must have shape {segment.shape}; got {tuple(tensor.shape)}")
+            kind = self._kinds.get(segment.name)
+            if kind is not None and tensor.dtype != kind[0]:
+                raise TypeError(f"{segment.name!r} must be of {kind[0]}; got {tensor.dtype}")
+            device = device or (kind[1] if kind is not None else tensor.device)
+            if tensor.device != device:
+                raise ValueError(f"{segment.name!r} must be on {device}; got {tensor.device}")
+        return named
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name!r} must be a tensor; got {type(tensor).__name__}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name!r} must be of a floating-point dtype; got {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name!r} must be dense; got {tensor.layout}")

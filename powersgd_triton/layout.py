@@ -1,0 +1,167 @@
+"""Which tensors of a flat buffer are compressed, as which matrices, and where everything lies. Integers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from powersgd_triton.config import PowerSGDConfig
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """View of a tensor as a matrix: dim 0 × the rest. Tensors of fewer than two dimensions are one row."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def compressed_rank(shape: Sequence[int], config: PowerSGDConfig) -> int:
+    """Rank r = min(rank, n, m) if compressing is worth it, else 0 (bypass).
+
+    Worth it means (n + m) · r · min_compression_rate < n · m for a tensor of two or more dimensions.
+    """
+    if len(shape) < 2:
+        return 0
+    n, m = matrix_shape(shape)
+    r = min(config.rank, n, m)
+    return r if (n + m) * r * config.min_compression_rate < n * m else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One tensor in the flat buffer: elements [offset, offset + n·m). ``rank`` is 0 where it is a bypass tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    rank: int
+
+    @property
+    def n(self) -> int:
+        return matrix_shape(self.shape)[0]
+
+    @property
+    def m(self) -> int:
+        return matrix_shape(self.shape)[1]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def compressed_numel(self) -> int:
+        """Elements that travel for it in one step."""
+        return (self.n + self.m) * self.rank if self.rank else self.numel
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeGroup:
+    """Matrices of one n × m, whose factors lie side by side: P as [B, n, r], Q as [B, m, r].
+
+    ``p_offset`` and ``q_offset`` are in elements, from the start of the layout's P and Q factors.
+    """
+
+    n: int
+    m: int
+    rank: int
+    segments: tuple[Segment, ...]
+    p_offset: int
+    q_offset: int
+
+    @property
+    def p_numel(self) -> int:
+        return len(self.segments) * self.n * self.rank
+
+    @property
+    def q_numel(self) -> int:
+        return len(self.segments) * self.m * self.rank
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Tensors in the order in which they lie in a flat buffer, and the places of their factors.
+
+    The message of the first all-reduce is [P of all groups | bypass tensors], of the second [Q of all groups].
+    """
+
+    segments: tuple[Segment, ...]
+    batch_by_shape: bool = True
+
+    @classmethod
+    def build(
+        cls,
+        shapes: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]],
+        config: PowerSGDConfig,
+        *,
+        compress: bool = True,
+    ) -> Layout:
+        """Lay out tensors one behind the other. With ``compress=False`` every tensor is a bypass tensor.
+
+        Raises:
+            ValueError: a name occurs twice.
+        """
+        items = shapes.items() if isinstance(shapes, Mapping) else shapes
+        segments: list[Segment] = []
+        seen: set[str] = set()
+        offset = 0
+        for name, shape in items:
+            if name in seen:
+                raise ValueError(f"tensor names must be unique; {name!r} occurs twice")
+            seen.add(name)
+            rank = compressed_rank(shape, config) if compress else 0
+            segments.append(Segment(name, tuple(shape), offset, rank))
+            offset += segments[-1].numel
+        return cls(tuple(segments), config.batch_by_shape)
+
+    @functools.cached_property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+    @functools.cached_property
+    def compressed(self) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.rank)
+
+    @functools.cached_property
+    def bypass(self) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if not segment.rank)
+
+    @functools.cached_property
+    def groups(self) -> tuple[ShapeGroup, ...]:
+        """Compressed matrices by shape, in order of first appearance; one group a matrix without batch_by_shape."""
+        members: dict[tuple[int, ...], list[Segment]] = {}
+        for position, segment in enumerate(self.compressed):
+            key = (segment.n, segment.m) if self.batch_by_shape else (position,)
+            members.setdefault(key, []).append(segment)
+        groups: list[ShapeGroup] = []
+        p_offset = q_offset = 0
+        for segments in members.values():
+            first = segments[0]
+            groups.append(ShapeGroup(first.n, first.m, first.rank, tuple(segments), p_offset, q_offset))
+            p_offset += groups[-1].p_numel
+            q_offset += groups[-1].q_numel
+        return tuple(groups)
+
+    @functools.cached_property
+    def p_numel(self) -> int:
+        return sum(group.p_numel for group in self.groups)
+
+    @functools.cached_property
+    def q_numel(self) -> int:
+        return sum(group.q_numel for group in self.groups)
+
+    @functools.cached_property
+    def bypass_numel(self) -> int:
+        return sum(segment.numel for segment in self.bypass)
+
+    @functools.cached_property
+    def bypass_offsets(self) -> tuple[int, ...]:
+        """Offsets of the bypass tensors in the first message, behind P."""
+        return tuple(itertools.accumulate((segment.numel for segment in self.bypass), initial=self.p_numel))[:-1]
+
+    @functools.cached_property
+    def compressed_numel(self) -> int:
+        """Elements that travel in one step."""
+        return self.p_numel + self.q_numel + self.bypass_numel

@@ -1,0 +1,235 @@
+"""The operations of one PowerSGD step in plain torch: the specification, and the backend named "torch".
+
+Matrices are worked through in blocks that stay in cache, so that a step reads and writes the gradient's bytes about
+five times. Where data lies on the CPU, decisions are taken on the host; elsewhere they are masks, and nothing waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = {"cpu": 4 << 20}
+DEVICE_BLOCK_BYTES = 64 << 20
+DEAD_COLUMN = 2.0**-22
+"""A column of fp32 values of which a smaller share is left after projection consists of rounding errors."""
+
+
+def compensate_project_reference(
+    G: Sequence[Tensor],
+    M: Sequence[Tensor] | None,
+    P_prev: Tensor,
+    Q_prev: Tensor,
+    applied: Tensor | None,
+    Q: Tensor,
+    *,
+    out: Tensor,
+) -> None:
+    """M ← G + (M − P_prev Q_prevᵀ), out = P = M Q.
+
+    Only the finite elements of G enter M, all of them enter P: a non-finite element makes its row of P non-finite.
+
+    Args:
+        G: gradients, B of [n, m], any float dtype.
+        M: error buffers, B of [n, m], updated; None for M = G without error feedback.
+        P_prev, Q_prev: [B, n, r], [B, m, r], the product not yet subtracted from M.
+        applied: scalar, 0 where that product was never applied; None where there is no such product.
+        Q: basis [B, m, r].
+        out: P, [B, n, r].
+    """
+    Qt = Q.mT.contiguous()
+    Qt_prev = None
+    if M is not None and applied is not None and _maybe(applied):
+        if not _on_host(applied):
+            P_prev, Q_prev = torch.where(applied > 0, P_prev, 0), torch.where(applied > 0, Q_prev, 0)
+        Qt_prev = Q_prev.mT.contiguous()
+    for members, rows, (G_block, M_block) in _blocks(G, G if M is None else M):
+        P = out[members, rows]
+        if M is None:
+            torch.bmm(G_block.to(out.dtype), Qt[members].mT, out=P)
+            continue
+        if Qt_prev is not None:
+            M_block.baddbmm_(P_prev[members, rows], Qt_prev[members], alpha=-1)
+        if _on_host(G_block) and G_block.sum(dtype=out.dtype).isfinite():
+            M_block.add_(G_block)
+            torch.bmm(M_block, Qt[members].mT, out=P)
+        else:
+            finite = _finite_part(G_block)
+            M_block.add_(finite)
+            torch.bmm(M_block, Qt[members].mT, out=P)
+            P.add_((G_block - finite).sum(-1, keepdim=True))
+
+
+def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> None:
+    """out = Q = Mᵀ P.  M: B of [n, m], P [B, n, r] orthonormal, out [B, m, r]."""
+    Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
+    for members, rows, (M_block,) in _blocks(M):
+        Qt[members].baddbmm_(P[members, rows].mT, M_block.to(P.dtype))
+    out.copy_(Qt.mT)
+
+
+def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor]) -> None:
+    """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m], any float dtype; rounded once to it."""
+    Qt = Q.mT.contiguous()
+    for members, rows, (block,) in _blocks(out):
+        if block.dtype == P.dtype:
+            torch.bmm(P[members, rows], Qt[members], out=block)
+        else:
+            block.copy_(torch.bmm(P[members, rows], Qt[members]))
+
+
+def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applied: Tensor) -> None:
+    """M ← M − P Qᵀ where ``applied`` is not 0: the error that lazy error feedback has not yet written down."""
+    if not _maybe(applied):
+        return
+    P, Q = torch.where(applied > 0, P, 0), torch.where(applied > 0, Q, 0)
+    Qt = Q.mT.contiguous()
+    for members, rows, (M_block,) in _blocks(M):
+        M_block.baddbmm_(P[members, rows], Qt[members], alpha=-1)
+
+
+def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
+    """M ← M − (finite elements of G) where the scalar ``finite`` is 0: takes back what compensate added."""
+    if _on_host(finite) and finite:
+        return
+    for _, _, (G_block, M_block) in _blocks(G, M):
+        M_block.sub_(torch.where(finite > 0, 0, _finite_part(G_block)))
+
+
+def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: float = 0.0, out: Tensor) -> None:
+    """Orthonormal basis of A's columns, in their order: Gram–Schmidt as CholeskyQR2 with Gram matrices in fp64.
+
+    A column of which at most max(epsilon, 2⁻²²) is left after projecting out its predecessors carries nothing; it is
+    replaced by a random direction, a function of (key, step). Any finite A gives a finite, orthonormal result; a
+    non-finite one a finite result.
+
+    Stable up to κ(A) ~ 1e7, see Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case
+    studies on multicore CPU with multiple GPUs" (SIAM J. Sci. Comput. 37, 2015).
+
+    Args:
+        A: [B, n, r] with r ≤ n, fp32 or fp64.
+        keys: [B] int64, a number for each matrix.
+        step: number of the step.
+        epsilon: see above.
+        out: [B, n, r]; may be A.
+    """
+    threshold = max(epsilon, DEAD_COLUMN)
+    X = A.double()
+    if A.dtype == torch.float64:
+        largest = X.abs().amax(dim=1, keepdim=True)
+        X = X / torch.where(largest > 0, largest, 1)
+    fresh: Tensor | None = None
+    for _ in range(2):
+        R, alive = _cholesky(X.mT @ X, threshold)
+        if alive is not None:
+            X = torch.where(alive, X, 0)
+        X = X @ torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
+        if alive is not None:
+            if fresh is None:
+                fresh = random_directions(keys, step, X.shape[1], X.shape[2])
+            X = torch.where(alive, X, fresh)
+    out.copy_(X)
+
+
+def random_directions(keys: Tensor, step: int, n: int, r: int) -> Tensor:
+    """Uniform numbers in [−1, 1), [B, n, r] fp32: a function of (key, step, row, column) on any device.
+
+    keys: [B] int64. Counter-based, so that no generator's state is touched and all workers draw the same.
+    """
+    counter = torch.arange(n * r, dtype=torch.int64, device=keys.device).view(1, n, r)
+    stream = _mix((keys ^ ((step + 1) * 0x9E3779B9)) & 0xFFFFFFFF).view(-1, 1, 1)
+    return ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers in which every input bit changes about half of the output bits."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return x
+
+
+def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
+    """R with RᵀR = gram [B, r, r], and which columns are alive [B, 1, r]; None where all are known to be.
+
+    The row of a dead column is that of the identity.
+    """
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    if _on_host(gram):
+        L, _ = torch.linalg.cholesky_ex(gram)
+        if (L.diagonal(dim1=-2, dim2=-1).square() > threshold**2 * diagonal).all():
+            return L.mT, None
+    R = torch.zeros_like(gram)
+    alive = torch.zeros_like(diagonal, dtype=torch.bool)
+    for j in range(gram.shape[-1]):
+        row = gram[:, j] - (R[:, None, :j, j] @ R[:, :j]).squeeze(1)
+        left = row[:, j]
+        alive[:, j] = (left > threshold**2 * diagonal[:, j]) & left.isfinite()
+        R[:, j] = torch.where(alive[:, j : j + 1], row * left.rsqrt().unsqueeze(-1), 0)
+        R[:, j, j] = torch.where(alive[:, j], left.sqrt(), 1)
+    return R.triu(), alive.unsqueeze(1)
+
+
+def _blocks(*lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
+    """Walk lists of B matrices [n, m] together, in blocks [b, rows, m] of at most BLOCK_BYTES fp32 values.
+
+    Yields which matrices, which rows, and for each list a view of them. A small matrix shares its block with those
+    behind it as long as they lie at equal distances, so nothing is stacked or copied.
+    """
+    n, m = lists[0][0].shape
+    capacity = BLOCK_BYTES.get(lists[0][0].device.type, DEVICE_BLOCK_BYTES) // 4
+    count = len(lists[0])
+    if n * m > capacity // 2:
+        height = max(1, capacity // m)
+        for i in range(count):
+            for start in range(0, n, height):
+                rows = slice(start, min(n, start + height))
+                yield slice(i, i + 1), rows, [matrices[i][rows].unsqueeze(0) for matrices in lists]
+        return
+    longest = capacity // max(1, n * m)
+    i = 0
+    while i < count:
+        b = min(_run_length(matrices, i, longest) for matrices in lists)
+        yield slice(i, i + b), slice(0, n), [_run(matrices, i, b) for matrices in lists]
+        i += b
+
+
+def _run_length(matrices: Sequence[Tensor], first: int, longest: int) -> int:
+    """How many matrices from ``first`` on lie in one storage at equal, non-overlapping distances."""
+    start = matrices[first]
+    distance = None
+    length = 1
+    while length < longest and first + length < len(matrices):
+        last, following = matrices[first + length - 1], matrices[first + length]
+        step = following.storage_offset() - last.storage_offset()
+        same = following.untyped_storage().data_ptr() == start.untyped_storage().data_ptr()
+        if not same or step < start.numel() or (distance is not None and step != distance):
+            break
+        distance = step
+        length += 1
+    return length
+
+
+def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
+    """View of a run as [length, n, m]."""
+    start = matrices[first]
+    if length == 1:
+        return start.unsqueeze(0)
+    distance = matrices[first + 1].storage_offset() - start.storage_offset()
+    return start.as_strided((length, *start.shape), (distance, *start.stride()))
+
+
+def _finite_part(G: Tensor) -> Tensor:
+    return torch.where(G.isfinite(), G, 0)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Whether reading a value of it costs nothing."""
+    return tensor.device.type == "cpu"
+
+
+def _maybe(flag: Tensor) -> bool:
+    """False only where the flag is known to be 0 without waiting for a device."""
+    return not _on_host(flag) or bool(flag)

@@ -1,0 +1,85 @@
+"""Averages the gradients of a model's buckets, several of them on their way at once."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+
+from powersgd_triton.communication import Communicator, wait
+from powersgd_triton.compressor import Compression
+from powersgd_triton.layout import Layout
+from powersgd_triton.state import State
+
+
+class Reducer:
+    """Replaces gradients by their averages over the workers, bucket by bucket as the backward pass fills them.
+
+    A bucket's step has three stages, with a collective between them. On the CPU each call starts the new bucket's
+    first stage and moves those before it one stage on, so that their messages travel while the backward pass goes on.
+    Which collective is issued when depends on nothing but the order of the calls, hence is the same on all workers.
+    On other devices all stages are enqueued at once on the current stream.
+
+    Args:
+        state: the model's state.
+        communicator: whom to average with.
+    """
+
+    def __init__(self, state: State, communicator: Communicator) -> None:
+        self._state = state
+        self._communicator = communicator
+        self._under_way: collections.deque[Iterator[None]] = collections.deque()
+
+    def reduce(self, layout: Layout, gradients: Mapping[str, Tensor], *, last: bool, done: Callable[[], None]) -> None:
+        """Average one bucket's gradients in place, compressed.
+
+        Args:
+            layout: its tensors; the same object whenever it is the same bucket.
+            gradients: {name: contiguous tensor}, which no one else touches before ``done`` is called.
+            last: whether the step ends with this bucket; if so all buckets are done on return, and the caller closes the
+                step with ``state.end_step()``.
+            done: called once the averages are written (or enqueued, on a device).
+        """
+        device = next(iter(gradients.values())).device
+        self._advance(self._compressed(layout, gradients, done), last or device.type != "cpu")
+
+    def average(self, buffer: Tensor, *, last: bool, done: Callable[[], None]) -> None:
+        """Average one bucket's flat buffer in place, exactly. Arguments as for ``reduce``."""
+        self._advance(self._exact(buffer, done), last or buffer.device.type != "cpu")
+
+    def abandon(self) -> None:
+        """Forget buckets of a backward pass that did not come to its end, once their messages have arrived."""
+        while self._under_way:
+            self._under_way.popleft()
+
+    def _advance(self, newcomer: Iterator[None], to_the_end: bool) -> None:
+        try:
+            next(newcomer)
+            older, self._under_way = self._under_way, collections.deque()
+            self._under_way.extend(steps for steps in older if next(steps, self) is not self)
+            self._under_way.append(newcomer)
+            while to_the_end and self._under_way:
+                steps = self._under_way.popleft()
+                if next(steps, self) is not self:
+                    self._under_way.append(steps)
+        except BaseException:
+            self._under_way.clear()
+            raise
+
+    def _compressed(self, layout: Layout, gradients: Mapping[str, Tensor], done: Callable[[], None]) -> Iterator[None]:
+        compression = Compression(self._state, layout, gradients, self._communicator)
+        compression.project()
+        yield
+        compression.backproject()
+        yield
+        compression.commit()
+        compression.reconstruct(gradients)
+        done()
+
+    def _exact(self, buffer: Tensor, done: Callable[[], None]) -> Iterator[None]:
+        work = self._communicator.all_reduce(buffer)
+        yield
+        wait(work)
+        buffer.div_(self._communicator.world_size)
+        done()

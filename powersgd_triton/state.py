@@ -1,0 +1,322 @@
+"""What lives from step to step: error buffers and bases, by parameter name, and the factors of each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import Layout
+from powersgd_triton.ops import Backend, GroupTensors, Operations, select_backend
+from powersgd_triton.ops.reference import random_directions
+
+logger = logging.getLogger("powersgd_triton")
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(eq=False)
+class MatrixState:
+    """One matrix: its (n, m), error buffer [n, m] or None, basis [m, r], and the bucket that both belong to."""
+
+    shape: tuple[int, int]
+    error: Tensor | None
+    basis: Tensor
+    bucket: BucketState
+
+
+class BucketState:
+    """The factors of one layout's matrices, contiguous as they travel.
+
+    Attributes:
+        message_P: first message, [P of all groups | bypass tensors].
+        message_Q: second message, [Q of all groups].
+        bypass: the bypass tensors' places in the first message.
+        groups: views of them and of what does not travel, for each of ``layout.groups``.
+        applied: scalar of the last step that this bucket took part in, 0 if the optimizer skips that step; None where
+            M holds no product that is still to be subtracted.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        def new(numel: int) -> Tensor:
+            return torch.zeros(numel, dtype=dtype, device=device)
+
+        self.layout = layout
+        self.message_P = new(layout.p_numel + layout.bypass_numel)
+        self.message_Q = new(layout.q_numel)
+        self.applied: Tensor | None = None
+        self.groups: list[GroupTensors] = []
+        self.bypass = [
+            self.message_P[offset : offset + segment.numel]
+            for segment, offset in zip(layout.bypass, layout.bypass_offsets, strict=True)
+        ]
+        P_hat, Q, basis = new(layout.p_numel), new(layout.q_numel), new(layout.q_numel)
+        for group in layout.groups:
+            B, n, m, r = len(group.segments), group.n, group.m, group.rank
+            rows = slice(group.p_offset, group.p_offset + group.p_numel)
+            columns = slice(group.q_offset, group.q_offset + group.q_numel)
+            keys = [zlib.crc32(segment.name.encode()) ^ seed for segment in group.segments]
+            self.groups.append(
+                GroupTensors(
+                    M=None,
+                    P=self.message_P[rows].view(B, n, r),
+                    P_hat=P_hat[rows].view(B, n, r),
+                    Q=Q[columns].view(B, m, r),
+                    Q_mean=self.message_Q[columns].view(B, m, r),
+                    basis=basis[columns].view(B, m, r),
+                    keys=torch.tensor(keys, dtype=torch.int64).to(device),
+                )
+            )
+
+
+class State:
+    """Everything that one model's compression remembers, keyed by parameter name.
+
+    A bucket is bound to the state anew whenever its layout changes; matrices keep their error and basis.
+    """
+
+    def __init__(self, config: PowerSGDConfig) -> None:
+        self.config = config
+        self.iteration = 0
+        self.matrices: dict[str, MatrixState] = {}
+        self.backend: Backend | None = None
+        self._buckets: dict[Layout, BucketState] = {}
+        self._verdict: Tensor | None = None
+        self._restored: dict[str, dict[str, Tensor]] = {}
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    def verdict(self, device: torch.device) -> Tensor:
+        """Scalar of the current step, shared by its buckets: 1, set to 0 by a bucket that is not finite."""
+        if self._verdict is None:
+            self._verdict = torch.ones((), device=device)
+        return self._verdict
+
+    def end_step(self) -> None:
+        """Close the current step: what follows belongs to the next one."""
+        self._verdict = None
+        self.iteration += 1
+
+    # Buckets ----------------------------------------------------------------------------------------------------
+
+    def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> BucketState:
+        """The factors for a layout whose tensors are of ``dtype`` (fp32 or fp64 arithmetic) on ``device``.
+
+        Raises:
+            RuntimeError: a checkpoint was loaded that lacks one of the layout's matrices.
+        """
+        bucket = self._buckets.get(layout)
+        if bucket is not None and all(self.matrices[segment.name].bucket is bucket for segment in layout.compressed):
+            return bucket
+        if self.backend is None:
+            self.backend = select_backend(self.config.backend, device)
+            logger.info("PowerSGD backend: %s (%s)", self.backend.name, self.backend.reason)
+        for segment in layout.compressed:
+            if self._restored and segment.name not in self._restored and segment.name not in self.matrices:
+                raise RuntimeError(
+                    f"the loaded state has no matrix named {segment.name!r}; it has {_listing(self._restored)}. "
+                    "Was it saved from another model or with another configuration?"
+                )
+        bucket = BucketState(layout, dtype, device, self.config.seed)
+        self._move_in(bucket, dtype, device)
+        occupied = {id(matrix.bucket) for matrix in self.matrices.values()}
+        self._buckets = {key: kept for key, kept in self._buckets.items() if id(kept) in occupied or not key.compressed}
+        self._buckets[layout] = bucket
+        return bucket
+
+    def _move_in(self, bucket: BucketState, dtype: torch.dtype, device: torch.device) -> None:
+        """Give each of the bucket's matrices its error buffer and basis, old or new."""
+        layout = bucket.layout
+        self._materialize({self.matrices[s.name].bucket for s in layout.compressed if s.name in self.matrices})
+        feedback = self.config.error_feedback
+        newcomers = [segment for segment in layout.compressed if segment.name not in self.matrices]
+        if newcomers and feedback:
+            numel = sum(segment.numel for segment in newcomers)
+            logger.info("A zero tensor of length %s that represents local error is created.", numel)
+        if newcomers and self.config.warm_start:
+            logger.info(
+                "Allocating contiguous memory of length %s for Ps, and of length %s for Qs, respectively.",
+                layout.p_numel,
+                layout.q_numel,
+            )
+        for group, tensors in zip(layout.groups, bucket.groups, strict=True):
+            fresh = random_directions(tensors.keys, -1, group.m, group.rank)
+            new = sum(segment.name not in self.matrices for segment in group.segments) if feedback else 0
+            # One allocation for a group's new matrices keeps them at equal distances, so that they batch.
+            memory = iter(torch.zeros(new, group.n, group.m, dtype=dtype, device=device).unbind())
+            errors: list[Tensor] = []
+            for index, segment in enumerate(group.segments):
+                known = self.matrices.get(segment.name)
+                error = None
+                if feedback:
+                    error = next(memory) if known is None or known.error is None else known.error.to(dtype)
+                    errors.append(error)
+                basis = tensors.basis[index]
+                basis.copy_(fresh[index])
+                if known is not None:
+                    basis.copy_(known.basis)
+                matrix = self.matrices[segment.name] = MatrixState((group.n, group.m), error, basis, bucket)
+                if segment.name in self._restored:
+                    self._restore(matrix, self._restored.pop(segment.name))
+            tensors.M = errors if feedback else None
+        self._orthogonalize_bases(bucket)
+
+    def orthogonalize(self, bucket: BucketState, sources: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
+        """Orthonormal bases of the columns of one source a group; what is dead is redrawn for this step."""
+        keys = [group.keys for group in bucket.groups]
+        self.operations.orthogonalize(sources, keys, self.iteration, self.config.orthogonalization_epsilon, out)
+
+    def redraw_bases(self, bucket: BucketState) -> None:
+        """Without warm start: a random basis for this step."""
+        for group in bucket.groups:
+            group.basis.copy_(random_directions(group.keys, self.iteration, *group.basis.shape[1:]))
+        self._orthogonalize_bases(bucket)
+
+    def advance_bases(self, bucket: BucketState, finite: Tensor) -> None:
+        """With warm start: the next basis spans Q̄, where the step was ``finite``; else the old one stays."""
+        on_host = finite.device.type == "cpu"
+        if on_host and not finite:
+            return
+        bases = [group.basis for group in bucket.groups]
+        following = bases if on_host else [torch.empty_like(basis) for basis in bases]
+        self.orthogonalize(bucket, [group.Q_mean for group in bucket.groups], out=following)
+        if not on_host:
+            for basis, new in zip(bases, following, strict=True):
+                basis.copy_(torch.where(finite, new, basis))
+
+    def _orthogonalize_bases(self, bucket: BucketState) -> None:
+        bases = [group.basis for group in bucket.groups]
+        self.orthogonalize(bucket, bases, out=bases)
+
+    @property
+    def operations(self) -> Operations:
+        """The chosen backend's operations."""
+        assert self.backend is not None
+        return self.backend.operations
+
+    # The error --------------------------------------------------------------------------------------------------
+
+    def materialize(self) -> None:
+        """Subtract from every error buffer the product that lazy error feedback still owes it."""
+        self._materialize({matrix.bucket for matrix in self.matrices.values()})
+
+    def _materialize(self, buckets: Iterable[BucketState]) -> None:
+        for bucket in buckets:
+            if bucket.applied is not None:
+                self.operations.subtract_product(bucket.groups, bucket.applied)
+                bucket.applied = None
+
+    def error(self) -> dict[str, Tensor]:
+        """{name: E [n, m]}, this worker's own, copied; empty without error feedback."""
+        self.materialize()
+        return {name: matrix.error.clone() for name, matrix in self.matrices.items() if matrix.error is not None}
+
+    def forget_errors(self) -> None:
+        """Set every error to zero, also of matrices that a checkpoint brought and that are not bound yet."""
+        for bucket in {matrix.bucket for matrix in self.matrices.values()}:
+            bucket.applied = None
+        for matrix in self.matrices.values():
+            self._reset(matrix)
+        for parts in self._restored.values():
+            if "error" in parts:
+                parts["error"] = torch.zeros_like(parts["error"])
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Plain numbers and tensors. ``mean`` averages a tensor over workers (or returns it as it is)."""
+        self.materialize()
+        matrices: dict[str, dict[str, Tensor]] = {name: dict(parts) for name, parts in self._restored.items()}
+        for name in sorted(self.matrices):
+            matrix = self.matrices[name]
+            matrices[name] = {"basis": matrix.basis.clone()}
+            if matrix.error is not None:
+                matrices[name]["error"] = mean(matrix.error.clone())
+        return {
+            "format_version": FORMAT_VERSION,
+            "iteration": self.iteration,
+            "config": self.config.to_dict(),
+            "matrices": matrices,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]] | None = None) -> None:
+        """Take over a saved state; matrices that are not bound yet take theirs when they are.
+
+        Args:
+            state: from ``state_dict``. Its rank may be another one.
+            shapes: (n, m) of every compressed matrix, where all are known; default those bound so far.
+
+        Raises:
+            ValueError: the state is of another format, configuration or model. Nothing was changed.
+        """
+        matrices = self._checked_matrices(state)
+        complete = shapes is not None
+        if shapes is None:
+            shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
+        missing = shapes.keys() - matrices.keys()
+        unexpected = matrices.keys() - shapes.keys() if complete else set()
+        if matrices and (missing or unexpected):
+            raise ValueError(
+                f"the saved state is not of this model or configuration; matrices missing from it: {_listing(missing)}; "
+                f"matrices only in it: {_listing(unexpected)}"
+            )
+        for name, parts in matrices.items():
+            n, m = shapes.get(name, (None, parts["basis"].shape[0]))
+            saved = (parts["error"].shape[0] if "error" in parts else n, parts["basis"].shape[0])
+            if saved != (n if n is not None else saved[0], m):
+                raise ValueError(f"matrix {name!r} is {n} × {m}; in the saved state it is {saved[0]} × {saved[1]}")
+        for bucket in self._buckets.values():
+            bucket.applied = None
+        self.iteration = int(state["iteration"])
+        self._verdict = None
+        self._restored = {name: dict(parts) for name, parts in matrices.items()}
+        for name, matrix in self.matrices.items():
+            if not matrices:
+                self._reset(matrix)
+            else:
+                self._restore(matrix, self._restored.pop(name))
+        for bucket in self._buckets.values():
+            self._orthogonalize_bases(bucket)
+
+    def _checked_matrices(self, state: Mapping[str, Any]) -> Mapping[str, dict[str, Tensor]]:
+        """The matrices of a saved state.
+
+        Raises:
+            ValueError: it is not a saved state, or has no error buffers although this configuration needs them.
+        """
+        if not isinstance(state, Mapping) or not {"format_version", "iteration", "matrices"} <= state.keys():
+            raise ValueError("expected a saved PowerSGD state with the keys format_version, iteration and matrices")
+        if state["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"expected format_version {FORMAT_VERSION}; got {state['format_version']!r}")
+        matrices: Mapping[str, dict[str, Tensor]] = state["matrices"]
+        for name, parts in matrices.items():
+            for key in ("basis", "error") if self.config.error_feedback else ("basis",):
+                part = parts.get(key)
+                if not isinstance(part, Tensor) or part.dim() != 2:
+                    raise ValueError(f"matrix {name!r} of the saved state has no two-dimensional {key!r}; got {part!r}")
+                if not part.isfinite().all():
+                    raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
+        return matrices
+
+    def _restore(self, matrix: MatrixState, parts: dict[str, Tensor]) -> None:
+        r = min(matrix.basis.shape[1], parts["basis"].shape[1])
+        matrix.basis[:, :r] = parts["basis"][:, :r].to(matrix.basis)
+        if matrix.error is not None:
+            matrix.error.copy_(parts["error"])
+
+    def _reset(self, matrix: MatrixState) -> None:
+        if matrix.error is not None:
+            matrix.error.zero_()
+
+
+def _listing(names: Iterable[str]) -> str:
+    """The first few names, quoted."""
+    ordered = sorted(names)
+    shown = ", ".join(repr(name) for name in ordered[:5])
+    return f"{shown} and {len(ordered) - 5} more" if len(ordered) > 5 else shown or "none"
