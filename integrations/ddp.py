@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.communication import Communicator
@@ -145,7 +146,7 @@ class PowerSGDState:
     def iter(self, value: int) -> None:
         self._core.iteration = value
 
-    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step when its last bucket is done, and say in the log when compression begins."""
         if bucket.is_last():
             self._core.end_step()
@@ -220,20 +221,20 @@ class PowerSGDState:
         """The reducer for the current process group, made at the first bucket after the group was set."""
         if self._reducer is None or self._reducer_group is not self.process_group:
             communicator = self._communicator()
-            if self._pickled_on not in (None, (communicator.rank, communicator.world_size)):
+            here = (communicator.rank, communicator.world_size)
+            if self._pickled_on is not None and self._pickled_on != here:
                 logger.warning(
                     "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
                     "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
-                    *(self._pickled_on or ()),
-                    communicator.rank,
-                    communicator.world_size,
+                    *self._pickled_on,
+                    *here,
                 )
                 self._core.forget_errors()
             self._pickled_on = None
             self._reducer, self._reducer_group = Reducer(self._core, communicator), self.process_group
         return self._reducer
 
-    def _layout(self, bucket: dist.GradBucket) -> Layout:
+    def _layout(self, bucket: GradBucket) -> Layout:
         parameters = bucket.parameters()
         names = self._names.of(bucket.index(), parameters)
         if names not in self._layouts:
@@ -241,7 +242,7 @@ class PowerSGDState:
             self._layouts[names] = Layout.build(shapes, self.config)
         return self._layouts[names]
 
-    def _count(self, layout: Layout, bucket: dist.GradBucket) -> None:
+    def _count(self, layout: Layout, bucket: GradBucket) -> None:
         """Add a bucket to the statistics, and report them when they are due."""
         self.total_numel_before_compression += layout.numel
         self.total_numel_after_compression += layout.compressed_numel
@@ -257,7 +258,7 @@ class PowerSGDState:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
 
-def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients in compressed form; register it with ``ddp_model.register_comm_hook(state, …)``.
 
     On the CPU a bucket's Future may be completed while a later bucket is handled; the last bucket completes all. On
@@ -272,7 +273,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
         raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     if not buffer.is_cuda:
         return _reduce(state, bucket, buffer, torch.futures.Future())
-    stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))
+    stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(buffer.device))
     buffer.record_stream(stream)
     with torch.cuda.stream(stream):
@@ -280,7 +281,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
 
 
 def _reduce(
-    state: PowerSGDState, bucket: dist.GradBucket, buffer: Tensor, future: torch.futures.Future[torch.Tensor]
+    state: PowerSGDState, bucket: GradBucket, buffer: Tensor, future: torch.futures.Future[torch.Tensor]
 ) -> torch.futures.Future[torch.Tensor]:
     reducer = state._prepare()
     if bucket.index() == 0:
@@ -382,5 +383,5 @@ def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
     """Sizes in the order in which DDP lays a gradient out in its bucket: the parameter's own, if it is dense."""
     if parameter.is_contiguous():
         return tuple(parameter.shape)
-    laid_out = parameter.permute(sorted(range(parameter.dim()), key=lambda dim: -parameter.stride(dim)))
+    laid_out = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
     return tuple(laid_out.shape if laid_out.is_contiguous() else parameter.shape)

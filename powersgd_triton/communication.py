@@ -23,7 +23,7 @@ class Communicator:
                 "a process group was given, but torch.distributed is not initialised; "
                 "call torch.distributed.init_process_group first"
             )
-        if ready and (group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0):
+        if ready and dist.get_rank(group) < 0:
             raise RuntimeError("this process is not a member of the given process group")
         self.group = group
         self.world_size = dist.get_world_size(group) if ready else 1
@@ -33,7 +33,8 @@ class Communicator:
         """Start summing ``tensor`` over the workers in place. Nothing is sent where there is nothing to add."""
         if self.world_size == 1 or tensor.numel() == 0:
             return None
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average ``tensor`` over the workers in place and return it."""

@@ -35,16 +35,16 @@ class Compression:
     def __init__(
         self, state: State, layout: Layout, gradients: Mapping[str, Tensor], communicator: Communicator
     ) -> None:
-        first = gradients[layout.segments[0].name]
-        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        device = gradients[layout.segments[0].name].device
+        wide = any(gradient.dtype == torch.float64 for gradient in gradients.values())
         self._state = state
         self._communicator = communicator
         self._matrices = _matrices(layout, gradients)
         self._bypass = [gradients[segment.name].view(-1) for segment in layout.bypass]
-        self._verdict = state.verdict(first.device)
+        self._verdict = state.verdict(device)
         self._work: dist.Work | None = None
         self._finite: Tensor | None = None
-        self.bucket = state.bind(layout, dtype, first.device)
+        self.bucket = state.bind(layout, torch.float64 if wide else torch.float32, device)
 
     def project(self) -> None:
         """P = M Q with M = G + E, and start summing [P | bypass tensors]."""
@@ -116,7 +116,7 @@ def _all_finite(message: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compressed:
-    """The averaged factors of one step. They are views of the compressor's memory, valid until its next ``compress``."""
+    """The averaged factors of one step: views of the compressor's memory, valid until its next ``compress``."""
 
     bucket: BucketState
     iteration: int
@@ -213,14 +213,15 @@ class Compressor:
 
         Args:
             compressed: from the last ``compress``.
-            out: where to, in any of the forms ``compress`` takes; None for new tensors {name: tensor}.
+            out: where to, in any of the forms ``compress`` takes, any float dtype; None for new tensors {name: tensor}
+                of the gradients' dtypes.
 
         Returns:
             ``out``.
 
         Raises:
             RuntimeError: ``compressed`` is of an earlier step.
-            TypeError, ValueError: ``out`` is not of the compressor's shapes, dtypes and device. Nothing was changed.
+            TypeError, ValueError: ``out`` is not of the compressor's shapes and device. Nothing was changed.
         """
         if compressed.iteration != self._state.iteration:
             raise RuntimeError(
@@ -234,7 +235,7 @@ class Compressor:
                 for segment in self._compressing.segments
                 for kind in [self._kinds.get(segment.name, (bucket.message_P.dtype, bucket.message_P.device))]
             }
-        named = self._named(out)
+        named = self._named(out, same_dtype=False)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         if named:
             reconstruct(self._state, compressed.bucket, contiguous)
@@ -267,8 +268,8 @@ class Compressor:
         """(rate, elements before, elements after) over all steps so far; rate 0 before the first."""
         return (self._before / self._after if self._after else 0.0, self._before, self._after)
 
-    def _named(self, gradients: Gradients) -> dict[str, Tensor]:
-        """Gradients by name, checked against the layout."""
+    def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
+        """Gradients by name, checked against the layout and, with ``same_dtype``, their dtypes."""
         layout = self._compressing
         if isinstance(gradients, Tensor):
             if gradients.dim() != 1 or gradients.numel() != layout.numel:
@@ -299,7 +300,7 @@ class Compressor:
             if tuple(tensor.shape) != segment.shape:
                 raise ValueError(f"{segment.name!r} must have shape {segment.shape}; got {tuple(tensor.shape)}")
             kind = self._kinds.get(segment.name)
-            if kind is not None and tensor.dtype != kind[0]:
+            if kind is not None and same_dtype and tensor.dtype != kind[0]:
                 raise TypeError(f"{segment.name!r} must be of {kind[0]}; got {tensor.dtype}")
             device = device or (kind[1] if kind is not None else tensor.device)
             if tensor.device != device:

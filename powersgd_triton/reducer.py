@@ -37,8 +37,8 @@ class Reducer:
         Args:
             layout: its tensors; the same object whenever it is the same bucket.
             gradients: {name: contiguous tensor}, which no one else touches before ``done`` is called.
-            last: whether the step ends with this bucket; if so all buckets are done on return, and the caller closes the
-                step with ``state.end_step()``.
+            last: whether the step ends with this bucket; if so all buckets are done on return, and the caller closes
+                the step with ``state.end_step()``.
             done: called once the averages are written (or enqueued, on a device).
         """
         device = next(iter(gradients.values())).device

@@ -263,8 +263,8 @@ class State:
         unexpected = matrices.keys() - shapes.keys() if complete else set()
         if matrices and (missing or unexpected):
             raise ValueError(
-                f"the saved state is not of this model or configuration; matrices missing from it: {_listing(missing)}; "
-                f"matrices only in it: {_listing(unexpected)}"
+                "the saved state is not of this model or configuration; "
+                f"matrices missing from it: {_listing(missing)}; only in it: {_listing(unexpected)}"
             )
         for name, parts in matrices.items():
             n, m = shapes.get(name, (None, parts["basis"].shape[0]))

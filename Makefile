@@ -1,0 +1,33 @@
+# Each target sets up .venv by itself, again whenever pyproject.toml or constraints.txt changed.
+PYTHON3 ?= python3
+PYTHON := .venv/bin/python
+INSTALLED := .venv/.installed
+
+.PHONY: demo test test-all check bench clean
+
+demo: $(INSTALLED)
+	$(PYTHON) -m powersgd_triton demo
+
+test: $(INSTALLED)
+	$(PYTHON) -m pytest -m "not slow and not gpu"
+
+test-all: $(INSTALLED)
+	$(PYTHON) -m pytest -m "not gpu"
+
+check: $(INSTALLED)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: $(INSTALLED)
+	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet
+
+clean:
+	rm -rf .venv build dist demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+
+# torch first and by itself, so that nothing else decides which build of it is taken.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON3) -m venv .venv
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

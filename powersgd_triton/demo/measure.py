@@ -1,0 +1,97 @@
+"""What a step costs: bytes handed to collectives, and time in the communication hook."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+
+# Collective: position and name of the argument that holds what this worker sends.
+_SENT_ARGUMENT = {
+    "all_reduce": (0, "tensor"),
+    "all_gather": (1, "tensor"),
+    "all_gather_into_tensor": (1, "input_tensor"),
+    "all_to_all": (1, "input_tensor_list"),
+    "all_to_all_single": (1, "input"),
+    "reduce_scatter": (1, "input_list"),
+    "reduce_scatter_tensor": (1, "input"),
+}
+
+
+class Traffic:
+    """Counts the bytes that this process hands to collectives."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is called through ``torch.distributed``'s functions inside this block."""
+        originals = {name: getattr(dist, name) for name in _SENT_ARGUMENT}
+        for name, (position, keyword) in _SENT_ARGUMENT.items():
+            setattr(dist, name, self._counted(originals[name], position, keyword))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+    def _counted(self, collective: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            sent = kwargs[keyword] if keyword in kwargs else args[position]
+            tensors = [sent] if isinstance(sent, Tensor) else sent
+            self.sent += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            return collective(*args, **kwargs)
+
+        return counted
+
+
+class HookTimer:
+    """Times a hook from a step's first call to the completion of its last Future, waiting for other workers included.
+
+    With one bucket that is the time of the hook alone; with several it holds the backward pass between them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._now = _cuda_now if device.type == "cuda" else time.perf_counter
+        self._steps: list[tuple[Any, list[Any]]] = []
+
+    def timed(self, hook: Hook) -> Hook:
+        """The hook, with its calls and completions noted."""
+
+        def timed_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if bucket.index() == 0:
+                self._steps.append((self._now(), []))
+            completions = self._steps[-1][1]
+            future = hook(state, bucket)
+            # On CUDA the callback runs with streams on which the result is ready, so that an event marks completion.
+            future.add_done_callback(lambda _: completions.append(self._now()))
+            return future
+
+        return timed_hook
+
+    def median_ms(self) -> float:
+        """Median over steps."""
+        return statistics.median(
+            max(_elapsed_ms(start, end) for end in completions) for start, completions in self._steps if completions
+        )
+
+
+def _cuda_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed_ms(start: Any, end: Any) -> float:
+    if isinstance(start, torch.cuda.Event):
+        end.synchronize()
+        return start.elapsed_time(end)
+    return float(end - start) * 1e3

@@ -1,0 +1,117 @@
+"""``python -m powersgd_triton demo``: train the same model with each way of averaging gradients, and compare."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from powersgd_triton.demo import report
+from powersgd_triton.demo.train import Arm, Result, Settings, train_worker
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=["allreduce", "torch", "ours"],
+        metavar="ARM",
+        help="any of allreduce, torch, ours; a rank may follow, as in ours:4 (default: all three)",
+    )
+    parser.add_argument("--rank", type=_positive, default=16, help="rank where an arm names none (default: 16)")
+    parser.add_argument("--steps", type=_positive, default=600, help="training steps (default: 600)")
+    parser.add_argument("--workers", type=_positive, default=2, help="processes (default: 2)")
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto takes CUDA where two or more GPUs are there, one for each worker (default: auto)",
+    )
+    parser.add_argument("--output", type=Path, default=Path("demo-results"), help="folder (default: demo-results)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train all arms one after the other and report."""
+    try:
+        _check_requirements()
+        arms = [Arm.parse(text, arguments.rank) for text in dict.fromkeys(arguments.arms)]
+        settings = Settings(arguments.steps, arguments.workers, _device(arguments.device, arguments.workers))
+    except (ValueError, RuntimeError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    backend = "NCCL" if settings.device == "cuda" else "gloo"
+    print(f"{settings.workers} workers on {settings.device} ({backend}), {settings.steps} steps", flush=True)
+    results = {arm: train_arm(settings, arm) for arm in arms}
+    report.write_json(arguments.output / "results.json", settings, results)
+    report.draw(arguments.output / "loss.png", results)
+    print(f"\n{report.table(results)}\n\nwritten: {arguments.output / 'loss.png'}, {arguments.output / 'results.json'}")
+    return 0
+
+
+def train_arm(settings: Settings, arm: Arm) -> Result:
+    """Train in fresh processes; losses are averaged over workers, everything else is worker 0's.
+
+    Raises:
+        TimeoutError: the workers did not finish in a generous time.
+        torch.multiprocessing.ProcessException: a worker failed.
+    """
+    # Read when a process loads torch: more threads than cores only get in each other's way.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(  # type: ignore[no-untyped-call]
+            _work, args=(settings, arm, folder), nprocs=settings.workers, join=False, daemon=True, start_method="spawn"
+        )
+        deadline = time.monotonic() + 120 + 3 * settings.steps
+        while not context.join(timeout=5):
+            if time.monotonic() > deadline:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"{arm} was not done after {120 + 3 * settings.steps} s")
+        results = [pickle.loads(_result_file(folder, worker).read_bytes()) for worker in range(settings.workers)]
+    losses = [statistics.fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
+    return dataclasses.replace(results[0], losses=losses)
+
+
+def _work(worker: int, settings: Settings, arm: Arm, folder: str) -> None:
+    result = train_worker(worker, settings, arm, str(Path(folder) / "store"))
+    _result_file(folder, worker).write_bytes(pickle.dumps(result))
+
+
+def _result_file(folder: str, worker: int) -> Path:
+    return Path(folder) / f"result-{worker}"
+
+
+def _device(choice: str, workers: int) -> str:
+    """'cpu' or 'cuda'."""
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if choice == "cuda" and gpus < workers:
+        raise ValueError(f"--device cuda needs NCCL and a GPU for each of {workers} workers; found {gpus}")
+    if choice == "auto":
+        return "cuda" if gpus >= max(workers, 2) else "cpu"
+    return choice
+
+
+def _check_requirements() -> None:
+    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(f"{' and '.join(missing)} not installed; pip install 'powersgd_triton[demo]'")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
+    return value

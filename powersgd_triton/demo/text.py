@@ -1,0 +1,45 @@
+"""The text: sources of Python's own standard library and the topics of its help, byte by byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 128
+MAX_BYTES = 6_000_000
+TRAINING_SHARE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokens (ASCII codes, int64) to train on, and those held back."""
+
+    training: Tensor
+    validation: Tensor
+
+
+def read_corpus() -> Corpus:
+    """Read the text, in the order of the files' names; the same on all workers of one Python installation.
+
+    Raises:
+        RuntimeError: this Python comes without the sources of its library.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    files = sorted([*library.glob("*.py"), library / "pydoc_data" / "topics.py"])
+    text = b"".join(file.read_bytes() for file in files if file.is_file())[:MAX_BYTES]
+    if len(text) < 1_000_000:
+        raise RuntimeError(f"expected at least 1 MB of Python sources in the standard library; found {len(text)} bytes")
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp_(max=VOCABULARY - 1)
+    boundary = int(len(tokens) * TRAINING_SHARE)
+    return Corpus(tokens[:boundary], tokens[boundary:])
+
+
+def sample_batch(tokens: Tensor, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random excerpts as (inputs, the token that follows each), both [size, context]."""
+    starts = torch.randint(len(tokens) - context, (size, 1), generator=generator)
+    excerpts = tokens[starts + torch.arange(context + 1)]
+    return excerpts[:, :-1], excerpts[:, 1:]

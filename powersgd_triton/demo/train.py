@@ -1,0 +1,230 @@
+"""One worker's training with one way of averaging gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import re
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
+from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
+from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
+from powersgd_triton.integrations import ddp as ours
+
+BATCH_PER_WORKER = 16
+LEARNING_RATE = 3e-3
+WEIGHT_DECAY = 0.01
+WARMUP_STEPS = 30
+FINAL_LEARNING_RATE = 0.1
+VALIDATION_BATCHES = 20
+VALIDATION_BATCH = 32
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+METHODS = ("allreduce", "torch", "ours")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A way of averaging gradients: its method, and the rank of the approximation where there is one."""
+
+    method: str
+    rank: int | None
+
+    @classmethod
+    def parse(cls, text: str, default_rank: int) -> Arm:
+        """Read 'allreduce', 'torch', 'ours', or one of the latter two with a rank, as in 'ours:4'.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        found = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", text)
+        if found is None or found[1] not in METHODS or (found[1] == "allreduce" and found[2]):
+            raise ValueError(f"expected allreduce, torch, ours, torch:RANK or ours:RANK; got {text!r}")
+        return cls(found[1], None if found[1] == "allreduce" else int(found[2] or default_rank))
+
+    def __str__(self) -> str:
+        return self.method if self.rank is None else f"{self.method}, rank {self.rank}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all arms have in common."""
+
+    steps: int
+    workers: int
+    device: str
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One worker's figures for one arm.
+
+    Attributes:
+        losses: training loss of each step, in nats per token.
+        bytes_sent: bytes handed to collectives up to and with each step.
+        gradient_bytes: size of the model's gradients.
+        hook_ms, step_ms: medians over steps.
+    """
+
+    losses: list[float]
+    bytes_sent: list[int]
+    validation_loss: float
+    gradient_bytes: int
+    hook_ms: float
+    step_ms: float
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Mean over all steps."""
+        return self.bytes_sent[-1] / len(self.bytes_sent)
+
+    @property
+    def compression(self) -> float:
+        """Bytes of the whole model's gradients over bytes sent."""
+        return self.gradient_bytes / self.bytes_per_step
+
+
+def train_worker(worker: int, settings: Settings, arm: Arm, store_path: str) -> Result:
+    """Train with ``settings.workers`` processes that each call this, and return this worker's figures.
+
+    Args:
+        worker: number of this process.
+        settings: of all arms.
+        arm: how to average gradients.
+        store_path: a file that does not exist yet, through which the workers find each other.
+    """
+    device = torch.device(settings.device, worker) if settings.device == "cuda" else torch.device(settings.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(store_path, settings.workers),
+        rank=worker,
+        world_size=settings.workers,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    try:
+        return _train(worker, settings, arm, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> Result:
+    corpus = read_corpus()
+    torch.manual_seed(settings.seed)
+    model = GPT().to(device)
+    # One bucket, since torch's hook cannot do more on gloo.
+    replica = DistributedDataParallel(model, bucket_cap_mb=1024)
+    traffic, timer = Traffic(), HookTimer(device)
+    state, hook = _communication(arm, model)
+    replica.register_comm_hook(state, timer.timed(hook))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, settings.steps))
+    generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
+    losses: list[float] = []
+    bytes_sent: list[int] = []
+    seconds: list[float] = []
+    with traffic.counting(), Progress(str(arm), settings.steps, shown=worker == 0) as progress:
+        for _ in range(settings.steps):
+            begin = time.perf_counter()
+            inputs, targets = sample_batch(corpus.training, BATCH_PER_WORKER, CONTEXT, generator)
+            loss = next_token_loss(replica, inputs.to(device), targets.to(device))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - begin)
+            bytes_sent.append(traffic.sent)
+            progress.update(losses[-1], traffic.sent)
+    return Result(
+        losses=losses,
+        bytes_sent=bytes_sent,
+        validation_loss=_validation_loss(model, corpus, device),
+        gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        hook_ms=timer.median_ms(),
+        step_ms=statistics.median(seconds) * 1e3,
+    )
+
+
+def _communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
+    """What to register with DDP."""
+    if arm.rank is None:
+        return None, default_hooks.allreduce_hook
+    if arm.method == "torch":
+        # Its least start, and an epsilon without which a zero gradient becomes NaN.
+        incumbent = torch_powersgd.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=arm.rank,
+            start_powerSGD_iter=2,
+            orthogonalization_epsilon=1e-8,
+        )
+        return incumbent, torch_powersgd.powerSGD_hook
+    state = ours.PowerSGDState(
+        process_group=None, matrix_approximation_rank=arm.rank, start_powerSGD_iter=0, module=model
+    )
+    return state, ours.powerSGD_hook
+
+
+def _learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up, then linear decay."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (1 - (1 - FINAL_LEARNING_RATE) * step / steps)
+
+
+@torch.no_grad()
+def _validation_loss(model: nn.Module, corpus: Corpus, device: torch.device) -> float:
+    generator = torch.Generator().manual_seed(99)
+    losses = []
+    for _ in range(VALIDATION_BATCHES):
+        inputs, targets = sample_batch(corpus.validation, VALIDATION_BATCH, CONTEXT, generator)
+        losses.append(next_token_loss(model, inputs.to(device), targets.to(device)).item())
+    return statistics.fmean(losses)
+
+
+class Progress:
+    """A bar with loss and bytes on a terminal, a line every tenth of the way elsewhere.
+
+    Args:
+        title: what is going on.
+        steps: how many there will be.
+        shown: False for the workers that keep quiet.
+    """
+
+    def __init__(self, title: str, steps: int, *, shown: bool) -> None:
+        self._title, self._steps, self._shown = title, steps, shown
+        self._done = 0
+        self._bar: Any = None
+        if shown and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, desc=f"{title:<16}", unit="step", mininterval=0.5)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, loss: float, bytes_sent: int) -> None:
+        """Note that a step is done."""
+        self._done += 1
+        figures = f"loss {loss:.3f}, {bytes_sent / 1e6:.1f} MB sent"
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update()
+        elif self._shown and self._done * 10 // self._steps > (self._done - 1) * 10 // self._steps:
+            print(f"{self._title:<16} step {self._done}/{self._steps}: {figures}", file=sys.stderr, flush=True)

@@ -1,0 +1,202 @@
+"""``python -m powersgd_triton doctor``: what is installed, what is used, and whether a step is computed correctly."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import powersgd_triton
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.ops import select_backend
+
+STEPS = 8
+SHAPES = {"weight": (64, 48), "bias": (64,)}
+ORTHONORMAL_TOLERANCE = 1e-5
+# Per step M = G + E, the product P̂ Q̄ᵀ of rank 4 and the subtraction each round a few times, in units of max|M|.
+CONSERVATION_TOLERANCE = 8 * STEPS * torch.finfo(torch.float32).eps
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One finding: what was looked at, whether it is as it should be, and the figure that shows it."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command has no options of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
+    """Print the report; return 1 where something is broken."""
+    broken = 0
+    print("Versions")
+    for name, version, fine in versions():
+        print(f"  {name:<16} {version}")
+        broken += not fine
+    devices = compute_devices()
+    print("\nDevices")
+    for device in devices:
+        print(f"  {device!s:<16} {_describe(device)}")
+    print(f"\nDistributed backends\n  {', '.join(distributed_backends()) or 'none'}")
+    # One device of a kind is enough: all of a kind are treated alike.
+    kinds = [device for device in devices if device.index in (None, 0)]
+    for device in kinds:
+        print(f"\nBackend and self-test on {device}")
+        for check in checks(device):
+            print(f"  {'ok' if check.passed else 'FAILED':<7} {check.name}: {check.detail}")
+            broken += not check.passed
+    print(f"\n{'Everything works.' if not broken else f'{broken} broken; see above.'}")
+    return int(broken > 0)
+
+
+def versions() -> Iterator[tuple[str, str, bool]]:
+    """(name, version or what is wrong, whether that is fine) of this package and what it runs on."""
+    yield "powersgd_triton", powersgd_triton.__version__, True
+    yield (
+        "python",
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        sys.version_info >= (3, 10),
+    )
+    cuda = torch.version.cuda or torch.version.hip
+    yield "torch", f"{torch.__version__}{f' (built for {cuda})' if cuda else ''}", True
+    for package in ("numpy", "triton"):
+        yield package, *_imported(package)
+    # Importing DeepSpeed takes seconds and prints; its adapter is what needs it.
+    yield "deepspeed", _installed("deepspeed") or "not installed", True
+
+
+def compute_devices() -> list[torch.device]:
+    """The CPU and every CUDA device."""
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+
+
+def distributed_backends() -> list[str]:
+    """Names of the backends that this build of torch.distributed has."""
+    if not dist.is_available():
+        return []
+    return [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+
+
+def checks(device: torch.device) -> Iterator[Check]:
+    """Choose the backend and test steps in one process; what raises is a failed check."""
+    for check in (_backend, _ordinary_steps, _zero_gradient, _non_finite_gradient):
+        try:
+            yield from check(device)
+        except Exception as error:
+            yield Check(check.__name__.strip("_").replace("_", " "), False, f"{type(error).__name__}: {error}")
+
+
+def _backend(device: torch.device) -> Iterator[Check]:
+    backend = select_backend("auto", device)
+    yield Check("backend 'auto'", True, f"{backend.name}: {backend.reason}")
+
+
+def _ordinary_steps(device: torch.device) -> Iterator[Check]:
+    """max |P̂ᵀP̂ − I|; Σ Ĝ + E = Σ G; bypass tensors come back as they are."""
+    compressor = _compressor()
+    owed = torch.zeros(SHAPES["weight"], dtype=torch.float64)
+    given = owed.clone()
+    skew, scale, bypass_off = 0.0, 0.0, 0.0
+    for index in range(STEPS):
+        gradients = _gradients(index, device)
+        averaged, P_hat = _step(compressor, gradients)
+        owed += gradients["weight"].double().cpu()
+        given += averaged["weight"].double().cpu()
+        error = compressor.error()["weight"].double().cpu()
+        scale = max(scale, _largest(gradients["weight"]) + _largest(error))
+        skew = max(skew, _largest(P_hat.T @ P_hat - torch.eye(P_hat.shape[1], dtype=P_hat.dtype, device=device)))
+        bypass_off = max(bypass_off, _largest(averaged["bias"] - gradients["bias"]))
+    lost = _largest(given + error - owed) / scale
+    yield Check("orthonormal factors", skew <= ORTHONORMAL_TOLERANCE, f"max|PᵀP − I| = {skew:.1e} in {STEPS} steps")
+    yield Check("nothing lost", lost <= CONSERVATION_TOLERANCE, f"max|ΣĜ + E − ΣG| = {lost:.1e} of max|M|")
+    yield Check("exact bypass", bypass_off == 0, f"max|difference| = {bypass_off:.1e}")
+
+
+def _zero_gradient(device: torch.device) -> Iterator[Check]:
+    """A zero gradient gives zeros, and the layer gets gradients when it wakes."""
+    compressor = _compressor()
+    zero = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
+    asleep = [_step(compressor, zero)[0] for _ in range(2)]
+    awake = _step(compressor, _gradients(0, device))[0]
+    fine = all(not averaged["weight"].any() for averaged in asleep) and _finite(awake) and bool(awake["weight"].any())
+    yield Check(
+        "zero gradient", fine, "zeros, and a gradient after it" if fine else "not zeros, or frozen, or not finite"
+    )
+
+
+def _non_finite_gradient(device: torch.device) -> Iterator[Check]:
+    """An infinite element makes this step's result NaN, and leaves no trace in the next."""
+    compressor = _compressor()
+    _step(compressor, _gradients(0, device))
+    overflown = _gradients(1, device)
+    overflown["weight"][3, 5] = torch.inf
+    averaged = _step(compressor, overflown)[0]
+    seen = bool(averaged["weight"].isnan().all())
+    recovered = _finite(_step(compressor, _gradients(2, device))[0])
+    yield Check("non-finite gradient", seen, "reaches the optimizer as NaN" if seen else "is hidden")
+    yield Check("step after it", recovered, "finite" if recovered else "not finite")
+
+
+def _compressor() -> Compressor:
+    return Compressor(PowerSGDConfig(rank=4), SHAPES)
+
+
+def _step(compressor: Compressor, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """The averaged gradients, and P̂ of the weight in fp64."""
+    compressed = compressor.compress(gradients)
+    averaged = {name: torch.full_like(gradient, torch.nan) for name, gradient in gradients.items()}
+    compressor.decompress(compressed, out=averaged)
+    return averaged, compressed.factors()["weight"][0].double()
+
+
+def _gradients(seed: int, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
+
+
+def _largest(tensor: Tensor) -> float:
+    """max|·|; NaN where any element is, so that it fails every comparison."""
+    return float(tensor.abs().max())
+
+
+def _finite(gradients: dict[str, Tensor]) -> bool:
+    return all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{torch.get_num_threads()} threads"
+    properties = torch.cuda.get_device_properties(device)
+    memory = properties.total_memory / 2**30
+    return f"{properties.name}, {memory:.0f} GiB, compute capability {properties.major}.{properties.minor}"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _imported(package: str) -> tuple[str, bool]:
+    """(version, True), or what is wrong and whether the package can do without it."""
+    version = _installed(package)
+    if version is None:
+        return "not installed", package == "triton"
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        return f"{version}, but importing it fails: {type(error).__name__}: {error}", False
+    return version, True
