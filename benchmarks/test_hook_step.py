@@ -27,7 +27,7 @@ def _torch(rank: int, batched: bool) -> Step:
         None, rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batched, orthogonalization_epsilon=1e-8
     )
     state.iter = 2
-    return lambda bucket: torch_module.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
+    return lambda bucket: torch_module.powerSGD_hook(state, bucket).wait()
 
 
 def _copy() -> Step:

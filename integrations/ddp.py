@@ -7,18 +7,18 @@ ddp_model.register_comm_hook(state, powerSGD_hook)
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.integrations.parameter_names import ParameterNames, memory_shape
+from powersgd_triton.layout import Layout
 from powersgd_triton.reducer import Reducer
 from powersgd_triton.state import State
 
@@ -125,9 +125,9 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.next_stats_report = 0
-        self._set_up(config, _ParameterNames(module))
+        self._set_up(config, ParameterNames(module))
 
-    def _set_up(self, config: PowerSGDConfig, names: "_ParameterNames") -> None:
+    def _set_up(self, config: PowerSGDConfig, names: ParameterNames) -> None:
         self.config = config
         self._names = names
         self._core = State(config)
@@ -202,7 +202,7 @@ class PowerSGDState:
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = None
-        self._set_up(PowerSGDConfig.from_dict(saved["config"]), _ParameterNames(None))
+        self._set_up(PowerSGDConfig.from_dict(saved["config"]), ParameterNames(None))
         self._core.load_state_dict(saved["core"])
         self._names.expect(saved["buckets"])
         self._pickled_on = saved["worker"]
@@ -238,7 +238,7 @@ class PowerSGDState:
         parameters = bucket.parameters()
         names = self._names.of(bucket.index(), parameters)
         if names not in self._layouts:
-            shapes = zip(names, (_memory_shape(parameter) for parameter in parameters), strict=True)
+            shapes = zip(names, (memory_shape(parameter) for parameter in parameters), strict=True)
             self._layouts[names] = Layout.build(shapes, self.config)
         return self._layouts[names]
 
@@ -273,7 +273,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     if not buffer.is_cuda:
         return _reduce(state, bucket, buffer, torch.futures.Future())
-    stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))  # type: ignore[no-untyped-call]
+    stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))
     stream.wait_stream(torch.cuda.current_stream(buffer.device))
     buffer.record_stream(stream)
     with torch.cuda.stream(stream):
@@ -300,88 +300,3 @@ def _reduce(
         reducer.reduce(layout, gradients, last=bucket.is_last(), done=lambda: future.set_result(buffer))
     state.maybe_increase_iter(bucket)
     return future
-
-
-class _ParameterNames:
-    """Names of the parameters that DDP hands over: the module's, or numbers in the order of the first backward pass."""
-
-    def __init__(self, module: nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        self._module = module
-        self._names: dict[Tensor, str] = {}
-        if module is not None:
-            self._names = {parameter: name for name, parameter in module.named_parameters()}
-        self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-        self._expected: list[list[tuple[str, tuple[int, ...]]]] = []
-
-    def of(self, index: int, parameters: Iterable[Tensor]) -> tuple[str, ...]:
-        """Names of a bucket's parameters."""
-        parameters = list(parameters)
-        if self._module is None and any(parameter not in self._names for parameter in parameters):
-            self._number(index, parameters)
-        try:
-            return tuple(self._names[parameter] for parameter in parameters)
-        except KeyError:
-            raise RuntimeError(
-                "a bucket holds a parameter that is not one of the module given to PowerSGDState as module=; "
-                "give it the model that DistributedDataParallel wraps"
-            ) from None
-
-    def _number(self, index: int, parameters: list[Tensor]) -> None:
-        shapes = [_memory_shape(parameter) for parameter in parameters]
-        names = [str(len(self._names) + position) for position in range(len(parameters))]
-        if self._expected:
-            saved = self._expected[index] if index < len(self._expected) else []
-            if [shape for _, shape in saved] != shapes:
-                raise RuntimeError(
-                    f"the loaded state was saved with other bucket boundaries: bucket {index} held shapes "
-                    f"{[shape for _, shape in saved]} and now holds {shapes}. Give PowerSGDState module= when saving "
-                    "and when loading, so that parameters are known by their names"
-                )
-            names = [name for name, _ in saved]
-        self._names.update(zip(parameters, names, strict=True))
-        self._buckets.append(list(zip(names, shapes, strict=True)))
-
-    def matrix_shapes(self, config: PowerSGDConfig) -> dict[str, tuple[int, int]] | None:
-        """(n, m) of all compressed matrices by name; None where names are numbers."""
-        if self._module is None:
-            return None
-        shapes = {name: _memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
-        return {name: matrix_shape(shape) for name, shape in shapes.items() if compressed_rank(shape, config)}
-
-    def record(self) -> list[list[tuple[str, tuple[int, ...]]]]:
-        """Numbered parameters' buckets in the first backward pass: lists of (name, shape). Empty with a module."""
-        return self._buckets or self._expected
-
-    def check(self, record: list[list[tuple[str, tuple[int, ...]]]]) -> None:
-        """Compare a saved record with this model's.
-
-        Raises:
-            ValueError: they do not fit.
-        """
-        if bool(record) and self._module is not None:
-            raise ValueError("the state was saved without module= and numbers its parameters; this one has their names")
-        if self._buckets and _plain(record) != _plain(self._buckets):
-            raise ValueError(
-                "the state was saved with other bucket boundaries or by names; give PowerSGDState module= when saving "
-                "and when loading"
-            )
-
-    def expect(self, record: list[list[tuple[str, tuple[int, ...]]]]) -> None:
-        """Number the parameters as in a saved record."""
-        if not self._buckets:
-            self._expected = _plain(record)
-
-
-def _plain(record: list[list[tuple[str, tuple[int, ...]]]]) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """A record whose tuples may have become lists on the way."""
-    return [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
-
-
-def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Sizes in the order in which DDP lays a gradient out in its bucket: the parameter's own, if it is dense."""
-    if parameter.is_contiguous():
-        return tuple(parameter.shape)
-    laid_out = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
-    return tuple(laid_out.shape if laid_out.is_contiguous() else parameter.shape)

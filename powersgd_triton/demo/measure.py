@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 # Collective: position and name of the argument that holds what this worker sends.
 _SENT_ARGUMENT = {
@@ -66,7 +67,7 @@ class HookTimer:
     def timed(self, hook: Hook) -> Hook:
         """The hook, with its calls and completions noted."""
 
-        def timed_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def timed_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             if bucket.index() == 0:
                 self._steps.append((self._now(), []))
             completions = self._steps[-1][1]
@@ -85,7 +86,7 @@ class HookTimer:
 
 
 def _cuda_now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -93,5 +94,5 @@ def _cuda_now() -> torch.cuda.Event:
 def _elapsed_ms(start: Any, end: Any) -> float:
     if isinstance(start, torch.cuda.Event):
         end.synchronize()
-        return start.elapsed_time(end)
+        return float(start.elapsed_time(end))
     return float(end - start) * 1e3

@@ -71,8 +71,8 @@ def train_arm(settings: Settings, arm: Arm) -> Result:
     # Read when a process loads torch: more threads than cores only get in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(  # type: ignore[no-untyped-call]
-            _work, args=(settings, arm, folder), nprocs=settings.workers, join=False, daemon=True, start_method="spawn"
+        context = mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
+            _work, args=(settings, arm, folder), nprocs=settings.workers, join=False, daemon=True
         )
         deadline = time.monotonic() + 120 + 3 * settings.steps
         while not context.join(timeout=5):
@@ -80,7 +80,9 @@ def train_arm(settings: Settings, arm: Arm) -> Result:
                 for process in context.processes:
                     process.kill()
                 raise TimeoutError(f"{arm} was not done after {120 + 3 * settings.steps} s")
-        results = [pickle.loads(_result_file(folder, worker).read_bytes()) for worker in range(settings.workers)]
+        results: list[Result] = [
+            pickle.loads(_result_file(folder, worker).read_bytes()) for worker in range(settings.workers)
+        ]
     losses = [statistics.fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
     return dataclasses.replace(results[0], losses=losses)
 

@@ -111,7 +111,7 @@ def train_worker(worker: int, settings: Settings, arm: Arm, store_path: str) -> 
         torch.set_num_threads(1)
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(store_path, settings.workers),
+        store=dist.FileStore(store_path, settings.workers),  # type: ignore[attr-defined]
         rank=worker,
         world_size=settings.workers,
         timeout=COLLECTIVE_TIMEOUT,

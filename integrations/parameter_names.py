@@ -1,0 +1,108 @@
+"""Which of a model's parameters is which: what an adapter's state is keyed by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import compressed_rank, matrix_shape
+
+Record = list[list[tuple[str, tuple[int, ...]]]]
+"""Buckets of the first backward pass: for each its parameters' names and shapes."""
+
+
+class ParameterNames:
+    """Names of the parameters that DDP hands over: the module's, or numbers in the order of the first backward pass."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        self._module = module
+        self._names: dict[Tensor, str] = {}
+        if module is not None:
+            self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._seen: set[str] = set()
+        self._buckets: Record = []
+        self._expected: Record = []
+
+    def of(self, index: int, parameters: Iterable[Tensor]) -> tuple[str, ...]:
+        """Names of a bucket's parameters."""
+        parameters = list(parameters)
+        if self._module is None and any(parameter not in self._names for parameter in parameters):
+            self._number(index, parameters)
+        try:
+            names = tuple(self._names[parameter] for parameter in parameters)
+        except KeyError:
+            raise RuntimeError(
+                "a bucket holds a parameter that is not one of the module given to PowerSGDState as module=; "
+                "give it the model that DistributedDataParallel wraps"
+            ) from None
+        if not self._seen.issuperset(names):
+            self._seen.update(names)
+            self._buckets.append([(n, memory_shape(p)) for n, p in zip(names, parameters, strict=True)])
+        return names
+
+    def _number(self, index: int, parameters: list[Tensor]) -> None:
+        names = [str(len(self._names) + position) for position in range(len(parameters))]
+        if self._expected:
+            shapes = [memory_shape(parameter) for parameter in parameters]
+            saved = self._expected[index] if index < len(self._expected) else []
+            if [shape for _, shape in saved] != shapes:
+                raise RuntimeError(
+                    f"the loaded state was saved with other bucket boundaries: bucket {index} held shapes "
+                    f"{[shape for _, shape in saved]} and now holds {shapes}. Give PowerSGDState module= when saving "
+                    "and when loading, so that parameters are known by their names"
+                )
+            names = [name for name, _ in saved]
+        self._names.update(zip(parameters, names, strict=True))
+
+    def matrix_shapes(self, config: PowerSGDConfig) -> dict[str, tuple[int, int]] | None:
+        """(n, m) of all compressed matrices by name; None where names are numbers."""
+        if self._module is None:
+            return None
+        shapes = {name: memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
+        return {name: matrix_shape(shape) for name, shape in shapes.items() if compressed_rank(shape, config)}
+
+    def record(self) -> Record:
+        """The buckets of the first backward pass."""
+        return self._buckets or self._expected
+
+    def check(self, record: Record) -> None:
+        """Compare a saved record with this model's.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        if self._module is not None:
+            unknown = {name for bucket in record for name, _ in bucket} - set(self._names.values())
+            if unknown:
+                raise ValueError(
+                    f"the saved state knows parameters as {sorted(unknown)[:3]}, which the module given as module= "
+                    "does not have; was it saved without module=?"
+                )
+        elif self._buckets and _plain(record) != _plain(self._buckets):
+            raise ValueError(
+                "the state was saved with other bucket boundaries or by parameters' names; give PowerSGDState module= "
+                "when saving and when loading"
+            )
+
+    def expect(self, record: Record) -> None:
+        """Number the parameters as in a saved record."""
+        if not self._buckets:
+            self._expected = _plain(record)
+
+
+def _plain(record: Record) -> Record:
+    """A record whose tuples may have become lists on the way."""
+    return [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
+
+
+def memory_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Sizes in the order in which DDP lays a gradient out in its bucket: the parameter's own, if it is dense."""
+    if parameter.is_contiguous():
+        return tuple(parameter.shape)
+    laid_out = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
+    return tuple(laid_out.shape if laid_out.is_contiguous() else parameter.shape)
