@@ -71,7 +71,7 @@ def train_arm(settings: Settings, arm: Arm) -> Result:
     # Read when a process loads torch: more threads than cores only get in each other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
+        context = mp.spawn(  # type: ignore[attr-defined]
             _work, args=(settings, arm, folder), nprocs=settings.workers, join=False, daemon=True
         )
         deadline = time.monotonic() + 120 + 3 * settings.steps

@@ -143,7 +143,7 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
             inputs, targets = sample_batch(corpus.training, BATCH_PER_WORKER, CONTEXT, generator)
             loss = next_token_loss(replica, inputs.to(device), targets.to(device))
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step()
             losses.append(loss.item())

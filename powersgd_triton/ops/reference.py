@@ -117,21 +117,23 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: floa
         out: [B, n, r]; may be A.
     """
     threshold = max(epsilon, DEAD_COLUMN)
-    X = A.double()
+    # Rows instead of columns: the products below are twice as fast.
+    Xt = A.mT.to(torch.float64, memory_format=torch.contiguous_format)
     if A.dtype == torch.float64:
-        largest = X.abs().amax(dim=1, keepdim=True)
-        X = X / torch.where(largest > 0, largest, 1)
+        largest = Xt.abs().amax(dim=2, keepdim=True)
+        Xt = Xt / torch.where(largest > 0, largest, 1)
     fresh: Tensor | None = None
     for _ in range(2):
-        R, alive = _cholesky(X.mT @ X, threshold)
+        R, alive = _cholesky(Xt @ Xt.mT, threshold)
         if alive is not None:
-            X = torch.where(alive, X, 0)
-        X = X @ torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
+            Xt = torch.where(alive, Xt, 0)
+        inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
+        Xt = inverse.mT @ Xt
         if alive is not None:
             if fresh is None:
-                fresh = random_directions(keys, step, X.shape[1], X.shape[2])
-            X = torch.where(alive, X, fresh)
-    out.copy_(X)
+                fresh = random_directions(keys, step, *A.shape[1:]).mT.double()
+            Xt = torch.where(alive, Xt, fresh)
+    out.copy_(Xt.mT)
 
 
 def random_directions(keys: Tensor, step: int, n: int, r: int) -> Tensor:
@@ -152,7 +154,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
-    """R with RᵀR = gram [B, r, r], and which columns are alive [B, 1, r]; None where all are known to be.
+    """R with RᵀR = gram [B, r, r], and which columns are alive [B, r, 1]; None where all are known to be.
 
     The row of a dead column is that of the identity.
     """
@@ -169,7 +171,7 @@ def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
         alive[:, j] = (left > threshold**2 * diagonal[:, j]) & left.isfinite()
         R[:, j] = torch.where(alive[:, j : j + 1], row * left.rsqrt().unsqueeze(-1), 0)
         R[:, j, j] = torch.where(alive[:, j], left.sqrt(), 1)
-    return R.triu(), alive.unsqueeze(1)
+    return R.triu(), alive.unsqueeze(2)
 
 
 def _blocks(*lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:

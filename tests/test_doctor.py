@@ -1,0 +1,38 @@
+"""``python -m powersgd_triton doctor`` finds a sound installation sound and a broken step broken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from powersgd_triton import doctor
+from powersgd_triton.__main__ import main
+from powersgd_triton.ops import TorchOperations
+
+
+def test_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    report = capsys.readouterr().out
+    assert torch.__version__ in report
+    assert "backend 'auto': torch" in report
+    assert "FAILED" not in report
+
+
+def test_wrong_arithmetic_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def scaled(self: TorchOperations, P: list, Q: list, out: list) -> None:
+        for left, right, matrices in zip(P, Q, out, strict=True):
+            for p, q, matrix in zip(left, right, matrices, strict=True):
+                matrix.copy_(1.01 * p @ q.mT)
+
+    monkeypatch.setattr(TorchOperations, "reconstruct", scaled)
+    assert main(["doctor"]) != 0
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_an_exception_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(TorchOperations, "backproject", broken)
+    assert doctor.run(doctor.argparse.Namespace()) == 1
+    assert "no such instruction" in capsys.readouterr().out
