@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 
@@ -34,5 +36,5 @@ def test_an_exception_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(TorchOperations, "backproject", broken)
-    assert doctor.run(doctor.argparse.Namespace()) == 1
+    assert doctor.run(argparse.Namespace()) == 1
     assert "no such instruction" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sysconfig
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ def read_corpus() -> Corpus:
         RuntimeError: this Python comes without the sources of its library.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted([*library.glob("*.py"), library / "pydoc_data" / "topics.py"])
-    text = b"".join(file.read_bytes() for file in files if file.is_file())[:MAX_BYTES]
+    texts = {file.stem: file.read_bytes() for file in library.glob("*.py")}
+    # As pydoc shows them, not as the string literals that hold them.
+    texts["pydoc_data"] = "\n".join(topic for _, topic in sorted(topics.items())).encode()
+    text = b"".join(text for _, text in sorted(texts.items()))[:MAX_BYTES]
     if len(text) < 1_000_000:
         raise RuntimeError(f"expected at least 1 MB of Python sources in the standard library; found {len(text)} bytes")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp_(max=VOCABULARY - 1)
