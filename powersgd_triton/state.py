@@ -87,6 +87,8 @@ class State:
         self.matrices: dict[str, MatrixState] = {}
         self.backend: Backend | None = None
         self._buckets: dict[Layout, BucketState] = {}
+        # Where each tensor was last seen. A bucket that all its tensors have left is dropped.
+        self._homes: dict[str, Layout] = {}
         self._verdict: Tensor | None = None
         self._restored: dict[str, dict[str, Tensor]] = {}
 
@@ -111,9 +113,8 @@ class State:
         Raises:
             RuntimeError: a checkpoint was loaded that lacks one of the layout's matrices.
         """
-        bucket = self._buckets.get(layout)
-        if bucket is not None and all(self.matrices[segment.name].bucket is bucket for segment in layout.compressed):
-            return bucket
+        if all(self._homes.get(segment.name) is layout for segment in layout.segments):
+            return self._buckets[layout]
         if self.backend is None:
             self.backend = select_backend(self.config.backend, device)
             logger.info("PowerSGD backend: %s (%s)", self.backend.name, self.backend.reason)
@@ -125,8 +126,9 @@ class State:
                 )
         bucket = BucketState(layout, dtype, device, self.config.seed)
         self._move_in(bucket, dtype, device)
-        occupied = {id(matrix.bucket) for matrix in self.matrices.values()}
-        self._buckets = {key: kept for key, kept in self._buckets.items() if id(kept) in occupied or not key.compressed}
+        self._homes.update((segment.name, layout) for segment in layout.segments)
+        homes = set(self._homes.values())
+        self._buckets = {home: kept for home, kept in self._buckets.items() if home in homes}
         self._buckets[layout] = bucket
         return bucket
 
@@ -145,8 +147,8 @@ class State:
                 layout.p_numel,
                 layout.q_numel,
             )
+        self.redraw_bases(bucket)
         for group, tensors in zip(layout.groups, bucket.groups, strict=True):
-            fresh = random_directions(tensors.keys, -1, group.m, group.rank)
             new = sum(segment.name not in self.matrices for segment in group.segments) if feedback else 0
             # One allocation for a group's new matrices keeps them at equal distances, so that they batch.
             memory = iter(torch.zeros(new, group.n, group.m, dtype=dtype, device=device).unbind())
@@ -158,14 +160,12 @@ class State:
                     error = next(memory) if known is None or known.error is None else known.error.to(dtype)
                     errors.append(error)
                 basis = tensors.basis[index]
-                basis.copy_(fresh[index])
                 if known is not None:
                     basis.copy_(known.basis)
                 matrix = self.matrices[segment.name] = MatrixState((group.n, group.m), error, basis, bucket)
                 if segment.name in self._restored:
                     self._restore(matrix, self._restored.pop(segment.name))
             tensors.M = errors if feedback else None
-        self._orthogonalize_bases(bucket)
 
     def orthogonalize(self, bucket: BucketState, sources: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
         """Orthonormal bases of the columns of one source a group; what is dead is redrawn for this step."""
@@ -173,7 +173,7 @@ class State:
         self.operations.orthogonalize(sources, keys, self.iteration, self.config.orthogonalization_epsilon, out)
 
     def redraw_bases(self, bucket: BucketState) -> None:
-        """Without warm start: a random basis for this step."""
+        """Random bases, a function of the seed, the parameters' names and the step."""
         for group in bucket.groups:
             group.basis.copy_(random_directions(group.keys, self.iteration, *group.basis.shape[1:]))
         self._orthogonalize_bases(bucket)
@@ -281,8 +281,6 @@ class State:
                 self._reset(matrix)
             else:
                 self._restore(matrix, self._restored.pop(name))
-        for bucket in self._buckets.values():
-            self._orthogonalize_bases(bucket)
 
     def _checked_matrices(self, state: Mapping[str, Any]) -> Mapping[str, dict[str, Tensor]]:
         """The matrices of a saved state.
@@ -307,6 +305,8 @@ class State:
     def _restore(self, matrix: MatrixState, parts: dict[str, Tensor]) -> None:
         r = min(matrix.basis.shape[1], parts["basis"].shape[1])
         matrix.basis[:, :r] = parts["basis"][:, :r].to(matrix.basis)
+        if r < matrix.basis.shape[1]:
+            self._orthogonalize_bases(matrix.bucket)
         if matrix.error is not None:
             matrix.error.copy_(parts["error"])
 
