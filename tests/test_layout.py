@@ -1,0 +1,108 @@
+"""Layout: matrix views, eligibility, shape groups and offsets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+
+Shapes = list[tuple[int, ...]]
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=12)
+
+
+def build(shapes: Shapes, **fields: float) -> Layout:
+    return Layout.build({f"t{i}": shape for i, shape in enumerate(shapes)}, PowerSGDConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [((), (1, 1)), ((5,), (1, 5)), ((3, 4), (3, 4)), ((8, 3, 2, 2), (8, 12)), ((0, 4), (0, 4)), ((4, 0, 2), (4, 0))],
+)
+def test_matrix_shape(shape: tuple[int, ...], matrix: tuple[int, int]):
+    assert matrix_shape(shape) == matrix
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "rate", "expected"),
+    [
+        # (n + m) r rate < n m, strictly: (10 + 10) · 1 · 5 = 100 is not below 100.
+        ((10, 10), 1, 5.0, 0),
+        ((10, 10), 1, 4.9, 1),
+        ((10, 10), 4, 2.0, 0),
+        ((64, 64), 4, 2.0, 4),
+        ((64, 64), 100, 0.0, 64),
+        ((64, 3, 3, 3), 100, 0.0, 27),
+        ((1, 7), 4, 0.0, 1),
+        ((7, 1), 4, 0.0, 1),
+        ((7,), 4, 0.0, 0),
+        ((), 4, 0.0, 0),
+        ((0, 7), 4, 0.0, 0),
+        ((7, 0), 4, 0.0, 0),
+    ],
+)
+def test_eligibility(shape: tuple[int, ...], rank: int, rate: float, expected: int):
+    assert compressed_rank(shape, PowerSGDConfig(rank=rank, min_compression_rate=rate)) == expected
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(SHAPES, st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.booleans())
+def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float, batch: bool):
+    layout = build(shapes, rank=rank, min_compression_rate=rate, batch_by_shape=batch)
+
+    # Segments tile the buffer, factors tile their messages, in order and without gaps.
+    end = 0
+    for segment, shape in zip(layout.segments, shapes, strict=True):
+        assert (segment.offset, segment.shape, segment.numel) == (end, shape, math.prod(shape))
+        end += segment.numel
+    assert layout.numel == end
+    p_end = q_end = 0
+    for group in layout.groups:
+        assert (group.p_offset, group.q_offset) == (p_end, q_end)
+        p_end += len(group.segments) * group.n * group.rank
+        q_end += len(group.segments) * group.m * group.rank
+    assert (layout.p_numel, layout.q_numel) == (p_end, q_end)
+    for segment, offset in zip(layout.bypass, layout.bypass_offsets, strict=True):
+        assert offset == p_end
+        p_end += segment.numel
+    assert layout.p_numel + layout.bypass_numel == p_end
+    assert layout.compressed_numel == p_end + q_end == sum(segment.compressed_numel for segment in layout.segments)
+
+    # Each tensor is compressed in one group or a bypass tensor.
+    grouped = [segment for group in layout.groups for segment in group.segments]
+    assert sorted(s.name for s in [*grouped, *layout.bypass]) == sorted(s.name for s in layout.segments)
+    for group in layout.groups:
+        assert {(s.n, s.m, s.rank) for s in group.segments} == {(group.n, group.m, group.rank)}
+        assert 1 <= group.rank <= min(rank, group.n, group.m)
+
+
+def test_groups_are_by_matrix_shape_in_order_of_appearance():
+    layout = build([(8, 6), (4, 5), (8, 3, 2), (8,), (4, 5)], rank=1, min_compression_rate=0.0)
+    assert [[s.name for s in group.segments] for group in layout.groups] == [["t0", "t2"], ["t1", "t4"]]
+
+
+def test_without_batching_each_matrix_is_a_group():
+    layout = build([(8, 6), (8, 6)], rank=1, min_compression_rate=0.0, batch_by_shape=False)
+    assert [len(group.segments) for group in layout.groups] == [1, 1]
+
+
+def test_compress_false_bypasses_everything():
+    layout = Layout.build({"w": (64, 64), "b": (64,)}, PowerSGDConfig(), compress=False)
+    assert layout.compressed == ()
+    assert layout.compressed_numel == layout.numel == 64 * 64 + 64
+
+
+def test_accepts_pairs_and_refuses_a_repeated_name():
+    config = PowerSGDConfig()
+    assert Layout.build([("w", (4, 4)), ("v", (4, 4))], config).numel == 32
+    with pytest.raises(ValueError, match="'w' occurs twice"):
+        Layout.build([("w", (4, 4)), ("w", (4, 4))], config)
+
+
+def test_no_tensors():
+    layout = build([])
+    assert (layout.numel, layout.compressed_numel, layout.groups) == (0, 0, ())
