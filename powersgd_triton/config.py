@@ -51,6 +51,8 @@ class PowerSGDConfig:
                 raise TypeError(f"{name} must be an int; got {value!r}")
             if value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}; got {value}")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -219,20 +219,19 @@ class State:
 
     def forget_errors(self) -> None:
         """Set every error to zero, also of matrices that a checkpoint brought and that are not bound yet."""
-        for bucket in {matrix.bucket for matrix in self.matrices.values()}:
-            bucket.applied = None
-        for matrix in self.matrices.values():
-            self._reset(matrix)
+        self.materialize()
+        for error in [matrix.error for matrix in self.matrices.values() if matrix.error is not None]:
+            error.zero_()
         for parts in self._restored.values():
             if "error" in parts:
-                parts["error"] = torch.zeros_like(parts["error"])
+                parts["error"].zero_()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Plain numbers and tensors. ``mean`` averages a tensor over workers (or returns it as it is)."""
         self.materialize()
-        matrices: dict[str, dict[str, Tensor]] = {name: dict(parts) for name, parts in self._restored.items()}
+        matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in self._restored.items()}
         for name in sorted(self.matrices):
             matrix = self.matrices[name]
             matrices[name] = {"basis": matrix.basis.clone()}
@@ -266,21 +265,15 @@ class State:
                 "the saved state is not of this model or configuration; "
                 f"matrices missing from it: {_listing(missing)}; only in it: {_listing(unexpected)}"
             )
-        for name, parts in matrices.items():
-            n, m = shapes.get(name, (None, parts["basis"].shape[0]))
-            saved = (parts["error"].shape[0] if "error" in parts else n, parts["basis"].shape[0])
-            if saved != (n if n is not None else saved[0], m):
+        for name, (n, m) in shapes.items():
+            saved = _saved_shape(matrices[name]) if matrices else (n, m)
+            if saved != (n, m) and saved != (None, m):
                 raise ValueError(f"matrix {name!r} is {n} × {m}; in the saved state it is {saved[0]} × {saved[1]}")
-        for bucket in self._buckets.values():
-            bucket.applied = None
-        self.iteration = int(state["iteration"])
+        self.iteration = state["iteration"]
         self._verdict = None
-        self._restored = {name: dict(parts) for name, parts in matrices.items()}
-        for name, matrix in self.matrices.items():
-            if not matrices:
-                self._reset(matrix)
-            else:
-                self._restore(matrix, self._restored.pop(name))
+        self._restored = {name: {key: part.clone() for key, part in parts.items()} for name, parts in matrices.items()}
+        # What is bound is bound anew, which takes over what was restored.
+        self.matrices, self._homes, self._buckets = {}, {}, {}
 
     def _checked_matrices(self, state: Mapping[str, Any]) -> Mapping[str, dict[str, Tensor]]:
         """The matrices of a saved state.
@@ -292,14 +285,22 @@ class State:
             raise ValueError("expected a saved PowerSGD state with the keys format_version, iteration and matrices")
         if state["format_version"] != FORMAT_VERSION:
             raise ValueError(f"expected format_version {FORMAT_VERSION}; got {state['format_version']!r}")
-        matrices: Mapping[str, dict[str, Tensor]] = state["matrices"]
+        iteration, matrices = state["iteration"], state["matrices"]
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+            raise ValueError(f"expected a non-negative number of steps as iteration; got {iteration!r}")
+        if not isinstance(matrices, Mapping) or not all(isinstance(parts, Mapping) for parts in matrices.values()):
+            raise ValueError(f"expected matrices as {{name: {{part: tensor}}}}; got {type(matrices).__name__}")
         for name, parts in matrices.items():
-            for key in ("basis", "error") if self.config.error_feedback else ("basis",):
+            for key in {"basis", *parts, *(["error"] if self.config.error_feedback else [])}:
                 part = parts.get(key)
-                if not isinstance(part, Tensor) or part.dim() != 2:
-                    raise ValueError(f"matrix {name!r} of the saved state has no two-dimensional {key!r}; got {part!r}")
+                if not isinstance(part, Tensor) or part.dim() != 2 or not part.is_floating_point():
+                    what = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+                    raise ValueError(f"{key!r} of matrix {name!r} must be a two-dimensional float tensor; got {what}")
                 if not part.isfinite().all():
                     raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
+            (n, m), r = _saved_shape(parts), parts["basis"].shape[1]
+            if not 1 <= r <= m or ("error" in parts and (r > parts["error"].shape[0] or parts["error"].shape[1] != m)):
+                raise ValueError(f"matrix {name!r} of the saved state is {n} × {m} and its basis has {r} columns")
         return matrices
 
     def _restore(self, matrix: MatrixState, parts: dict[str, Tensor]) -> None:
@@ -310,9 +311,10 @@ class State:
         if matrix.error is not None:
             matrix.error.copy_(parts["error"])
 
-    def _reset(self, matrix: MatrixState) -> None:
-        if matrix.error is not None:
-            matrix.error.zero_()
+
+def _saved_shape(parts: Mapping[str, Tensor]) -> tuple[int | None, int]:
+    """(n, m) of a saved matrix; n is not known without its error."""
+    return (parts["error"].shape[0] if "error" in parts else None), parts["basis"].shape[0]
 
 
 def _listing(names: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ def test_is_frozen_keyword_only_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.rank = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
-        PowerSGDConfig(2)  # type: ignore[misc]
+        PowerSGDConfig(2)  # type: ignore[call-arg]
     assert hash(config) == hash(PowerSGDConfig(rank=2))
     assert config == PowerSGDConfig(rank=2) != PowerSGDConfig(rank=3)
 
@@ -93,7 +93,9 @@ def test_from_dict_survives_json():
     assert PowerSGDConfig.from_dict({}) == PowerSGDConfig()
 
 
-@pytest.mark.parametrize(("key", "nearest"), [("rnak", "rank"), ("startiter", "start_iter"), ("warmstart", "warm_start")])
+@pytest.mark.parametrize(
+    ("key", "nearest"), [("rnak", "rank"), ("startiter", "start_iter"), ("warmstart", "warm_start")]
+)
 def test_from_dict_names_unknown_and_nearest_key(key: str, nearest: str):
     with pytest.raises(ValueError, match=repr(key)) as caught:
         PowerSGDConfig.from_dict({"seed": 1, key: 1})

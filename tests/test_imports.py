@@ -20,7 +20,7 @@ MODULES = sorted(path for path in [*PACKAGE.rglob("*.py"), *(ROOT / "integration
 
 def part(module: str) -> str:
     """The package's file or folder that a module name stands for; "" is the package itself."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def imported(path: Path) -> set[str]:
@@ -84,7 +84,9 @@ def test_triton_only_in_kernels(path: Path):
 
 def test_the_checks_can_fail(tmp_path: Path):
     source = tmp_path / "layout.py"
-    source.write_text("def f():\n    from powersgd_triton import state\n    import triton\n    torch.distributed.barrier()\n")
+    source.write_text(
+        "def f():\n    from powersgd_triton import state\n    import triton\n    torch.distributed.barrier()\n"
+    )
     assert {"powersgd_triton.state", "triton", "torch.distributed"} <= imported(source)
 
 
@@ -102,7 +104,11 @@ def test_symlink_is_tracked():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listing = subprocess.run(
-        ["git", "ls-files", "--stage", "powersgd_triton/integrations"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--stage", "powersgd_triton/integrations"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert listing.startswith("120000 "), f"expected a tracked symlink; got {listing!r}"
     assert link.is_symlink()

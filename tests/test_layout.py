@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ Shapes = list[tuple[int, ...]]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=12)
 
 
-def build(shapes: Shapes, **fields: float) -> Layout:
+def build(shapes: Shapes, **fields: Any) -> Layout:
     return Layout.build({f"t{i}": shape for i, shape in enumerate(shapes)}, PowerSGDConfig(**fields))
 
 

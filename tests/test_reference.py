@@ -7,6 +7,7 @@ whatever the order of summation.
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable
@@ -193,13 +194,13 @@ def test_rollback_takes_back_finite_elements(dtype: torch.dtype):
 # Blocks -------------------------------------------------------------------------------------------------------------
 
 
-def count_blocks(*lists: list[Tensor]) -> list[tuple[slice, slice, list[Tensor]]]:
-    return list(reference._blocks(*lists))
+def blocks_of(*lists: list[Tensor], rank: int = 2) -> list[tuple[slice, slice, list[Tensor]]]:
+    return list(reference._blocks(rank, *lists))
 
 
 def test_equal_distances_are_one_block_without_copies():
     case = Case(4, 3, 1, torch.float32, batch=6)
-    blocks = count_blocks(case.G, case.M)
+    blocks = blocks_of(case.G, case.M)
     assert [members for members, _, _ in blocks] == [slice(0, 6)]
     for view, matrices in zip(blocks[0][2], (case.G, case.M), strict=True):
         assert view.shape == (6, 4, 3)
@@ -207,12 +208,18 @@ def test_equal_distances_are_one_block_without_copies():
         assert all(torch.equal(view[i], matrix) for i, matrix in enumerate(matrices))
 
 
+def test_rank_one_is_not_batched():
+    case = Case(4, 3, 1, torch.float32, batch=3)
+    members = [members for members, _, _ in blocks_of(case.G, case.M, rank=1)]
+    assert members == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
 def test_runs_end_where_distances_change_or_storage_does():
     memory = torch.arange(100.0)
     starts = [0, 12, 24, 40, 52]
     matrices = [memory[start : start + 12].view(4, 3) for start in starts] + [torch.zeros(4, 3)]
-    covered = []
-    for members, rows, (view,) in count_blocks(matrices):
+    covered: list[int] = []
+    for members, rows, (view,) in blocks_of(matrices):
         assert rows == slice(0, 4)
         covered += range(members.start, members.stop)
         for index, matrix in zip(range(members.start, members.stop), view, strict=True):
@@ -224,7 +231,7 @@ def test_runs_end_where_distances_change_or_storage_does():
 def test_overlapping_or_descending_matrices_are_not_batched():
     memory = torch.arange(60.0)
     for starts in ([0, 6, 12], [24, 12, 0]):
-        blocks = count_blocks([memory[start : start + 12].view(4, 3) for start in starts])
+        blocks = blocks_of([memory[start : start + 12].view(4, 3) for start in starts])
         assert [members for members, _, _ in blocks] == [slice(0, 1), slice(1, 2), slice(2, 3)]
 
 
@@ -233,7 +240,7 @@ def test_blocks_cover_every_row_once_and_stay_small(size: int, monkeypatch: pyte
     block_bytes(monkeypatch, size)
     case = Case(11, 5, 1, torch.float32, batch=4)
     seen = torch.zeros(4, 11)
-    for members, rows, views in count_blocks(case.G, case.M):
+    for members, rows, views in blocks_of(case.G, case.M):
         seen[members, rows] += 1
         assert views[0].numel() * 4 <= max(size, 5 * 4)
     assert (seen == 1).all()
@@ -277,7 +284,8 @@ def conditioned(n: int, r: int, kappa: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     U = torch.linalg.qr(torch.randn(2, n, r, dtype=torch.float64, generator=generator))[0]
     V = torch.linalg.qr(torch.randn(2, r, r, dtype=torch.float64, generator=generator))[0]
-    return U * torch.logspace(0, -np.log10(kappa), r, dtype=torch.float64) @ V
+    A: Tensor = U * torch.logspace(0, -math.log10(kappa), r, dtype=torch.float64) @ V
+    return A
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
