@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,10 +52,12 @@ def test_hook_step(benchmark: Any, gradients: str, rank: int, provider: str) -> 
     bucket = Bucket(GRADIENT_SETS[gradients])
     step = PROVIDERS[provider](rank)
     size = bucket.buffer().numel() * bucket.buffer().element_size()
+    _return_freed_memory()
     before = _memory("VmRSS")
     for _ in range(2):
         bucket.refill()
         step(bucket)
+    _return_freed_memory()
     _reset_peak()
     persistent = _memory("VmRSS") - before
     bucket.refill()
@@ -70,6 +74,12 @@ def _memory(field: str) -> int:
     """Bytes of this process, current (VmRSS) or at most since the last reset (VmHWM)."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status[field].split()[0]) * 1024
+
+
+def _return_freed_memory() -> None:
+    """Make the C library give freed memory back, so that what is resident is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reset_peak() -> None:

@@ -476,7 +476,7 @@ def live_bytes() -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in gc.get_objects()
-        if type(tensor) is Tensor
+        if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
     }
     return sum(storages.values())
 
