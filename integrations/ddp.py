@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.communication import Communicator
+from powersgd_triton.compressor import GRADIENT_DTYPES
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.parameter_names import ParameterNames, memory_shape
 from powersgd_triton.layout import Layout
@@ -269,7 +270,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         RuntimeError: a loaded checkpoint does not fit the model, or a collective failed.
     """
     buffer = bucket.buffer()
-    if not buffer.is_floating_point() or buffer.layout != torch.strided:
+    if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     if not buffer.is_cuda:
         return _reduce(state, bucket, buffer, torch.futures.Future())

@@ -17,6 +17,7 @@ from powersgd_triton.layout import Layout
 from powersgd_triton.state import BucketState, State
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
+GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Compression:
@@ -311,7 +312,7 @@ class Compressor:
 def _check_dtype(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name!r} must be a tensor; got {type(tensor).__name__}")
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name!r} must be of a floating-point dtype; got {tensor.dtype}")
+    if tensor.dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"{name!r} must be of a floating-point dtype of 16 bits or more; got {tensor.dtype}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name!r} must be dense; got {tensor.layout}")

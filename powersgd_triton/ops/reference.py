@@ -152,7 +152,8 @@ def random_directions(keys: Tensor, step: int, n: int, r: int) -> Tensor:
     keys: [B] int64. Counter-based, so that no generator's state is touched and all workers draw the same.
     """
     counter = torch.arange(n * r, dtype=torch.int64, device=keys.device).view(1, n, r)
-    stream = _mix((keys ^ ((step + 1) * 0x9E3779B9)) & 0xFFFFFFFF).view(-1, 1, 1)
+    # Keys are mixed apart from counters, so that no key's stream meets another's shifted.
+    stream = _mix(_mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
     return ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
 
 
