@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 Worker = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def run(fn: Worker, world_size: int, *args: Any, timeout: float = 150) -> list[A
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = mp.start_processes(
+        context = start_processes(
             _enter, (fn, world_size, folder, args), nprocs=world_size, join=False, start_method="spawn"
         )
         assert context is not None

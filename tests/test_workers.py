@@ -109,13 +109,16 @@ def exercise(worker: int, world_size: int) -> dict[str, Any]:
     found["mean error"] = max(
         float((saved["matrices"][name]["error"] - error / world_size).abs().max()) for name, error in mean.items()
     )
-    calls = []
+    calls: list[int] = []
     original = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(args[0].numel()), original(*args, **kwargs))[1]
-    try:
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counting)
         train(worker, hook={"matrix_approximation_rank": 4}, steps=1)
-    finally:
-        dist.all_reduce = original
     found["all-reduces"] = len(calls)
     return found
 
