@@ -57,25 +57,35 @@ def compensate_project_reference(
     for members, rows, (G_block, M_block) in _blocks(Q.shape[-1], G, G if M is None else M):
         P = out[members, rows]
         if M is None:
-            torch.bmm(G_block.to(out.dtype), Qt[members].mT, out=P)
+            _multiply(G_block.to(out.dtype), Qt[members].mT, out=P)
             continue
         if Qt_prev is not None:
-            M_block.baddbmm_(P_prev[members, rows], Qt_prev[members], alpha=-1)
+            _add_product(M_block, P_prev[members, rows], Qt_prev[members], alpha=-1)
         if _on_host(G_block) and G_block.sum(dtype=out.dtype).isfinite():
             M_block.add_(G_block)
-            torch.bmm(M_block, Qt[members].mT, out=P)
+            _multiply(M_block, Qt[members].mT, out=P)
         else:
             finite = _finite_part(G_block)
             M_block.add_(finite)
-            torch.bmm(M_block, Qt[members].mT, out=P)
+            _multiply(M_block, Qt[members].mT, out=P)
             P.add_((G_block - finite).sum(-1, keepdim=True))
 
 
 def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> None:
     """out = Q = Mᵀ P.  M: B of [n, m], P [B, n, r] orthonormal, out [B, m, r]."""
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
+    # With few columns a product over long rows runs on one thread; as many of them as there are threads run on all.
+    parts = torch.get_num_threads() if _on_host(P) else 1
     for members, rows, (M_block,) in _blocks(P.shape[-1], M):
-        Qt[members].baddbmm_(P[members, rows].mT, M_block.to(P.dtype))
+        left, right = P[members, rows].mT, M_block.to(P.dtype)
+        height = right.shape[1] // parts
+        if len(right) == 1 < parts and height:
+            split = parts * height
+            partial = left[0, :, :split].unflatten(1, (parts, height)).transpose(0, 1)
+            Qt[members] += (partial @ right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
+            left, right = left[:, :, split:], right[:, split:]
+        if right.shape[1]:
+            _add_product(Qt[members], left, right)
     out.copy_(Qt.mT)
 
 
@@ -84,7 +94,8 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor]) -> Non
     Qt = Q.mT.contiguous()
     for members, rows, (block,) in _blocks(P.shape[-1], out):
         if block.dtype == P.dtype:
-            torch.bmm(P[members, rows], Qt[members], out=block)
+            # Adding to zeros is faster than torch.bmm, which clears less cleverly.
+            _add_product(block.zero_(), P[members, rows], Qt[members])
         else:
             block.copy_(torch.bmm(P[members, rows], Qt[members]))
 
@@ -96,7 +107,7 @@ def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applie
     P, Q = torch.where(applied > 0, P, 0), torch.where(applied > 0, Q, 0)
     Qt = Q.mT.contiguous()
     for members, rows, (M_block,) in _blocks(P.shape[-1], M):
-        M_block.baddbmm_(P[members, rows], Qt[members], alpha=-1)
+        _add_product(M_block, P[members, rows], Qt[members], alpha=-1)
 
 
 def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
@@ -235,6 +246,22 @@ def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
         return start.unsqueeze(0)
     distance = matrices[first + 1].storage_offset() - start.storage_offset()
     return start.as_strided((length, *start.shape), (distance, *start.stride()))
+
+
+def _multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
+    """out = A B for batches; a batch of one as a plain product, which runs on all threads."""
+    if len(A) == 1:
+        torch.mm(A[0], B[0], out=out[0])
+    else:
+        torch.bmm(A, B, out=out)
+
+
+def _add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
+    """out += alpha · A B for batches; a batch of one as a plain product, which runs on all threads."""
+    if len(A) == 1:
+        out[0].addmm_(A[0], B[0], alpha=alpha)
+    else:
+        out.baddbmm_(A, B, alpha=alpha)
 
 
 def _finite_part(G: Tensor) -> Tensor:
