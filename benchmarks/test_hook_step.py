@@ -67,7 +67,7 @@ def test_hook_step(benchmark: Any, gradients: str, rank: int, provider: str) -> 
     benchmark.extra_info.update(
         gradients=gradients, rank=rank, provider=provider, persistent=persistent / size, peak=peak / size
     )
-    benchmark.pedantic(step, args=(bucket,), setup=bucket.refill, rounds=11)
+    benchmark.pedantic(step, args=(bucket,), setup=bucket.refill, rounds=31)
 
 
 def _memory(field: str) -> int:

@@ -1,57 +1,142 @@
-"""Run a function on several gloo workers and collect what each returns."""
+"""Run functions on several gloo workers and collect what each returns."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
+import torch.multiprocessing as mp
 
 Worker = Callable[..., Any]
+PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def run(fn: Worker, world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
+class Failure(str):
+    """Traceback of a case that failed on a worker."""
+
+
+def run(
+    fn: Worker, world_size: int, *args: Any, timeout: float = 150, casualties: Collection[int] = ()
+) -> list[Any]:  # fmt: skip
     """Call ``fn(worker, world_size, *args)`` in ``world_size`` processes; the results in the workers' order.
 
+    Args:
+        fn: importable function.
+        world_size: number of processes.
+        args: further arguments of ``fn``.
+        timeout: seconds until all must be done.
+        casualties: workers that are meant to die; their result is None.
+
     Raises:
+        RuntimeError: a worker failed; the message holds its traceback. The others are ended.
         TimeoutError: they were not done in time; they are ended.
     """
+    results = run_cases([fn], world_size, *args, timeout=timeout, casualties=casualties)
+    return outcome(results, fn)
+
+
+def run_cases(
+    cases: Sequence[Worker], world_size: int, *args: Any, timeout: float = 200, casualties: Collection[int] = ()
+) -> dict[str, list[Any]]:
+    """Call each case as ``run`` does, one after the other in the same processes, each in a process group of its own.
+
+    Returns:
+        {case's name: results in the workers' order}, with a ``Failure`` where a case raised; see ``outcome``.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        context = start_processes(
-            _enter, (fn, world_size, folder, args), nprocs=world_size, join=False, start_method="spawn"
-        )
-        assert context is not None
-        deadline = time.monotonic() + timeout
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(
+                target=_work, args=(worker, world_size, cases, folder, args, worker in casualties), daemon=True
+            )
+            for worker in range(world_size)
+        ]
         try:
-            while not context.join(timeout=1):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{world_size} workers of {fn.__name__} were not done after {timeout} s")
+            with _environment(OMP_NUM_THREADS="1"):
+                for process in processes:
+                    process.start()
+            deadline = time.monotonic() + timeout
+            for worker, process in enumerate(processes):
+                process.join(max(0.0, deadline - time.monotonic()))
+                if process.exitcode is None:
+                    raise TimeoutError(f"{world_size} workers were not done after {timeout} s; worker {worker} is not")
+                if process.exitcode != 0 and worker not in casualties:
+                    raise RuntimeError(f"worker {worker} of {world_size} ended with exit code {process.exitcode}")
         finally:
-            for process in context.processes:
+            for process in processes:
                 if process.is_alive():
                     process.kill()
-        return [pickle.loads((Path(folder) / f"result{worker}").read_bytes()) for worker in range(world_size)]
+                    process.join()
+        return {case.__name__: [_load(folder, case, worker) for worker in range(world_size)] for case in cases}
 
 
-def _enter(worker: int, fn: Worker, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+def outcome(results: dict[str, list[Any]], case: Worker) -> list[Any]:
+    """Results of one case.
+
+    Raises:
+        RuntimeError: it failed on a worker; the message holds the traceback.
+    """
+    for worker, result in enumerate(results[case.__name__]):
+        if isinstance(result, Failure):
+            raise RuntimeError(f"{case.__name__} failed on worker {worker}:\n{result}")
+    return results[case.__name__]
+
+
+def _work(
+    worker: int, world_size: int, cases: Sequence[Worker], folder: str, args: tuple[Any, ...], casualty: bool
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=worker,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    result = fn(worker, world_size, *args)
-    (Path(folder) / f"result{worker}").write_bytes(pickle.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    for case in cases:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/{case.__name__}.store",
+            rank=worker,
+            world_size=world_size,
+            timeout=PROCESS_GROUP_TIMEOUT,
+        )
+        try:
+            result = case(worker, world_size, *args)
+        except Exception:
+            result = Failure(traceback.format_exc())
+        _path(folder, case, worker).write_bytes(pickle.dumps(result))
+        # Whoever failed leaves at once: then the others' collectives fail instead of waiting for it.
+        if not isinstance(result, Failure):
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
+        dist.destroy_process_group()
+    if casualty:
+        sys.exit("this worker was meant to die")
+
+
+def _path(folder: str, case: Worker, worker: int) -> Path:
+    return Path(folder) / f"{case.__name__}.{worker}"
+
+
+def _load(folder: str, case: Worker, worker: int) -> Any:
+    path = _path(folder, case, worker)
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
