@@ -160,15 +160,18 @@ class PowerSGDState:
         return (before / after if after > 0 else 0, before, after)
 
     def error(self) -> dict[str, Tensor]:
-        """{parameter's name: E [n, m]}: what this worker still owes; copies."""
+        """{parameter's name: E [n, m]}: what this worker still owes; copies. Empty without error feedback."""
         return self._core.error()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers: the mean error over workers, Q, the step. Collective: all workers call it.
 
         Any worker's result can be loaded on all workers of any world size: only the mean error enters the trajectory.
+        Statistics are not part of it.
         """
-        return {**self._core.state_dict(self._communicator().mean), "buckets": self._names.record()}
+        communicator = self._communicator()
+        self._drop_foreign_errors(communicator)
+        return {**self._core.state_dict(communicator.mean), "buckets": self._names.record()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a saved state, of any world size and rank.
@@ -178,9 +181,10 @@ class PowerSGDState:
         """
         if not isinstance(state_dict, Mapping) or "buckets" not in state_dict:
             raise ValueError("expected what state_dict() of a PowerSGDState gave; the key 'buckets' is missing")
-        self._names.check(state_dict["buckets"])
+        record = self._names.check(state_dict["buckets"])
         self._core.load_state_dict(state_dict, self._names.matrix_shapes(self.config))
-        self._names.expect(state_dict["buckets"])
+        self._names.expect(record)
+        self._pickled_on = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: everything but the process group, with this worker's own error. Prefer ``state_dict``."""
@@ -190,7 +194,7 @@ class PowerSGDState:
             "config": self.config.to_dict(),
             "core": self._core.state_dict(lambda error: error),
             "buckets": self._names.record(),
-            "worker": (communicator.rank, communicator.world_size),
+            "worker": self._pickled_on or (communicator.rank, communicator.world_size),
             "total_numel_before_compression": self.total_numel_before_compression,
             "total_numel_after_compression": self.total_numel_after_compression,
             "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
@@ -204,7 +208,7 @@ class PowerSGDState:
         )
         self.process_group = None
         self._set_up(PowerSGDConfig.from_dict(saved["config"]), ParameterNames(None))
-        self._core.load_state_dict(saved["core"])
+        self._core.load_state_dict(saved["core"], own=True)
         self._names.expect(saved["buckets"])
         self._pickled_on = saved["worker"]
         for name in (
@@ -222,18 +226,22 @@ class PowerSGDState:
         """The reducer for the current process group, made at the first bucket after the group was set."""
         if self._reducer is None or self._reducer_group is not self.process_group:
             communicator = self._communicator()
-            here = (communicator.rank, communicator.world_size)
-            if self._pickled_on is not None and self._pickled_on != here:
-                logger.warning(
-                    "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
-                    "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
-                    *self._pickled_on,
-                    *here,
-                )
-                self._core.forget_errors()
-            self._pickled_on = None
+            self._drop_foreign_errors(communicator)
             self._reducer, self._reducer_group = Reducer(self._core, communicator), self.process_group
         return self._reducer
+
+    def _drop_foreign_errors(self, communicator: Communicator) -> None:
+        """Before a pickle's error is used for the first time: only the worker that pickled it may go on with it."""
+        here = (communicator.rank, communicator.world_size)
+        if self._pickled_on is not None and self._pickled_on != here:
+            logger.warning(
+                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
+                "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
+                *self._pickled_on,
+                *here,
+            )
+            self._core.forget_errors()
+        self._pickled_on = None
 
     def _layout(self, bucket: GradBucket) -> Layout:
         parameters = bucket.parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,12 +71,13 @@ class ParameterNames:
         """The buckets of the first backward pass."""
         return self._buckets or self._expected
 
-    def check(self, record: Record) -> None:
-        """Compare a saved record with this model's.
+    def check(self, record: Any) -> Record:
+        """A saved record, compared with this model's.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: it is no record, or does not fit.
         """
+        record = _parsed(record)
         if self._module is not None:
             unknown = {name for bucket in record for name, _ in bucket} - set(self._names.values())
             if unknown:
@@ -83,21 +85,36 @@ class ParameterNames:
                     f"the saved state knows parameters as {sorted(unknown)[:3]}, which the module given as module= "
                     "does not have; was it saved without module=?"
                 )
-        elif self._buckets and _plain(record) != _plain(self._buckets):
+        elif self._buckets and record != self._buckets:
             raise ValueError(
                 "the state was saved with other bucket boundaries or by parameters' names; give PowerSGDState module= "
                 "when saving and when loading"
             )
+        return record
 
     def expect(self, record: Record) -> None:
         """Number the parameters as in a saved record."""
         if not self._buckets:
-            self._expected = _plain(record)
+            self._expected = record
 
 
-def _plain(record: Record) -> Record:
-    """A record whose tuples may have become lists on the way."""
-    return [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
+def _parsed(record: Any) -> Record:
+    """A record whose tuples may have become lists on the way.
+
+    Raises:
+        ValueError: it is no record.
+    """
+    try:
+        parsed: Record = [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
+        if all(_is_parameter(*parameter) for bucket in parsed for parameter in bucket):
+            return parsed
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"'buckets' of a saved state must be lists of (name, shape); got {str(record)[:80]}")
+
+
+def _is_parameter(name: Any, shape: tuple[Any, ...]) -> bool:
+    return isinstance(name, str) and all(isinstance(size, int) for size in shape)
 
 
 def memory_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -91,6 +91,7 @@ class State:
         self._homes: dict[str, Layout] = {}
         self._verdict: Tensor | None = None
         self._restored: dict[str, dict[str, Tensor]] = {}
+        self._restored_own = False
 
     # A step -----------------------------------------------------------------------------------------------------
 
@@ -214,8 +215,11 @@ class State:
 
     def error(self) -> dict[str, Tensor]:
         """{name: E [n, m]}, this worker's own, copied; empty without error feedback."""
+        if not self.config.error_feedback:
+            return {}
         self.materialize()
-        return {name: matrix.error.clone() for name, matrix in self.matrices.items() if matrix.error is not None}
+        errors = {name: parts["error"].clone() for name, parts in self._restored.items()}
+        return errors | {name: m.error.clone() for name, m in self.matrices.items() if m.error is not None}
 
     def forget_errors(self) -> None:
         """Set every error to zero, also of matrices that a checkpoint brought and that are not bound yet."""
@@ -232,6 +236,9 @@ class State:
         """Plain numbers and tensors. ``mean`` averages a tensor over workers (or returns it as it is)."""
         self.materialize()
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in self._restored.items()}
+        if self._restored_own:
+            for name in sorted(name for name, parts in matrices.items() if "error" in parts):
+                matrices[name]["error"] = mean(matrices[name]["error"])
         for name in sorted(self.matrices):
             matrix = self.matrices[name]
             matrices[name] = {"basis": matrix.basis.clone()}
@@ -244,12 +251,15 @@ class State:
             "matrices": matrices,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]] | None = None, *, own: bool = False
+    ) -> None:
         """Take over a saved state; matrices that are not bound yet take theirs when they are.
 
         Args:
             state: from ``state_dict``. Its rank may be another one.
             shapes: (n, m) of every compressed matrix, where all are known; default those bound so far.
+            own: whether the errors in it are this worker's own instead of the mean.
 
         Raises:
             ValueError: the state is of another format, configuration or model. Nothing was changed.
@@ -272,6 +282,7 @@ class State:
         self.iteration = state["iteration"]
         self._verdict = None
         self._restored = {name: {key: part.clone() for key, part in parts.items()} for name, parts in matrices.items()}
+        self._restored_own = own
         # What is bound is bound anew, which takes over what was restored.
         self.matrices, self._homes, self._buckets = {}, {}, {}
 
