@@ -77,20 +77,20 @@ class ParameterNames:
         Raises:
             ValueError: it is no record, or does not fit.
         """
-        record = _parsed(record)
+        buckets = _parsed(record)
         if self._module is not None:
-            unknown = {name for bucket in record for name, _ in bucket} - set(self._names.values())
+            unknown = {name for bucket in buckets for name, _ in bucket} - set(self._names.values())
             if unknown:
                 raise ValueError(
                     f"the saved state knows parameters as {sorted(unknown)[:3]}, which the module given as module= "
                     "does not have; was it saved without module=?"
                 )
-        elif self._buckets and record != self._buckets:
+        elif self._buckets and buckets != self._buckets:
             raise ValueError(
                 "the state was saved with other bucket boundaries or by parameters' names; give PowerSGDState module= "
                 "when saving and when loading"
             )
-        return record
+        return buckets
 
     def expect(self, record: Record) -> None:
         """Number the parameters as in a saved record."""
