@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import Tensor
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
-from powersgd_triton.state import BucketState, State
+from powersgd_triton.ops import BucketState
+from powersgd_triton.state import State
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -40,34 +40,26 @@ class Compression:
         wide = any(gradient.dtype == torch.float64 for gradient in gradients.values())
         self._state = state
         self._communicator = communicator
-        self._matrices = _matrices(layout, gradients)
-        self._bypass = [gradients[segment.name].view(-1) for segment in layout.bypass]
+        self._gradients = gradients
         self._verdict = state.verdict(device)
+        self._step = state.step(communicator.world_size)
         self._work: dist.Work | None = None
-        self._finite: Tensor | None = None
         self.bucket = state.bind(layout, torch.float64 if wide else torch.float32, device)
 
     def project(self) -> None:
         """P = M Q with M = G + E, and start summing [P | bypass tensors]."""
-        state, bucket = self._state, self.bucket
-        if not state.config.warm_start:
-            state.redraw_bases(bucket)
-        state.operations.compensate_project(bucket.groups, self._matrices, bucket.applied)
+        bucket = self.bucket
+        if not self._step.warm_start:
+            bucket.operations.redraw_bases(self._step)
+        bucket.operations.compensate_project(self._gradients)
         bucket.applied = None
-        for tensor, target in zip(self._bypass, bucket.bypass, strict=True):
-            target.copy_(tensor)
         self._work = self._communicator.all_reduce(bucket.message_P)
 
     def backproject(self) -> None:
         """P̂ = orthogonalize(P), Q = Mᵀ P̂, and start summing Q."""
         wait(self._work)
-        state, bucket = self._state, self.bucket
-        self._finite = _all_finite(bucket.message_P)
-        state.orthogonalize(bucket, [g.P for g in bucket.groups], out=[g.P_hat for g in bucket.groups])
-        state.operations.backproject(bucket.groups, self._matrices)
-        for group in bucket.groups:
-            group.Q_mean.copy_(group.Q)
-        self._work = self._communicator.all_reduce(bucket.message_Q)
+        self.bucket.operations.backproject(self._gradients, self._step)
+        self._work = self._communicator.all_reduce(self.bucket.message_Q)
 
     def commit(self) -> None:
         """Decide, the same on all workers, whether the step counts; keep what the next one starts from.
@@ -75,44 +67,13 @@ class Compression:
         Where a sum is not finite, the buffers get back what they had, the basis stays, and Q̄ becomes NaN.
         """
         wait(self._work)
-        assert self._finite is not None
-        state, bucket = self._state, self.bucket
-        workers = self._communicator.world_size
-        bucket.message_Q.div_(workers)
-        bucket.message_P[bucket.layout.p_numel :].div_(workers)
-        finite = self._finite & _all_finite(bucket.message_Q)
-        self._verdict.mul_(finite)
-        state.operations.rollback(bucket.groups, self._matrices, finite)
-        if state.config.warm_start:
-            state.advance_bases(bucket, finite)
-        bucket.message_Q.masked_fill_(~finite, math.nan)
-        if state.config.error_feedback:
-            bucket.applied = self._verdict
+        self.bucket.operations.commit(self._gradients, self._step, self._verdict)
+        if self._state.config.error_feedback:
+            self.bucket.applied = self._verdict
 
     def reconstruct(self, gradients: Mapping[str, Tensor]) -> None:
         """Ĝ = P̂ Q̄ᵀ, and the bypass tensors' means, into {name: contiguous tensor}."""
-        reconstruct(self._state, self.bucket, gradients)
-
-
-def reconstruct(state: State, bucket: BucketState, gradients: Mapping[str, Tensor]) -> None:
-    """Write a bucket's averaged gradients, Ĝ = P̂ Q̄ᵀ and the bypass means, into {name: contiguous tensor}."""
-    groups = bucket.groups
-    out = _matrices(bucket.layout, gradients)
-    state.operations.reconstruct([g.P_hat for g in groups], [g.Q_mean for g in groups], out)
-    for segment, mean in zip(bucket.layout.bypass, bucket.bypass, strict=True):
-        gradients[segment.name].view(-1).copy_(mean)
-
-
-def _matrices(layout: Layout, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
-    """The compressed tensors as matrices, group by group."""
-    return [[tensors[s.name].view(group.n, group.m) for s in group.segments] for group in layout.groups]
-
-
-def _all_finite(message: Tensor) -> Tensor:
-    """Scalar bool. A sum is the cheapest look; where it is not finite, every element is looked at."""
-    if message.device.type == "cpu" and message.sum().isfinite():
-        return torch.ones((), dtype=torch.bool)
-    return message.isfinite().all()
+        self.bucket.operations.reconstruct(gradients)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,7 +159,7 @@ class Compressor:
         layout = self._exact if self._state.iteration < self.config.start_iter else self._compressing
         if not layout.segments:
             self._state.end_step()
-            return Compressed(BucketState(layout, torch.float32, torch.device("cpu"), 0), self._state.iteration)
+            return Compressed(self._state.bind(layout, torch.float32, torch.device("cpu")), self._state.iteration)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         compression = Compression(self._state, layout, contiguous, self._communicator)
         compression.project()
@@ -239,7 +200,7 @@ class Compressor:
         named = self._named(out, same_dtype=False)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         if named:
-            reconstruct(self._state, compressed.bucket, contiguous)
+            compressed.bucket.operations.reconstruct(contiguous)
         for name, tensor in named.items():
             if contiguous[name].data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(contiguous[name])

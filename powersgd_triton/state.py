@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
-from powersgd_triton.ops import Backend, GroupTensors, Operations, select_backend
-from powersgd_triton.ops.reference import random_directions
+from powersgd_triton.ops import Backend, BucketState, Step, select_backend
 
 logger = logging.getLogger("powersgd_triton")
 
 FORMAT_VERSION = 1
+VERDICTS = 1024
+"""So many steps' verdicts are made at once: one launch on the device instead of one a step."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,50 +29,6 @@ class MatrixState:
     error: Tensor | None
     basis: Tensor
     bucket: BucketState
-
-
-class BucketState:
-    """The factors of one layout's matrices, contiguous as they travel.
-
-    Attributes:
-        message_P: first message, [P of all groups | bypass tensors].
-        message_Q: second message, [Q of all groups].
-        bypass: the bypass tensors' places in the first message.
-        groups: views of them and of what does not travel, for each of ``layout.groups``.
-        applied: scalar of the last step that this bucket took part in, 0 if the optimizer skips that step; None where
-            M holds no product that is still to be subtracted.
-    """
-
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        def new(numel: int) -> Tensor:
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-        self.layout = layout
-        self.message_P = new(layout.p_numel + layout.bypass_numel)
-        self.message_Q = new(layout.q_numel)
-        self.applied: Tensor | None = None
-        self.groups: list[GroupTensors] = []
-        self.bypass = [
-            self.message_P[offset : offset + segment.numel]
-            for segment, offset in zip(layout.bypass, layout.bypass_offsets, strict=True)
-        ]
-        P_hat, Q, basis = new(layout.p_numel), new(layout.q_numel), new(layout.q_numel)
-        for group in layout.groups:
-            B, n, m, r = len(group.segments), group.n, group.m, group.rank
-            rows = slice(group.p_offset, group.p_offset + group.p_numel)
-            columns = slice(group.q_offset, group.q_offset + group.q_numel)
-            keys = [zlib.crc32(segment.name.encode()) ^ seed for segment in group.segments]
-            self.groups.append(
-                GroupTensors(
-                    M=None,
-                    P=self.message_P[rows].view(B, n, r),
-                    P_hat=P_hat[rows].view(B, n, r),
-                    Q=Q[columns].view(B, m, r),
-                    Q_mean=self.message_Q[columns].view(B, m, r),
-                    basis=basis[columns].view(B, m, r),
-                    keys=torch.tensor(keys, dtype=torch.int64).to(device),
-                )
-            )
 
 
 class State:
@@ -90,6 +46,7 @@ class State:
         # Where each tensor was last seen. A bucket that all its tensors have left is dropped.
         self._homes: dict[str, Layout] = {}
         self._verdict: Tensor | None = None
+        self._verdicts: list[Tensor] = []
         self._restored: dict[str, dict[str, Tensor]] = {}
         self._restored_own = False
 
@@ -98,8 +55,15 @@ class State:
     def verdict(self, device: torch.device) -> Tensor:
         """Scalar of the current step, shared by its buckets: 1, set to 0 by a bucket that is not finite."""
         if self._verdict is None:
-            self._verdict = torch.ones((), device=device)
+            if not self._verdicts or self._verdicts[-1].device != device:
+                self._verdicts = list(torch.ones(VERDICTS, device=device).unbind())
+            self._verdict = self._verdicts.pop()
         return self._verdict
+
+    def step(self, workers: int) -> Step:
+        """What the operations need to know of the current step."""
+        config = self.config
+        return Step(self.iteration, workers, config.orthogonalization_epsilon, config.warm_start)
 
     def end_step(self) -> None:
         """Close the current step: what follows belongs to the next one."""
@@ -114,7 +78,7 @@ class State:
         Raises:
             RuntimeError: a checkpoint was loaded that lacks one of the layout's matrices.
         """
-        if all(self._homes.get(segment.name) is layout for segment in layout.segments):
+        if layout in self._buckets and all(self._homes.get(segment.name) is layout for segment in layout.segments):
             return self._buckets[layout]
         if self.backend is None:
             self.backend = select_backend(self.config.backend, device)
@@ -125,7 +89,7 @@ class State:
                     f"the loaded state has no matrix named {segment.name!r}; it has {_listing(self._restored)}. "
                     "Was it saved from another model or with another configuration?"
                 )
-        bucket = BucketState(layout, dtype, device, self.config.seed)
+        bucket = BucketState(layout, dtype, device, self.config.seed, self.backend.operations)
         self._move_in(bucket, dtype, device)
         self._homes.update((segment.name, layout) for segment in layout.segments)
         homes = set(self._homes.values())
@@ -148,7 +112,7 @@ class State:
                 layout.p_numel,
                 layout.q_numel,
             )
-        self.redraw_bases(bucket)
+        bucket.operations.redraw_bases(self.step(1))
         for group, tensors in zip(layout.groups, bucket.groups, strict=True):
             new = sum(segment.name not in self.matrices for segment in group.segments) if feedback else 0
             # One allocation for a group's new matrices keeps them at equal distances, so that they batch.
@@ -168,39 +132,6 @@ class State:
                     self._restore(matrix, self._restored.pop(segment.name))
             tensors.M = errors if feedback else None
 
-    def orthogonalize(self, bucket: BucketState, sources: Sequence[Tensor], *, out: Sequence[Tensor]) -> None:
-        """Orthonormal bases of the columns of one source a group; what is dead is redrawn for this step."""
-        keys = [group.keys for group in bucket.groups]
-        self.operations.orthogonalize(sources, keys, self.iteration, self.config.orthogonalization_epsilon, out)
-
-    def redraw_bases(self, bucket: BucketState) -> None:
-        """Random bases, a function of the seed, the parameters' names and the step."""
-        for group in bucket.groups:
-            group.basis.copy_(random_directions(group.keys, self.iteration, *group.basis.shape[1:]))
-        self._orthogonalize_bases(bucket)
-
-    def advance_bases(self, bucket: BucketState, finite: Tensor) -> None:
-        """With warm start: the next basis spans Q̄, where the step was ``finite``; else the old one stays."""
-        on_host = finite.device.type == "cpu"
-        if on_host and not finite:
-            return
-        bases = [group.basis for group in bucket.groups]
-        following = bases if on_host else [torch.empty_like(basis) for basis in bases]
-        self.orthogonalize(bucket, [group.Q_mean for group in bucket.groups], out=following)
-        if not on_host:
-            for basis, new in zip(bases, following, strict=True):
-                basis.copy_(torch.where(finite, new, basis))
-
-    def _orthogonalize_bases(self, bucket: BucketState) -> None:
-        bases = [group.basis for group in bucket.groups]
-        self.orthogonalize(bucket, bases, out=bases)
-
-    @property
-    def operations(self) -> Operations:
-        """The chosen backend's operations."""
-        assert self.backend is not None
-        return self.backend.operations
-
     # The error --------------------------------------------------------------------------------------------------
 
     def materialize(self) -> None:
@@ -210,7 +141,7 @@ class State:
     def _materialize(self, buckets: Iterable[BucketState]) -> None:
         for bucket in buckets:
             if bucket.applied is not None:
-                self.operations.subtract_product(bucket.groups, bucket.applied)
+                bucket.operations.subtract_product()
                 bucket.applied = None
 
     def error(self) -> dict[str, Tensor]:
@@ -318,7 +249,7 @@ class State:
         r = min(matrix.basis.shape[1], parts["basis"].shape[1])
         matrix.basis[:, :r] = parts["basis"][:, :r].to(matrix.basis)
         if r < matrix.basis.shape[1]:
-            self._orthogonalize_bases(matrix.bucket)
+            matrix.bucket.operations.orthogonalize_bases(self.step(1))
         if matrix.error is not None:
             matrix.error.copy_(parts["error"])
 
