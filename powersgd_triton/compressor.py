@@ -13,7 +13,7 @@ from torch import Tensor
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
-from powersgd_triton.ops import BucketState
+from powersgd_triton.ops import BucketState, TorchOperations
 from powersgd_triton.state import State
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
@@ -37,14 +37,13 @@ class Compression:
         self, state: State, layout: Layout, gradients: Mapping[str, Tensor], communicator: Communicator
     ) -> None:
         device = gradients[layout.segments[0].name].device
-        wide = any(gradient.dtype == torch.float64 for gradient in gradients.values())
         self._state = state
         self._communicator = communicator
         self._gradients = gradients
         self._verdict = state.verdict(device)
         self._step = state.step(communicator.world_size)
         self._work: dist.Work | None = None
-        self.bucket = state.bind(layout, torch.float64 if wide else torch.float32, device)
+        self.bucket = state.bind(layout, {gradient.dtype for gradient in gradients.values()}, device)
 
     def project(self) -> None:
         """P = M Q with M = G + E, and start summing [P | bypass tensors]."""
@@ -159,7 +158,8 @@ class Compressor:
         layout = self._exact if self._state.iteration < self.config.start_iter else self._compressing
         if not layout.segments:
             self._state.end_step()
-            return Compressed(self._state.bind(layout, torch.float32, torch.device("cpu")), self._state.iteration)
+            nothing = BucketState(layout, torch.float32, torch.device("cpu"), 0, TorchOperations)
+            return Compressed(nothing, self._state.iteration)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         compression = Compression(self._state, layout, contiguous, self._communicator)
         compression.project()

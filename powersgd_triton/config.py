@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "triton", "torch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class PowerSGDConfig:
         seed: seeds Q and the replacement directions, together with the parameter's name.
         batch_by_shape: treat matrices of equal shape in batched operations. The result does not depend on it
             beyond rounding.
-        backend: "torch", or "auto", which picks the fastest backend that works on the gradients' device.
+        backend: "triton", "torch", or "auto", which is Triton where it can be used on a CUDA or ROCm device.
 
     Raises:
         TypeError: a value has the wrong type.

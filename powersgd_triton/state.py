@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class State:
         self.config = config
         self.iteration = 0
         self.matrices: dict[str, MatrixState] = {}
-        self.backend: Backend | None = None
+        self._backends: dict[tuple[str, str], Backend] = {}
         self._buckets: dict[Layout, BucketState] = {}
         # Where each tensor was last seen. A bucket that all its tensors have left is dropped.
         self._homes: dict[str, Layout] = {}
@@ -72,30 +72,38 @@ class State:
 
     # Buckets ----------------------------------------------------------------------------------------------------
 
-    def bind(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> BucketState:
-        """The factors for a layout whose tensors are of ``dtype`` (fp32 or fp64 arithmetic) on ``device``.
+    def bind(self, layout: Layout, dtypes: Collection[torch.dtype], device: torch.device) -> BucketState:
+        """The factors for a layout whose tensors are of ``dtypes`` on ``device``: fp64 where one of them is, else fp32.
 
         Raises:
             RuntimeError: a checkpoint was loaded that lacks one of the layout's matrices.
+            ValueError: the configured backend cannot be used for them.
         """
         if layout in self._buckets and all(self._homes.get(segment.name) is layout for segment in layout.segments):
             return self._buckets[layout]
-        if self.backend is None:
-            self.backend = select_backend(self.config.backend, device)
-            logger.info("PowerSGD backend: %s (%s)", self.backend.name, self.backend.reason)
+        backend = self._select_backend(layout, dtypes, device)
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         for segment in layout.compressed:
             if self._restored and segment.name not in self._restored and segment.name not in self.matrices:
                 raise RuntimeError(
                     f"the loaded state has no matrix named {segment.name!r}; it has {_listing(self._restored)}. "
                     "Was it saved from another model or with another configuration?"
                 )
-        bucket = BucketState(layout, dtype, device, self.config.seed, self.backend.operations)
+        bucket = BucketState(layout, dtype, device, self.config.seed, backend.operations)
         self._move_in(bucket, dtype, device)
         self._homes.update((segment.name, layout) for segment in layout.segments)
         homes = set(self._homes.values())
         self._buckets = {home: kept for home, kept in self._buckets.items() if home in homes}
         self._buckets[layout] = bucket
         return bucket
+
+    def _select_backend(self, layout: Layout, dtypes: Collection[torch.dtype], device: torch.device) -> Backend:
+        """The backend for a bucket; the same one for all buckets for which the choice has the same reason."""
+        rank = max((group.rank for group in layout.groups), default=1)
+        backend = select_backend(self.config.backend, device, dtypes, rank)
+        if (backend.name, backend.reason) not in self._backends:
+            logger.info("PowerSGD backend: %s (%s)", backend.name, backend.reason)
+        return self._backends.setdefault((backend.name, backend.reason), backend)
 
     def _move_in(self, bucket: BucketState, dtype: torch.dtype, device: torch.device) -> None:
         """Give each of the bucket's matrices its error buffer and basis, old or new."""

@@ -1,0 +1,90 @@
+"""The end of a step: Q̄, the next bases, the verdict, and error buffers as they were where the step was not finite."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
+
+
+@triton.jit(do_not_specialize=["verdict", "factor_programs", "numel", "workers"])
+def _commit_kernel(
+    G, G_offsets, M, M_offsets, following, basis, message, finite, verdict, blocks, factor_programs, numel, workers,
+    ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """message = Q̄ or NaN; basis ← following, or M ← M − finite elements of G. Grid: blocks of factors, then of M."""
+    program = tl.program_id(0)
+    good = tl.load(finite) > 0
+    i = tl.arange(0, BLOCK)
+    if program < factor_programs:
+        at = program.to(tl.int64) * BLOCK + i
+        ok = at < numel
+        mean = tl.div_rn(tl.load(message + at, ok, 0.0), workers + tl.zeros([BLOCK], tl.float32))
+        tl.store(message + at, tl.where(good, mean, float("nan")), ok)
+        if ADVANCE and good:
+            tl.store(basis + at, tl.load(following + at, ok, 0.0), ok)
+    elif FEEDBACK and not good:
+        block = blocks + (program - factor_programs) * 3
+        matrix = tl.load(block)
+        G += tl.load(G_offsets + matrix * 2)
+        M += tl.load(M_offsets + matrix * 2)
+        end = tl.load(block + 2)
+        for start in range(tl.load(block + 1), end, BLOCK):
+            ok = start + i < end
+            gradient = tl.load(G + start + i, ok, 0.0).to(tl.float32)
+            value = tl.load(M + start + i, ok, 0.0).to(tl.float32)
+            value -= tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
+            # A sum that overflowed cannot be given back.
+            value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+            tl.store(M + start + i, value.to(M.dtype.element_ty), ok)
+    if program == 0 and not good:
+        tl.store(verdict, 0.0)
+
+
+def commit_triton(
+    table: BucketTable,
+    G: Pointers,
+    M: Pointers | None,
+    following: Tensor | None,
+    workers: int,
+    finite: Tensor,
+    *,
+    basis: Tensor,
+    message: Tensor,
+    verdict: Tensor,
+) -> None:
+    """Where finite: message ← message / workers, basis ← following. Else: message ← NaN, M ← M − G, verdict ← 0.
+
+    Args:
+        table: the bucket's.
+        G: gradients; see ``rollback_reference``.
+        M: error buffers of fp32 or bf16; None without error feedback.
+        following: orthonormal bases of the message's columns, fp32, flat; None for bases that stay.
+        workers: number of workers whose Q are summed in the message.
+        finite: int32 scalar on the device.
+        basis: fp32, flat.
+        message: the second message, fp32.
+        verdict: fp32 scalar on the device.
+    """
+    factor_programs = -(-message.numel() // COPY_BLOCK)
+    feedback = M is not None and bool(table.matrices)
+    _commit_kernel[(max(1, factor_programs + (len(table.rollback) if feedback else 0)),)](
+        G.anchor,
+        G.offsets,
+        (M or G).anchor,
+        (M or G).offsets,
+        message if following is None else following,
+        basis,
+        message,
+        finite,
+        verdict,
+        table.rollback,
+        factor_programs,
+        message.numel(),
+        float(workers),
+        ADVANCE=following is not None,
+        FEEDBACK=feedback,
+        BLOCK=COPY_BLOCK,
+    )

@@ -1,0 +1,275 @@
+"""Tables of integers from which the kernels' programs learn which part of which matrix is theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+MAX_COLUMNS = 2**25
+"""Offsets within a tile are 32-bit; a tile has up to 64 rows. Everything else is addressed with 64 bits."""
+
+MAX_RANK = 256
+COPY_BLOCK = 1024
+"""Elements of a message that one program packs."""
+
+ROLLBACK_BLOCK = 1 << 16
+"""Elements of an error buffer that one program looks after when a step is taken back."""
+
+PROGRAMS = 1024
+"""About so many programs keep the largest GPUs busy; more than that, and sums are split for nothing."""
+
+MAX_CHUNKS = 32
+CHUNK_ROWS = 256
+DEAD_COLUMN = 2.0**-22
+"""As in the reference."""
+ALIGNMENT = 16
+"""Bytes of the widest memory access."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """One n × m matrix of rank r; its factors start at these elements of all P, all Q; key: for random directions."""
+
+    n: int
+    m: int
+    r: int
+    p_offset: int
+    q_offset: int
+    key: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorTable:
+    """The factors on one side, for orthogonalization.
+
+    Attributes:
+        records: int64 [B, 6]: rows, r, offset, key, first chunk, number of chunks.
+        chunks: int32 [number, 3]: matrix, first row, end row.
+    """
+
+    records: Tensor
+    chunks: Tensor
+
+
+class BucketTable:
+    """A bucket's matrices and bypass tensors, in the order in which pointers to them are given.
+
+    Args:
+        matrices: the compressed matrices.
+        bypass: (elements, offset in the first message) of each tensor that is not compressed.
+        tile: rows and columns of one tile, both powers of two.
+        device: where the tables live.
+
+    Attributes:
+        records: int64 [B, 8]: n, m, r, offset of P, offset of Q, and for the parts of P and of Q their offset.
+        row_tiles: int32 [programs, 5]: matrix, first row, first column, end column, split. A block of rows each.
+        column_tiles: int32 [programs, 5]: matrix, first column, first row, end row, split. A block of columns each.
+        pack_P, pack_Q: int64 [programs, 6], what one program copies into a message: source, distance of the parts,
+            their number (0: a bypass tensor), target, elements, tensor.
+        rollback: int64 [programs, 3]: matrix, first element, end element.
+        P, Q: tables of the factors.
+
+    Raises:
+        ValueError: a matrix is beyond what the kernels can address.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        bypass: Sequence[tuple[int, int]],
+        tile: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        for matrix in matrices:
+            _check(matrix)
+        rows, columns = tile
+        self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
+        self.rank = max((matrix.r for matrix in matrices), default=0)
+        self.uniform_rank = self.rank if all(matrix.r == self.rank for matrix in matrices) else 0
+        self._pointers: dict[tuple[int, ...], Pointers] = {}
+        self._anchors: dict[torch.dtype, Tensor] = {}
+
+        area = sum(matrix.n * matrix.m for matrix in matrices) // PROGRAMS
+        widths = [_split(matrix.m, area // rows, columns, 16 * matrix.r) for matrix in matrices]
+        heights = [_split(matrix.n, area // columns, rows, 16 * matrix.r) for matrix in matrices]
+        p_parts, self.p_parts_numel = _offsets(
+            -(-x.m // width) * x.n * x.r for x, width in zip(matrices, widths, strict=True)
+        )
+        q_parts, self.q_parts_numel = _offsets(
+            -(-x.n // height) * x.m * x.r for x, height in zip(matrices, heights, strict=True)
+        )
+        self.records = self._tensor(
+            [
+                [x.n, x.m, x.r, x.p_offset, x.q_offset, p, q, 0]
+                for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
+            ],
+            8,
+            torch.int64,
+        )
+        self.row_tiles = self._tensor(
+            [
+                [index, row, *part]
+                for index, (x, width) in enumerate(zip(matrices, widths, strict=True))
+                for row in range(0, x.n, rows)
+                for part in _parts(x.m, width)
+            ],
+            5,
+            torch.int32,
+        )
+        self.column_tiles = self._tensor(
+            [
+                [index, column, *part]
+                for index, (x, height) in enumerate(zip(matrices, heights, strict=True))
+                for part in _parts(x.n, height)
+                for column in range(0, x.m, columns)
+            ],
+            5,
+            torch.int32,
+        )
+        bypass_rows = [
+            [start, 0, 0, offset + start, min(COPY_BLOCK, numel - start), len(matrices) + index]
+            for index, (numel, offset) in enumerate(bypass)
+            for start in range(0, numel, COPY_BLOCK)
+        ]
+        self.bypass_programs = len(bypass_rows)
+        sums_P = _sums((x.n * x.r, x.p_offset, p, -(-x.m // w)) for x, p, w in zip(matrices, p_parts, widths, strict=True))
+        sums_Q = _sums((x.m * x.r, x.q_offset, q, -(-x.n // h)) for x, q, h in zip(matrices, q_parts, heights, strict=True))
+        # Bypass tensors first: the programs that write them back find them at the same places.
+        self.pack_P = self._tensor([*bypass_rows, *sums_P], 6, torch.int64)
+        self.pack_Q = self._tensor([*bypass_rows, *sums_Q], 6, torch.int64)
+        self.rollback = self._tensor(
+            [
+                [index, start, min(x.n * x.m, start + ROLLBACK_BLOCK)]
+                for index, x in enumerate(matrices)
+                for start in range(0, x.n * x.m, ROLLBACK_BLOCK)
+            ],
+            3,
+            torch.int64,
+        )
+        self.P = self._factors([(x.n, x.r, x.p_offset, x.key) for x in matrices])
+        self.Q = self._factors([(x.m, x.r, x.q_offset, x.key) for x in matrices])
+
+    def pointers(self, tensors: Sequence[Tensor], *, bypass: bool = True) -> Pointers:
+        """Where the matrices (and, with ``bypass``, the bypass tensors) lie now.
+
+        Checked and uploaded when they lie elsewhere than before; the same places are not looked at again.
+
+        Raises:
+            TypeError: they are not all of one of the dtypes fp32, bf16, fp16.
+            ValueError: they are on another device, not contiguous, or not of the table's sizes.
+        """
+        key = tuple([tensor.data_ptr() for tensor in tensors])
+        known = self._pointers.get(key)
+        if known is not None and known.anchor.dtype == tensors[0].dtype:
+            return known
+        sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, _ in self.bypass] if bypass else [])
+        if len(tensors) != len(sizes):
+            raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
+        dtype = tensors[0].dtype
+        for index, (tensor, numel) in enumerate(zip(tensors, sizes, strict=True)):
+            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or tensor.dtype != dtype:
+                raise TypeError(f"tensors must all be float32, bfloat16 or float16; number {index} is {tensor.dtype}")
+            if tensor.device != self.device:
+                raise ValueError(f"tensors must be on {self.device}; number {index} is on {tensor.device}")
+            if not tensor.is_contiguous() or tensor.numel() != numel:
+                raise ValueError(
+                    f"tensor {index} must be contiguous with {numel} elements; "
+                    f"got shape {tuple(tensor.shape)} and stride {tensor.stride()}"
+                )
+        if dtype not in self._anchors:
+            self._anchors[dtype] = torch.zeros(ALIGNMENT, dtype=dtype, device=self.device)
+        anchor, size = self._anchors[dtype], dtype.itemsize
+        origin = anchor.data_ptr()
+        # A tensor without elements may have no address.
+        addresses = [address if numel else origin for address, numel in zip(key, sizes, strict=True)]
+        if any((address - origin) % size for address in addresses):
+            raise ValueError(f"tensors must start at multiples of their elements' {size} bytes")
+        columns = [x.m for x in self.matrices] + [0] * (len(tensors) - len(self.matrices))
+        aligned = [
+            int(address % ALIGNMENT == 0 and m * size % ALIGNMENT == 0)
+            for address, m in zip(addresses, columns, strict=True)
+        ]
+        offsets = [[(address - origin) // size, flag] for address, flag in zip(addresses, aligned, strict=True)]
+        pointers = Pointers(anchor, self._tensor(offsets, 2, torch.int64), all(aligned[: len(self.matrices)]))
+        if len(self._pointers) >= 8:
+            self._pointers.pop(next(iter(self._pointers)))
+        self._pointers[key] = pointers
+        return pointers
+
+    def _factors(self, factors: Sequence[tuple[int, int, int, int]]) -> FactorTable:
+        records, chunks = [], []
+        for index, (rows, r, offset, key) in enumerate(factors):
+            height = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
+            mine = [[index, row, min(rows, row + height)] for row in range(0, rows, height)]
+            records.append([rows, r, offset, key, len(chunks), len(mine)])
+            chunks += mine
+        return FactorTable(self._tensor(records, 6, torch.int64), self._tensor(chunks, 3, torch.int32))
+
+    def _tensor(self, rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype) -> Tensor:
+        """Integers on the device, by a copy that does not wait for it."""
+        host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
+        if self.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pointers:
+    """Where tensors lie: anchor, a tensor of their dtype whose address is a multiple of 16 bytes, and on the device
+
+    int64 [number, 2]: distance from it in elements, and 1 where all rows start at multiples of 16 bytes.
+    ``aligned``: whether all matrices do.
+    """
+
+    anchor: Tensor
+    offsets: Tensor
+    aligned: bool
+
+    @property
+    def vector(self) -> int:
+        """Elements of the widest memory access."""
+        return ALIGNMENT // self.anchor.dtype.itemsize
+
+
+def _check(matrix: Matrix) -> None:
+    if not 1 <= matrix.r <= min(matrix.n, matrix.m):
+        raise ValueError(f"rank must be from 1 to min(n, m); got {matrix.r} for {matrix.n} × {matrix.m}")
+    if matrix.r > MAX_RANK:
+        raise ValueError(f"rank must be at most {MAX_RANK}; got {matrix.r}")
+    if matrix.m > MAX_COLUMNS or matrix.n >= 2**31:
+        raise ValueError(
+            f"a matrix may have 2³¹ − 1 rows and {MAX_COLUMNS} columns at most; got {matrix.n} × {matrix.m}"
+        )
+
+
+def _split(size: int, wished: int, block: int, least: int) -> int:
+    """Length of the parts, a multiple of ``block``, into which a sum over ``size`` elements is split."""
+    length = max(4 * block, least, wished)
+    return min(-(-size // block), -(-length // block)) * block
+
+
+def _parts(size: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(start, end, number) of each part."""
+    for number, start in enumerate(range(0, size, length)):
+        yield start, min(size, start + length), number
+
+
+def _offsets(sizes: Iterator[int]) -> tuple[list[int], int]:
+    """Where each starts when they lie one behind the other, and where the last ends."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += size
+    return offsets, end
+
+
+def _sums(factors: Iterator[tuple[int, int, int, int]]) -> list[list[int]]:
+    """Rows of a pack table for (elements, offset, offset of the parts, number of parts) of factors."""
+    return [
+        [parts + start, numel, splits, offset + start, min(COPY_BLOCK, numel - start), 0]
+        for numel, offset, parts, splits in factors
+        for start in range(0, numel, COPY_BLOCK)
+    ]
