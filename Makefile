@@ -9,10 +9,10 @@ demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest -m "not slow and not gpu"
+	$(PYTHON) -m pytest --timeout 300 -m "not slow and not gpu"
 
 test-all: $(INSTALLED)
-	$(PYTHON) -m pytest -m "not gpu"
+	$(PYTHON) -m pytest --timeout 900 -m "not gpu"
 
 check: $(INSTALLED)
 	$(PYTHON) -m ruff check .

@@ -28,8 +28,8 @@ def _commit_kernel(
     elif FEEDBACK and not good:
         block = blocks + (program - factor_programs) * 3
         matrix = tl.load(block)
-        G += tl.load(G_offsets + matrix * 2)
-        M += tl.load(M_offsets + matrix * 2)
+        G += tl.load(G_offsets + matrix)
+        M += tl.load(M_offsets + matrix)
         end = tl.load(block + 2)
         for start in range(tl.load(block + 1), end, BLOCK):
             ok = start + i < end

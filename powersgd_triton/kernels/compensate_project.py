@@ -10,14 +10,38 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
 
 
-@triton.jit
-def _rows(
-    G, M, P_hat, Q, basis, parts, pending, n, m, r, row, start, end, panel,
-    COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr,
+@triton.jit(do_not_specialize=["first_panel", "applied"])
+def _compensate_project_kernel(
+    G, G_offsets, M, M_offsets, P_hat, Q, applied, basis, parts, records, tiles, first_panel,
+    COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows, at whose first one G, M, P̂ and parts point. The compiler sees that VEC divides m."""
-    m = m // VEC * VEC
+    """Parts of P [n, r], and M [n, m] in place. Grid: (row tiles, panels of C columns of the basis)."""
+    work = tiles + tl.program_id(0) * 5
+    matrix = tl.load(work)
+    row = tl.load(work + 1)
+    start = tl.load(work + 2) // BLOCK_COLS * BLOCK_COLS
+    end = tl.load(work + 3)
+    split = tl.load(work + 4)
+    record = records + matrix * 7
+    n = tl.load(record).to(tl.int32)
+    # Written so that the compiler sees what VEC divides.
+    m = tl.load(record + 1).to(tl.int32) // VEC * VEC
+    r = R
+    if R == 0:
+        r = tl.load(record + 2).to(tl.int32)
+    panel = (first_panel + tl.program_id(1)) * C
+    if panel >= r:
+        return
+    first = row.to(tl.int64)
+    G += tl.load(G_offsets + matrix) // VEC * VEC + first * m
+    M += tl.load(M_offsets + matrix) // VEC * VEC + first * m
+    P_hat += tl.load(record + 3) + first * r
+    Q += tl.load(record + 4)
+    basis += tl.load(record + 4)
+    parts += tl.load(record + 5) + (split * tl.load(record) + first) * r
+    pending = tl.load(applied)
+
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
@@ -56,49 +80,6 @@ def _rows(
         basis_tile = tl.load(basis + factor + right, col_ok[:, None] & (panel + ranks < r)[None, :], 0.0)
         total += tl.dot(value, basis_tile, input_precision=PRECISION)
     tl.store(parts + panel + left, total, row_ok[:, None] & (panel + ranks < r)[None, :])
-
-
-@triton.jit(do_not_specialize=["first_panel", "applied"])
-def _compensate_project_kernel(
-    G, G_offsets, M, M_offsets, P_hat, Q, applied, basis, parts, records, tiles, first_panel,
-    COMPENSATE: tl.constexpr, WIDE: tl.constexpr, MIXED: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Parts of P [n, r], and M [n, m] in place. Grid: (row tiles, panels of C columns of the basis)."""
-    work = tiles + tl.program_id(0) * 5
-    matrix = tl.load(work)
-    row = tl.load(work + 1)
-    start = tl.load(work + 2) // BLOCK_COLS * BLOCK_COLS
-    end = tl.load(work + 3)
-    split = tl.load(work + 4)
-    record = records + matrix * 8
-    n = tl.load(record).to(tl.int32)
-    m = tl.load(record + 1).to(tl.int32)
-    r = R
-    if R == 0:
-        r = tl.load(record + 2).to(tl.int32)
-    panel = (first_panel + tl.program_id(1)) * C
-    if panel >= r:
-        return
-    first = row.to(tl.int64)
-    P_hat += tl.load(record + 3) + first * r
-    Q += tl.load(record + 4)
-    basis += tl.load(record + 4)
-    parts += tl.load(record + 5) + (split * tl.load(record) + first) * r
-    pending = tl.load(applied)
-    G_at = tl.load(G_offsets + matrix * 2)
-    M_at = tl.load(M_offsets + matrix * 2)
-    if MIXED and (tl.load(G_offsets + matrix * 2 + 1) & tl.load(M_offsets + matrix * 2 + 1)) == 0:
-        _rows(
-            G + G_at + first * m, M + M_at + first * m, P_hat, Q, basis, parts, pending, n, m, r, row, start, end,
-            panel, COMPENSATE, WIDE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
-        )  # fmt: skip
-    else:
-        skip = first * (m // VEC * VEC)
-        _rows(
-            G + G_at // VEC * VEC + skip, M + M_at // VEC * VEC + skip, P_hat, Q, basis, parts, pending, n, m, r, row,
-            start, end, panel, COMPENSATE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
-        )  # fmt: skip
 
 
 def compensate_project_triton(
@@ -145,8 +126,7 @@ def compensate_project_triton(
             first_panel,
             COMPENSATE=compensate,
             WIDE=panels > 1,
-            MIXED=not (G.aligned and source.aligned),
-            VEC=max(G.vector, source.vector),
+            VEC=min(G.vector, source.vector),
             R=table.uniform_rank,
             C=launch.panel,
             BLOCK_ROWS=launch.rows,

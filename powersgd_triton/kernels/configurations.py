@@ -25,6 +25,10 @@ class Launch:
     num_stages: int
     precision: str
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
@@ -40,20 +44,40 @@ class Configuration:
     orthogonalize: Launch
 
 
-def _configuration(panel: int, precision: str) -> Configuration:
+def _narrow(precision: str) -> Configuration:
+    # Row tiles are shared by the kernels that walk them.
     return Configuration(
-        compensate_project=Launch(64, 64, panel, 8, 2, precision),
-        backproject=Launch(64, 64, panel, 4, 2, precision),
-        reconstruct=Launch(64, 64, panel, 4, 2, precision),
-        gram=Launch(64, panel, panel, 4, 2, precision),
-        orthogonalize=Launch(64, panel, panel, 4, 1, precision),
+        compensate_project=Launch(128, 32, 16, 8, 2, precision),
+        backproject=Launch(32, 64, 16, 4, 2, precision),
+        reconstruct=Launch(128, 32, 16, 8, 1, precision),
+        gram=Launch(64, 16, 16, 4, 2, precision),
+        orthogonalize=Launch(64, 16, 16, 4, 1, precision),
     )
 
 
-NVIDIA = {16: _configuration(16, "tf32x3"), 256: _configuration(32, "tf32x3")}
-AMD = {16: _configuration(16, "ieee"), 256: _configuration(32, "ieee")}
+def _wide(precision: str, *, several_panels: bool) -> Configuration:
+    return Configuration(
+        compensate_project=Launch(64, 32, 32, 8, 1 if several_panels else 2, precision),
+        backproject=Launch(32, 64, 32, 4, 2, precision),
+        reconstruct=Launch(64, 32, 32, 8, 1, precision),
+        gram=Launch(32, 32, 32, 8 if several_panels else 4, 2, precision),
+        orthogonalize=Launch(32, 32, 32, 4, 1, precision),
+    )
+
+
+def _table(precision: str) -> dict[int, Configuration]:
+    return {
+        16: _narrow(precision),
+        32: _wide(precision, several_panels=False),
+        256: _wide(precision, several_panels=True),
+    }
+
+
+NVIDIA, AMD = _table("tf32x3"), _table("ieee")
 TABLES = {"sm_80": NVIDIA, "sm_90": NVIDIA, "sm_100": NVIDIA, "gfx942": AMD}
-"""By architecture, then by the largest rank that a configuration is for. The first one serves unlisted architectures."""
+"""By architecture, then by the largest rank that a configuration is for.
+
+An architecture that is not listed is served as its vendor's are."""
 
 
 def architecture(device: torch.device) -> str:

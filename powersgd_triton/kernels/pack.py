@@ -32,7 +32,7 @@ def _pack_kernel(
             tl.store(Q + target + i, total, ok)
             tl.store(second + target + i, total, ok)
     elif P_SIDE:
-        at = tl.load(G_offsets + tl.load(entry + 5) * 2) + source
+        at = tl.load(G_offsets + tl.load(entry + 5)) + source
         tl.store(first + target + i, tl.load(G + at + i, ok, 0.0).to(tl.float32), ok)
     else:
         total = tl.load(first + target + i, ok, 0.0)

@@ -10,20 +10,46 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
 
 
-@triton.jit
-def _rows(
-    P_hat, Q, out, n, m, r, row, start, end,
-    WIDE: tl.constexpr, VEC: tl.constexpr,
+@triton.jit(do_not_specialize=["row_programs"])
+def _reconstruct_kernel(
+    P_hat, Q, message, out, out_offsets, records, tiles, entries, row_programs,
+    WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, COPY: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows, at whose first one P̂ and out point. The compiler sees that VEC divides m."""
-    m = m // VEC * VEC
+    """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message. Grid: row tiles, then blocks of bypass tensors."""
+    program = tl.program_id(0)
+    if program >= row_programs:
+        entry = entries + (program - row_programs) * 6
+        i = tl.arange(0, COPY)
+        ok = i < tl.load(entry + 4)
+        value = tl.load(message + tl.load(entry + 3) + i, ok, 0.0)
+        target = tl.load(out_offsets + tl.load(entry + 5)) + tl.load(entry)
+        tl.store(out + target + i, value.to(out.dtype.element_ty), ok)
+        return
+    work = tiles + program * 5
+    matrix = tl.load(work)
+    row = tl.load(work + 1)
+    start = tl.load(work + 2) // BLOCK_COLS * BLOCK_COLS
+    end = tl.load(work + 3)
+    record = records + matrix * 7
+    n = tl.load(record).to(tl.int32)
+    # Written so that the compiler sees what VEC divides.
+    m = tl.load(record + 1).to(tl.int32) // VEC * VEC
+    r = R
+    if R == 0:
+        r = tl.load(record + 2).to(tl.int32)
+    first = row.to(tl.int64)
+    out += tl.load(out_offsets + matrix) // VEC * VEC + first * m
+    P_hat += tl.load(record + 3) + first * r
+    Q += tl.load(record + 4)
+
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
     row_ok = row + rows < n
     left = rows[:, None] * r + ranks[None, :]
     right_t = ranks[:, None] + cols[None, :] * r  # [C, cols]
+    tile = rows[:, None] * m + cols[None, :]
     P_tile = tl.load(P_hat + left, row_ok[:, None] & (ranks < r)[None, :], 0.0)
     for col in range(start, end, BLOCK_COLS):
         col_ok = col + cols < m
@@ -36,51 +62,7 @@ def _rows(
                 P_more = tl.load(P_hat + k + left, row_ok[:, None] & more[None, :], 0.0)
                 Q_more = tl.load(Q + factor + k + right_t, more[:, None] & col_ok[None, :], 0.0)
                 value += tl.dot(P_more, Q_more, input_precision=PRECISION)
-        tile = rows[:, None] * m + cols[None, :]
         tl.store(out + col + tile, value.to(out.dtype.element_ty), row_ok[:, None] & col_ok[None, :])
-
-
-@triton.jit(do_not_specialize=["row_programs"])
-def _reconstruct_kernel(
-    P_hat, Q, message, out, out_offsets, records, tiles, entries, row_programs,
-    WIDE: tl.constexpr, MIXED: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, COPY: tl.constexpr,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message. Grid: row tiles, then blocks of bypass tensors."""
-    program = tl.program_id(0)
-    if program >= row_programs:
-        entry = entries + (program - row_programs) * 6
-        i = tl.arange(0, COPY)
-        ok = i < tl.load(entry + 4)
-        value = tl.load(message + tl.load(entry + 3) + i, ok, 0.0)
-        target = tl.load(out_offsets + tl.load(entry + 5) * 2) + tl.load(entry)
-        tl.store(out + target + i, value.to(out.dtype.element_ty), ok)
-        return
-    work = tiles + program * 5
-    matrix = tl.load(work)
-    row = tl.load(work + 1)
-    start = tl.load(work + 2) // BLOCK_COLS * BLOCK_COLS
-    end = tl.load(work + 3)
-    record = records + matrix * 8
-    n = tl.load(record).to(tl.int32)
-    m = tl.load(record + 1).to(tl.int32)
-    r = R
-    if R == 0:
-        r = tl.load(record + 2).to(tl.int32)
-    first = row.to(tl.int64)
-    P_hat += tl.load(record + 3) + first * r
-    Q += tl.load(record + 4)
-    at = tl.load(out_offsets + matrix * 2)
-    if MIXED and tl.load(out_offsets + matrix * 2 + 1) == 0:
-        _rows(
-            P_hat, Q, out + at + first * m, n, m, r, row, start, end,
-            WIDE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
-        )  # fmt: skip
-    else:
-        _rows(
-            P_hat, Q, out + at // VEC * VEC + first * (m // VEC * VEC), n, m, r, row, start, end,
-            WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
-        )  # fmt: skip
 
 
 def reconstruct_triton(
@@ -109,7 +91,6 @@ def reconstruct_triton(
         table.pack_P,
         len(table.row_tiles),
         WIDE=table.rank > launch.panel,
-        MIXED=not out.aligned,
         VEC=out.vector,
         R=table.uniform_rank,
         COPY=COPY_BLOCK,

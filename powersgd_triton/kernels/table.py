@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,12 +23,15 @@ ROLLBACK_BLOCK = 1 << 16
 PROGRAMS = 1024
 """About so many programs keep the largest GPUs busy; more than that, and sums are split for nothing."""
 
+MIN_PART = 256
+"""A sum is not split into parts of fewer elements."""
+
 MAX_CHUNKS = 32
 CHUNK_ROWS = 256
 DEAD_COLUMN = 2.0**-22
 """As in the reference."""
-ALIGNMENT = 16
-"""Bytes of the widest memory access."""
+VECTOR = 8
+"""Elements of the widest memory access, of 16 bits each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +65,11 @@ class BucketTable:
     Args:
         matrices: the compressed matrices.
         bypass: (elements, offset in the first message) of each tensor that is not compressed.
-        tile: rows and columns of one tile, both powers of two.
+        row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
         device: where the tables live.
 
     Attributes:
-        records: int64 [B, 8]: n, m, r, offset of P, offset of Q, and for the parts of P and of Q their offset.
+        records: int64 [B, 7]: n, m, r, offset of P, offset of Q, offset of P's parts, offset of Q's parts.
         row_tiles: int32 [programs, 5]: matrix, first row, first column, end column, split. A block of rows each.
         column_tiles: int32 [programs, 5]: matrix, first column, first row, end row, split. A block of columns each.
         pack_P, pack_Q: int64 [programs, 6], what one program copies into a message: source, distance of the parts,
@@ -80,12 +85,13 @@ class BucketTable:
         self,
         matrices: Sequence[Matrix],
         bypass: Sequence[tuple[int, int]],
-        tile: tuple[int, int],
+        row_tile: tuple[int, int],
+        column_tile: tuple[int, int],
         device: torch.device,
     ) -> None:
         for matrix in matrices:
             _check(matrix)
-        rows, columns = tile
+        (rows, width_block), (height_block, columns) = row_tile, column_tile
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
         self.uniform_rank = self.rank if all(matrix.r == self.rank for matrix in matrices) else 0
@@ -93,20 +99,15 @@ class BucketTable:
         self._anchors: dict[torch.dtype, Tensor] = {}
 
         area = sum(matrix.n * matrix.m for matrix in matrices) // PROGRAMS
-        widths = [_split(matrix.m, area // rows, columns, 16 * matrix.r) for matrix in matrices]
-        heights = [_split(matrix.n, area // columns, rows, 16 * matrix.r) for matrix in matrices]
-        p_parts, self.p_parts_numel = _offsets(
-            -(-x.m // width) * x.n * x.r for x, width in zip(matrices, widths, strict=True)
-        )
-        q_parts, self.q_parts_numel = _offsets(
-            -(-x.n // height) * x.m * x.r for x, height in zip(matrices, heights, strict=True)
-        )
+        widths = [_part_length(x.m, area // rows, width_block, 16 * x.r) for x in matrices]
+        heights = [_part_length(x.n, area // columns, height_block, 16 * x.r) for x in matrices]
+        p_splits = [-(-x.m // width) for x, width in zip(matrices, widths, strict=True)]
+        q_splits = [-(-x.n // height) for x, height in zip(matrices, heights, strict=True)]
+        p_parts, self.p_parts_numel = _places(x.n * x.r * count for x, count in zip(matrices, p_splits, strict=True))
+        q_parts, self.q_parts_numel = _places(x.m * x.r * count for x, count in zip(matrices, q_splits, strict=True))
         self.records = self._tensor(
-            [
-                [x.n, x.m, x.r, x.p_offset, x.q_offset, p, q, 0]
-                for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
-            ],
-            8,
+            [[x.n, x.m, x.r, x.p_offset, x.q_offset, p, q] for x, p, q in zip(matrices, p_parts, q_parts, strict=True)],
+            7,
             torch.int64,
         )
         self.row_tiles = self._tensor(
@@ -135,11 +136,13 @@ class BucketTable:
             for start in range(0, numel, COPY_BLOCK)
         ]
         self.bypass_programs = len(bypass_rows)
-        sums_P = _sums((x.n * x.r, x.p_offset, p, -(-x.m // w)) for x, p, w in zip(matrices, p_parts, widths, strict=True))
-        sums_Q = _sums((x.m * x.r, x.q_offset, q, -(-x.n // h)) for x, q, h in zip(matrices, q_parts, heights, strict=True))
         # Bypass tensors first: the programs that write them back find them at the same places.
-        self.pack_P = self._tensor([*bypass_rows, *sums_P], 6, torch.int64)
-        self.pack_Q = self._tensor([*bypass_rows, *sums_Q], 6, torch.int64)
+        self.pack_P = self._tensor(
+            [*bypass_rows, *_sums([(x.n * x.r, x.p_offset) for x in matrices], p_parts, p_splits)], 6, torch.int64
+        )
+        self.pack_Q = self._tensor(
+            [*bypass_rows, *_sums([(x.m * x.r, x.q_offset) for x in matrices], q_parts, q_splits)], 6, torch.int64
+        )
         self.rollback = self._tensor(
             [
                 [index, start, min(x.n * x.m, start + ROLLBACK_BLOCK)]
@@ -180,27 +183,25 @@ class BucketTable:
                     f"got shape {tuple(tensor.shape)} and stride {tensor.stride()}"
                 )
         if dtype not in self._anchors:
-            self._anchors[dtype] = torch.zeros(ALIGNMENT, dtype=dtype, device=self.device)
+            self._anchors[dtype] = torch.zeros(VECTOR, dtype=dtype, device=self.device)
         anchor, size = self._anchors[dtype], dtype.itemsize
         origin = anchor.data_ptr()
         # A tensor without elements may have no address.
         addresses = [address if numel else origin for address, numel in zip(key, sizes, strict=True)]
         if any((address - origin) % size for address in addresses):
             raise ValueError(f"tensors must start at multiples of their elements' {size} bytes")
-        columns = [x.m for x in self.matrices] + [0] * (len(tensors) - len(self.matrices))
-        aligned = [
-            int(address % ALIGNMENT == 0 and m * size % ALIGNMENT == 0)
-            for address, m in zip(addresses, columns, strict=True)
-        ]
-        offsets = [[(address - origin) // size, flag] for address, flag in zip(addresses, aligned, strict=True)]
-        pointers = Pointers(anchor, self._tensor(offsets, 2, torch.int64), all(aligned[: len(self.matrices)]))
+        offsets = [(address - origin) // size for address in addresses]
+        places = [*offsets[: len(self.matrices)], *(matrix.m for matrix in self.matrices)]
+        vector = math.gcd(*places, VECTOR) if places else VECTOR
+        pointers = Pointers(anchor, self._tensor([offsets], len(offsets), torch.int64), vector)
         if len(self._pointers) >= 8:
             self._pointers.pop(next(iter(self._pointers)))
         self._pointers[key] = pointers
         return pointers
 
     def _factors(self, factors: Sequence[tuple[int, int, int, int]]) -> FactorTable:
-        records, chunks = [], []
+        records: list[list[int]] = []
+        chunks: list[list[int]] = []
         for index, (rows, r, offset, key) in enumerate(factors):
             height = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
             mine = [[index, row, min(rows, row + height)] for row in range(0, rows, height)]
@@ -218,20 +219,17 @@ class BucketTable:
 
 @dataclasses.dataclass(frozen=True)
 class Pointers:
-    """Where tensors lie: anchor, a tensor of their dtype whose address is a multiple of 16 bytes, and on the device
+    """Where tensors lie.
 
-    int64 [number, 2]: distance from it in elements, and 1 where all rows start at multiples of 16 bytes.
-    ``aligned``: whether all matrices do.
+    Attributes:
+        anchor: a tensor of their dtype, whose address is a multiple of 16 bytes.
+        offsets: int64 [1, number], their distances from it in elements.
+        vector: elements, at most ``VECTOR``, at multiples of which all rows of all matrices start.
     """
 
     anchor: Tensor
     offsets: Tensor
-    aligned: bool
-
-    @property
-    def vector(self) -> int:
-        """Elements of the widest memory access."""
-        return ALIGNMENT // self.anchor.dtype.itemsize
+    vector: int
 
 
 def _check(matrix: Matrix) -> None:
@@ -245,9 +243,9 @@ def _check(matrix: Matrix) -> None:
         )
 
 
-def _split(size: int, wished: int, block: int, least: int) -> int:
+def _part_length(size: int, wished: int, block: int, least: int) -> int:
     """Length of the parts, a multiple of ``block``, into which a sum over ``size`` elements is split."""
-    length = max(4 * block, least, wished)
+    length = max(MIN_PART, least, wished)
     return min(-(-size // block), -(-length // block)) * block
 
 
@@ -257,19 +255,16 @@ def _parts(size: int, length: int) -> Iterator[tuple[int, int, int]]:
         yield start, min(size, start + length), number
 
 
-def _offsets(sizes: Iterator[int]) -> tuple[list[int], int]:
+def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Where each starts when they lie one behind the other, and where the last ends."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += size
-    return offsets, end
+    ends = [0, *itertools.accumulate(sizes)]
+    return ends[:-1], ends[-1]
 
 
-def _sums(factors: Iterator[tuple[int, int, int, int]]) -> list[list[int]]:
-    """Rows of a pack table for (elements, offset, offset of the parts, number of parts) of factors."""
+def _sums(factors: Sequence[tuple[int, int]], parts: Sequence[int], splits: Sequence[int]) -> list[list[int]]:
+    """Rows of a pack table: factors of (elements, offset), the offset of their parts, and how many there are."""
     return [
-        [parts + start, numel, splits, offset + start, min(COPY_BLOCK, numel - start), 0]
-        for numel, offset, parts, splits in factors
+        [part + start, numel, count, offset + start, min(COPY_BLOCK, numel - start), 0]
+        for (numel, offset), part, count in zip(factors, parts, splits, strict=True)
         for start in range(0, numel, COPY_BLOCK)
     ]

@@ -24,9 +24,7 @@ class Backend:
     operations: Callable[[BucketState], Operations]
 
 
-def select_backend(
-    name: str, device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1
-) -> Backend:
+def select_backend(name: str, device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1) -> Backend:
     """Choose the backend for a bucket.
 
     Args:

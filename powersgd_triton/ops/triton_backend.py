@@ -49,8 +49,10 @@ class TritonOperations:
         ]  # fmt: skip
         bypass = [(segment.numel, offset) for segment, offset in zip(layout.bypass, layout.bypass_offsets, strict=True)]
         self._launches = select_configuration(architecture(device), max((x.r for x in matrices), default=1))
-        tile = (self._launches.compensate_project.rows, self._launches.compensate_project.columns)
-        self._table = BucketTable(matrices, bypass, tile, device)
+        launches = self._launches
+        self._table = BucketTable(
+            matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device
+        )  # fmt: skip
         self._names = [segment.name for group in layout.groups for segment in group.segments]
         self._names += [segment.name for segment in layout.bypass]
         self._finite = torch.ones((), dtype=torch.int32, device=device)

@@ -1,0 +1,277 @@
+"""What the compiler makes of every kernel, without a GPU: registers, spills, shared memory, access widths.
+
+python benchmarks/kernel_report.py [--json] [--architecture sm_90] [--kernel compensate_project]
+
+The launches are recorded from the launchers themselves, so that what is compiled is what would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# The interpreter's kernels cannot be compiled.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from powersgd_triton.kernels import backproject, commit, compensate_project, gram, orthogonalize, pack, reconstruct
+from powersgd_triton.kernels import subtract_projection as subtract
+from powersgd_triton.kernels.configurations import Configuration, select_configuration
+from powersgd_triton.kernels.table import BucketTable, Matrix
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+RANKS = (4, 16, 32, 64)
+TYPES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclasses.dataclass
+class Variant:
+    """One launch: the kernel, the values of its arguments, and a label."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+    label: str
+
+
+def variants(arch: str) -> Iterator[Variant]:
+    """Every kernel as it is launched: ranks of one and several panels, dtypes, aligned and unaligned segments."""
+    for rank in RANKS:
+        for G, M, unaligned in itertools.product(
+            (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16), (False, True)
+        ):
+            # Dtypes and alignment matter to the kernels over whole gradients only.
+            factors_too = (G, M, unaligned) == (torch.float32, torch.float32, False)
+            yield from _launches(select_configuration(arch, rank), rank, G, M, unaligned, factors_too)
+
+
+def _launches(
+    launches: Configuration, rank: int, G_dtype: torch.dtype, M_dtype: torch.dtype, unaligned: bool, factors_too: bool
+) -> Iterator[Variant]:
+    """Launch a step on a small bucket and record what would run."""
+    n, m = 256, 256
+    cpu = torch.device("cpu")
+    # A second matrix of another rank makes the rank a run-time value.
+    matrices = [Matrix(n, m, rank, 0, 0, 0)] + [Matrix(n, m, rank - 1, n * rank, m * rank, 1)] * unaligned
+    table = BucketTable(
+        matrices, [(8, 2 * n * rank)], launches.compensate_project.tile, launches.backproject.tile, cpu
+    )  # fmt: skip
+    shift = int(unaligned)
+    gradients = torch.zeros(2 * n * m + 16, dtype=G_dtype)
+    errors = torch.zeros(2 * n * m + 16, dtype=M_dtype)
+    G = table.pointers(
+        [gradients[shift + i * n * m :][: n * m] for i in range(len(matrices))] + [torch.zeros(8, dtype=G_dtype)]
+    )
+    M = table.pointers([errors[shift + i * n * m :][: n * m] for i in range(len(matrices))], bypass=False)
+    factor = torch.zeros(2 * n * rank + 8)
+    wide = torch.zeros(64 * 1024, dtype=torch.float64)
+    flag, scalar = torch.ones((), dtype=torch.int32), torch.ones(())
+    names = [str(t).removeprefix("torch.") for t in (G_dtype, M_dtype)]
+    label = f"rank {rank}, {names[0]}/{names[1]}{', unaligned' if unaligned else ''}"
+    with _recording() as recorded:
+        compensate_project.compensate_project_triton(
+            table, G, M, factor, factor, scalar, factor, launches.compensate_project, out=factor
+        )
+        if M_dtype == torch.float32:
+            compensate_project.compensate_project_triton(
+                table, G, None, factor, factor, scalar, factor, launches.compensate_project, out=factor
+            )
+            reconstruct.reconstruct_triton(table, factor, factor, factor, launches.reconstruct, out=G)
+            pack.pack_first_triton(table, factor, G, flag, out=factor)
+        if G_dtype == torch.float32:
+            backproject.backproject_triton(table, M, factor, launches.backproject, out=factor)
+        if not unaligned:
+            commit.commit_triton(
+                table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=scalar
+            )  # fmt: skip
+        if factors_too:
+            pack.pack_second_triton(table, factor, factor, 2, flag, Q=factor, out=factor)
+            grams = wide.view(-1, 1, launches.gram.panel**2)
+            orthogonalize.orthogonalize_triton(
+                table.P, factor, rank, 0, 0.0, launches.gram, launches.orthogonalize,
+                X=wide, grams=grams, finite=flag, out=factor,
+            )  # fmt: skip
+    seen = set()
+    for variant in recorded:
+        key = (variant.kernel.__name__, *(str(_type(value)) for value in variant.arguments.values()))
+        if key not in seen:
+            seen.add(key)
+            yield dataclasses.replace(variant, label=label)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[list[Variant]]:
+    """Kernels record their launches instead of running."""
+    recorded: list[Variant] = []
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **named: Any) -> None:
+                options: dict[str, int] = {k: named.pop(k) for k in ("num_warps", "num_stages") if k in named}
+                values: dict[str, Any] = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
+                recorded.append(Variant(self.kernel, values, options, ""))
+
+            return launch
+
+    with contextlib.ExitStack() as stack:
+        for module in (compensate_project, backproject, reconstruct, pack, commit, gram, subtract, orthogonalize):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
+        yield recorded
+
+
+def _type(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    return value
+
+
+def compile_variant(variant: Variant, arch: str) -> dict[str, Any]:
+    """Compile for an architecture and read the result."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(variant.kernel.params):
+        value = variant.arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _type(value)
+            if not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": 4, **variant.options}
+    compiled = triton.compile(source, target=TARGETS[arch], options={**options, "enable_fp_fusion": True})
+    found = _read_amd(compiled) if arch.startswith("gfx") else _read_nvidia(compiled)
+    return {
+        "kernel": variant.kernel.__name__.strip("_").removesuffix("_kernel"),
+        "architecture": arch,
+        "variant": variant.label,
+        "vector": constants.get("VEC"),
+        "compensate": bool(variant.arguments.get("COMPENSATE", False)),
+        **{name: constants[name] for name in ("C", "BLOCK_ROWS", "BLOCK_COLS") if name in constants},
+        **options,
+        **found,
+    }
+
+
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _read_nvidia(compiled: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+        code = subprocess.run(
+            [_tool("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = {
+        key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage.stdout + usage.stderr)
+    }
+    accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)\.(\S+)", code)
+    matrix = re.findall(r"\b(?:HMMA|DMMA|HGMMA|IMMA|UTC\w*MMA)\S*", code)
+    return {
+        "registers": numbers["REG"],
+        "spill_bytes": numbers["STACK"] + numbers["LOCAL"],
+        "shared_bytes": compiled.metadata.shared,
+        "accesses": len(accesses),
+        "accesses_128_bit": sum(".128" in access or access.endswith("128") for access in accesses),
+        "loads_128_bit": len(re.findall(r"\bLDG(?:STS)?\.\S*128", code)),
+        "stores_128_bit": len(re.findall(r"\bSTG\.\S*128", code)),
+        "tensor_core_instructions": len(matrix),
+        "tensor_core_kinds": sorted({instruction.split(".")[0] for instruction in matrix}),
+    }
+
+
+def _read_amd(compiled: Any) -> dict[str, Any]:
+    code = compiled.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", code)
+        return int(found.group(1)) if found else 0
+
+    accesses = re.findall(r"\b(?:global|buffer|flat)_(load|store)_(\S+)", code)
+    matrix = re.findall(r"\bv_mfma_\S+", code)
+    return {
+        "registers": number("vgpr_count"),
+        "spill_bytes": 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+        + number("private_segment_fixed_size"),
+        "shared_bytes": compiled.metadata.shared,
+        "accesses": len(accesses),
+        "accesses_128_bit": sum("x4" in width for _, width in accesses),
+        "loads_128_bit": sum(kind == "load" and "x4" in width for kind, width in accesses),
+        "stores_128_bit": sum(kind == "store" and "x4" in width for kind, width in accesses),
+        "tensor_core_instructions": len(matrix),
+        "tensor_core_kinds": sorted({re.sub(r"_\d.*", "", instruction) for instruction in matrix}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--architecture", choices=TARGETS, action="append", help="default: all")
+    parser.add_argument("--kernel", help="only this kernel")
+    parser.add_argument("--only", default="", help="only variants whose label contains this")
+    arguments = parser.parse_args()
+    rows = []
+    for arch in arguments.architecture or TARGETS:
+        for variant in variants(arch):
+            name = variant.kernel.__name__.strip("_").removesuffix("_kernel")
+            if arguments.kernel in (None, name) and arguments.only in variant.label:
+                rows.append(compile_variant(variant, arch))
+                if not arguments.json:
+                    print(_line(rows[-1]), flush=True)
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+
+
+def _line(row: dict[str, Any]) -> str:
+    share = row["accesses_128_bit"] / row["accesses"] if row["accesses"] else 0.0
+    name = row["kernel"] + (" (G)" if row["compensate"] else "")
+    return (
+        f"{row['architecture']:<7} {name:<26} {row['variant']:<38} "
+        f"regs {row['registers']:>3}  spills {row['spill_bytes']:>4} B  "
+        f"shared {row['shared_bytes']:>6} B  128-bit {share:>4.0%} of {row['accesses']:>3}  "
+        f"tensor cores {row['tensor_core_instructions']:>4} {','.join(row['tensor_core_kinds'])}"
+    )
+
+
+if __name__ == "__main__":
+    main()
