@@ -1,0 +1,80 @@
+"""What a step does in Triton's interpreter: the bytes that its kernels move and the launches that a device would see."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+
+
+@dataclasses.dataclass
+class Activity:
+    """Bytes that unmasked elements load and store, names of kernels in order, and of torch's operations."""
+
+    loaded: int = 0
+    stored: int = 0
+    kernels: list[str] = dataclasses.field(default_factory=list)
+    operations: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def launches(self) -> list[str]:
+        return self.kernels + self.operations
+
+
+class _Operations(TorchDispatchMode):
+    """Notes every operation that would run something on a device: neither a view nor an allocation."""
+
+    def __init__(self, activity: Activity) -> None:
+        super().__init__()
+        self.activity = activity
+        self.in_kernel = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
+        view = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in inputs
+        writes = func._schema.is_mutable
+        allocates = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+        if not self.in_kernel and not allocates and (writes or not view):
+            self.activity.operations.append(str(func))
+        return result
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Activity]:
+    """Everything within is counted."""
+    activity = Activity()
+    operations = _Operations(activity)
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
+
+    def counted_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        activity.loaded += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        return load(self, ptrs, mask, *rest)
+
+    def counted_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        activity.stored += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        return store(self, ptrs, value, mask, *rest)
+
+    def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        activity.kernels.append(self.fn.__name__)
+        operations.in_kernel = True
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            operations.in_kernel = False
+
+    with (
+        mock.patch.object(builder, "create_masked_load", counted_load),
+        mock.patch.object(builder, "create_masked_store", counted_store),
+        mock.patch.object(executor, "__call__", counted_run),
+        operations,
+    ):
+        yield activity
