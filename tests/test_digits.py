@@ -16,10 +16,11 @@ from tests.distributed import run
 from tests.training import digest
 
 SEEDS = (0, 1, 2)
-EPOCHS = 20
+EPOCHS = 15
 BATCH = 32
 TEST_IMAGES = 597
-# Measured: with learning rates of 0.01 to 0.1 compression costs at most 0.4 points, and 11 to 50 without feedback.
+# Measured: with learning rates of 0.01 to 0.1 compression costs at most 1.1 points, and 19 to 52 without feedback;
+# with this one and 9 seeds, three at a time, at most 0.6. After 12 epochs some rates have not caught up yet.
 LEARNING_RATE = 0.03
 RANK_1: dict[str, Any] = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 0, "min_compression_rate": 0}
 SETTINGS: dict[str, dict[str, Any] | None] = {
@@ -78,21 +79,18 @@ def mean_accuracy(trained: list[dict[str, list[dict[str, Any]]]], name: str) -> 
     return float(statistics.mean(seen["accuracy"] for seen in trained[0][name]))
 
 
-@pytest.mark.slow
 def test_rank_1_loses_no_more_than_allowed(trained: list[dict[str, list[dict[str, Any]]]]) -> None:
     exact, compressed = mean_accuracy(trained, "exact"), mean_accuracy(trained, "rank 1")
     assert exact > 90
     assert compressed >= exact - ALLOWED_LOSS
 
 
-@pytest.mark.slow
 def test_rank_1_without_error_feedback_loses_more(trained: list[dict[str, list[dict[str, Any]]]]) -> None:
     """That the criterion can fail."""
     loss = mean_accuracy(trained, "exact") - mean_accuracy(trained, "rank 1 without error feedback")
     assert loss > 3 * ALLOWED_LOSS
 
 
-@pytest.mark.slow
 def test_all_weight_matrices_are_compressed(trained: list[dict[str, list[dict[str, Any]]]]) -> None:
     biases = 64 + 64 + 10
     before, after = 64 * 64 * 2 + 64 * 10 + biases, 128 * 2 + 74 + biases
@@ -100,7 +98,6 @@ def test_all_weight_matrices_are_compressed(trained: list[dict[str, list[dict[st
         assert seen["rate"] == pytest.approx(before / after)
 
 
-@pytest.mark.slow
 def test_workers_end_with_the_same_bits(trained: list[dict[str, list[dict[str, Any]]]]) -> None:
     one, other = trained
     assert [[seen["digest"] for seen in one[name]] for name in SETTINGS] == [
