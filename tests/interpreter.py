@@ -16,12 +16,17 @@ from triton.runtime import interpreter
 
 @dataclasses.dataclass
 class Activity:
-    """Bytes that unmasked elements load and store, names of kernels in order, and of torch's operations."""
+    """Names of kernels in order and the bytes that each moves (only what is not masked), and torch's operations."""
 
-    loaded: int = 0
-    stored: int = 0
     kernels: list[str] = dataclasses.field(default_factory=list)
+    loaded: list[int] = dataclasses.field(default_factory=list)
+    stored: list[int] = dataclasses.field(default_factory=list)
     operations: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def moved(self) -> int:
+        """Bytes loaded and stored."""
+        return sum(self.loaded) + sum(self.stored)
 
     @property
     def launches(self) -> list[str]:
@@ -56,15 +61,17 @@ def watched() -> Iterator[Activity]:
     load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
 
     def counted_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        activity.loaded += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        activity.loaded[-1] += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
         return load(self, ptrs, mask, *rest)
 
     def counted_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        activity.stored += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        activity.stored[-1] += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
         return store(self, ptrs, value, mask, *rest)
 
     def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         activity.kernels.append(self.fn.__name__)
+        activity.loaded.append(0)
+        activity.stored.append(0)
         operations.in_kernel = True
         try:
             return run(self, *args, **kwargs)

@@ -79,5 +79,5 @@ def test_a_step_that_is_not_finite_takes_no_more_launches():
 def test_a_step_moves_little_more_than_the_gradients_must(shape: tuple[int, int]):
     """Read G, read and write M; read M; write Ĝ: 5 units of the gradient's bytes, and the factors."""
     activity = steps([shape], 4)
-    units = (activity.loaded + activity.stored) / (4 * shape[0] * shape[1])
+    units = activity.moved / (4 * shape[0] * shape[1])
     assert 5 <= units <= MOST_UNITS

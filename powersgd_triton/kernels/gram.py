@@ -22,6 +22,8 @@ def _gram_kernel(
     end = tl.load(chunks + chunk * 3 + 2)
     record = records + matrix * 6
     r = tl.load(record + 1).to(tl.int32)
+    if panel * C >= r:
+        return
     offset = tl.load(record + 2)
     ranks = tl.arange(0, C)
     total = tl.zeros([C, C], tl.float64)
@@ -36,7 +38,8 @@ def _gram_kernel(
             other = right
         total = tl.dot(tl.trans(other), right, total, out_dtype=tl.float64)
     out = (left * chunks_number + chunk).to(tl.int64) * C * C
-    tl.store(grams + out + ranks[:, None] * C + ranks[None, :], total)
+    ok = (left * C + ranks < r)[:, None] & (panel * C + ranks < r)[None, :]
+    tl.store(grams + out + ranks[:, None] * C + ranks[None, :], total, ok)
 
 
 def gram_triton(factors: FactorTable, A: Tensor, X: Tensor, panel: int, launch: Launch, *, out: Tensor) -> None:

@@ -21,12 +21,14 @@ def _mix(x):
 
 
 @triton.jit
-def _sum_of_parts(grams, first, parts, C: tl.constexpr):
+def _sum_of_parts(grams, parts, r, C: tl.constexpr):
+    """Sum of parts [C, C], of which r rows and columns are there."""
     ranks = tl.arange(0, C)
-    at = first * C * C + ranks[:, None] * C + ranks[None, :]
+    at = ranks[:, None] * C + ranks[None, :]
+    ok = (ranks < r)[:, None] & (ranks < r)[None, :]
     total = tl.zeros([C, C], tl.float64)
     for part in range(parts):
-        total += tl.load(grams + part * C * C + at)
+        total += tl.load(grams + part * C * C + at, ok, 0.0)
     return total
 
 
@@ -62,55 +64,83 @@ def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
     return inverse, alive
 
 
+@triton.jit
+def _with_random_columns(value, alive, within, stream):
+    """value [rows, C] with columns that are not alive replaced; ``within`` numbers the elements of the factor."""
+    bits = _mix(_mix(within.to(tl.uint32)) ^ stream)
+    random = ((bits >> 8).to(tl.float32) * 2.0**-23 - 1.0).to(tl.float64)
+    return tl.where((alive == 0)[None, :], random, value)
+
+
 @triton.jit(do_not_specialize=["salt", "threshold", "panel", "before_first"])
 def _orthogonalize_kernel(
-    A, X, out, grams, before, next_grams, finite, records, chunks, salt, threshold, panel, before_first,
-    CHECK: tl.constexpr, LAST: tl.constexpr, KEEP: tl.constexpr, C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    A, X, out, grams, before, next_grams, transforms, finite, records, chunks, salt, threshold, panel, before_first,
+    FIRST: tl.constexpr, CHECK: tl.constexpr, KEEP: tl.constexpr, C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """X_c = A_c L⁻ᵀ with L Lᵀ = A_cᵀ A_c, dead columns random, and parts of X_cᵀ X_c; or out_c. Grid: chunks."""
+    """X_c = A_c L⁻ᵀ with L Lᵀ = A_cᵀ A_c. Grid: chunks.
+
+    The first pass replaces dead columns by random ones and leaves parts of X_cᵀ X_c; the other one writes out_c. With
+    KEEP, X is written; otherwise L⁻¹ goes to ``transforms``, from which the second pass makes X_c again.
+    """
     chunk = tl.program_id(0)
     matrix = tl.load(chunks + chunk * 3)
     start = tl.load(chunks + chunk * 3 + 1)
     end = tl.load(chunks + chunk * 3 + 2)
     record = records + matrix * 6
     r = tl.load(record + 1).to(tl.int32)
-    if panel * C >= r:
+    width = tl.minimum(r - panel * C, C)
+    if width <= 0:
         return
-    offset = tl.load(record + 2)
+    offset = tl.load(record + 2) + panel * C
     first = tl.load(record + 4)
     parts = tl.load(record + 5)
     ranks = tl.arange(0, C)
-    gram = _sum_of_parts(grams, first, parts, C)
-    reference = _diagonal(_sum_of_parts(before, before_first + first, parts, C), C)
+    square = ranks[:, None] * C + ranks[None, :]
+    gram = _sum_of_parts(grams + first * C * C, parts, width, C)
+    if CHECK and panel > 0:
+        reference = _diagonal(_sum_of_parts(before + (before_first + first) * C * C, parts, width, C), C)
+    else:
+        reference = _diagonal(gram, C)
     if CHECK:
         # Squares of fp32 values do not overflow fp64: a diagonal that is not finite shows a value that is not.
         broken = tl.sum(tl.where(reference < float("inf"), 0, 1), axis=0)
         if (broken > 0) & (chunk == first):
             tl.store(finite, 0)
-    inverse, alive = _inverse_cholesky(gram, reference, threshold, tl.minimum(r - panel * C, C), C)
+    inverse, alive = _inverse_cholesky(gram, reference, threshold, width, C)
     inverse_t = tl.trans(inverse)
-    column_ok = panel * C + ranks < r
-    dead = tl.sum(tl.where(column_ok, 1 - alive, 0), axis=0)
+    usable = alive
     stream = _mix(_mix(tl.load(record + 3).to(tl.uint32)) ^ salt.to(tl.uint32))
+    square_ok = (ranks < width)[:, None] & (ranks < width)[None, :]
+    if FIRST and not KEEP and chunk == first:
+        tl.store(transforms + matrix.to(tl.int64) * C * C + square, inverse, square_ok)
+    if not FIRST and not KEEP:
+        before_t = tl.trans(tl.load(transforms + matrix.to(tl.int64) * C * C + square, square_ok, 0.0))
+        # A dead column's row of L⁻¹ is zero.
+        usable = (_diagonal(before_t, C) > 0).to(tl.int32)
+    dead = tl.sum(tl.where(ranks < width, 1 - usable, 0), axis=0)
     total = tl.zeros([C, C], tl.float64)
     for row in range(start, end, BLOCK_ROWS):
         rows = row + tl.arange(0, BLOCK_ROWS)
-        ok = (rows < end)[:, None] & column_ok[None, :]
-        within = rows.to(tl.int64)[:, None] * r + panel * C + ranks[None, :]
-        value = tl.load(A + offset + within, ok & (alive > 0)[None, :], 0.0).to(tl.float64)
-        value = tl.dot(value, inverse_t, out_dtype=tl.float64)
-        if LAST:
-            tl.store(out + offset + within, value.to(tl.float32), ok)
-        else:
+        ok = (rows < end)[:, None] & (ranks < width)[None, :]
+        within = rows.to(tl.int64)[:, None] * r + ranks[None, :]
+        value = tl.load(A + offset + within, ok & (usable > 0)[None, :], 0.0).to(tl.float64)
+        if not FIRST and not KEEP:
+            value = tl.dot(value, before_t, out_dtype=tl.float64)
             if dead > 0:
-                bits = _mix(_mix(within.to(tl.uint32)) ^ stream)
-                random = ((bits >> 8).to(tl.float32) * 2.0**-23 - 1.0).to(tl.float64)
-                value = tl.where(ok & (alive == 0)[None, :], random, value)
+                value = tl.where(ok, _with_random_columns(value, usable, panel * C + within, stream), 0.0)
+        value = tl.dot(value, inverse_t, out_dtype=tl.float64)
+        # A may be X or out: no thread stores before all have loaded.
+        tl.debug_barrier()
+        if FIRST:
+            if dead > 0:
+                value = tl.where(ok, _with_random_columns(value, usable, panel * C + within, stream), 0.0)
             total = tl.dot(tl.trans(value), value, total, out_dtype=tl.float64)
+        else:
+            tl.store(out + offset + within, value.to(tl.float32), ok)
         if KEEP:
             tl.store(X + offset + within, value, ok)
-    if not LAST:
-        tl.store(next_grams + chunk.to(tl.int64) * C * C + ranks[:, None] * C + ranks[None, :], total)
+    if FIRST:
+        tl.store(next_grams + chunk.to(tl.int64) * C * C + square, total, square_ok)
 
 
 def orthogonalize_triton(
@@ -139,8 +169,8 @@ def orthogonalize_triton(
         step: number of the step, for random directions.
         epsilon: see the reference.
         launch_gram, launch: rows of a block, columns of a panel.
-        X: fp64 workspace of A's size.
-        grams: fp64 workspace [panels + 1, chunks, C, C].
+        X: fp64 workspace of A's size; not used, and may be empty, for ranks within one panel.
+        grams: fp64 workspace [panels + 2, max(chunks, matrices), C · C].
         finite: int32 scalar on the device, becomes 0 where A is not finite.
         out: fp32, flat; may be A.
     """
@@ -149,43 +179,42 @@ def orthogonalize_triton(
     salt = (step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF
     # As int32 whatever its value, so that the kernel is compiled once.
     salt -= (salt >> 31) << 32
-    threshold = max(epsilon, DEAD_COLUMN) ** 2
     panels = -(-rank // launch.panel)
+    own, transforms = grams[panels], grams[panels + 1]
 
-    def run(source: Tensor, panel: int, own: Tensor, before: Tensor, before_panel: int, following: Tensor,
-            *, check: bool, last: bool) -> None:  # fmt: skip
+    def run(source: Tensor, panel: int, gram: Tensor, *, first: bool, check: bool = False) -> None:
         _orthogonalize_kernel[(len(factors.chunks),)](
             source,
             X,
             out,
+            gram,
+            grams,
             own,
-            before,
-            following,
+            transforms,
             finite,
             factors.records,
             factors.chunks,
             salt,
-            threshold,
+            max(epsilon, DEAD_COLUMN) ** 2,
             panel,
-            before_panel * len(factors.chunks),
+            panel * len(factors.chunks),
+            FIRST=first,
             CHECK=check,
-            LAST=last,
-            KEEP=not last or panels > 1,
+            KEEP=panels > 1,
             C=launch.panel,
             BLOCK_ROWS=launch.rows,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
         )
 
-    own = grams[panels]
     for panel in range(panels):
         gram_triton(factors, A, X, panel, launch_gram, out=grams)
         if panel == 0:
-            run(A, panel, grams, grams, 0, own, check=True, last=False)
-            run(X, panel, own, own, 0, own, check=False, last=True)
+            run(A, panel, grams, first=True, check=True)
+            run(X if panels > 1 else A, panel, own, first=False)
             continue
-        for attempt, source in enumerate((A, X)):
-            if attempt:
-                gram_triton(factors, X, X, panel, launch_gram, out=grams)
-            subtract_projection_triton(factors, source, grams, panel, launch_gram, X=X, out=own)
-            run(X, panel, own, grams, panel, own, check=not attempt, last=bool(attempt))
+        subtract_projection_triton(factors, A, grams, panel, launch_gram, X=X, out=own)
+        run(X, panel, own, first=True, check=True)
+        gram_triton(factors, X, X, panel, launch_gram, out=grams)
+        subtract_projection_triton(factors, X, grams, panel, launch_gram, X=X, out=own)
+        run(X, panel, own, first=False)

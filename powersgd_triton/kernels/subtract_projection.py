@@ -28,12 +28,14 @@ def _subtract_projection_kernel(
     parts = tl.load(record + 5)
     ranks = tl.arange(0, C)
     square = ranks[:, None] * C + ranks[None, :]
+    # Panels before this one are full, this one may not be.
+    column_ok = panel * C + ranks < r
     total = tl.zeros([C, C], tl.float64)
     for row in range(start, end, BLOCK_ROWS):
         rows = row + tl.arange(0, BLOCK_ROWS)
         row_ok = (rows < end)[:, None]
         at = offset + rows.to(tl.int64)[:, None] * r + ranks[None, :]
-        ok = row_ok & (panel * C + ranks < r)[None, :]
+        ok = row_ok & column_ok[None, :]
         value = tl.load(A + panel * C + at, ok, 0.0).to(tl.float64)
         # A column that is not finite is dead; it must not spread.
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
@@ -41,13 +43,15 @@ def _subtract_projection_kernel(
             product = tl.zeros([C, C], tl.float64)
             for part in range(parts):
                 place = (left * chunks_number + first + part) * C * C
-                product += tl.load(grams + place + square)
+                product += tl.load(grams + place + square, column_ok[None, :], 0.0)
             product = tl.where(tl.abs(product) < float("inf"), product, 0.0)
             other = tl.load(X + left * C + at, row_ok & (left * C + ranks < r)[None, :], 0.0)
             value -= tl.dot(other, product, out_dtype=tl.float64)
+        # A may be X: no thread stores before all have loaded.
+        tl.debug_barrier()
         tl.store(X + panel * C + at, value, ok)
         total = tl.dot(tl.trans(value), value, total, out_dtype=tl.float64)
-    tl.store(own + chunk.to(tl.int64) * C * C + square, total)
+    tl.store(own + chunk.to(tl.int64) * C * C + square, total, column_ok[:, None] & column_ok[None, :])
 
 
 def subtract_projection_triton(

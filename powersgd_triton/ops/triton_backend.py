@@ -111,13 +111,13 @@ class TritonOperations:
         self._orthogonalize(self._table.Q, self._bucket.basis, step, out=self._bucket.basis)
 
     def _orthogonalize(self, factors: FactorTable, A: Tensor, step: Step, *, out: Tensor) -> None:
-        launch, rank, chunks = self._launches.orthogonalize, self._table.rank, len(factors.chunks)
-        panels = -(-rank // launch.panel)
-        numel = (panels + 1) * chunks * launch.panel**2
+        launch, rank = self._launches.orthogonalize, self._table.rank
+        panels, places = -(-rank // launch.panel), max(len(factors.chunks), len(factors.records))
+        numel = (panels + 2) * places * launch.panel**2
         orthogonalize_triton(
             factors, A, rank, step.iteration, step.epsilon, self._launches.gram, launch,
-            X=self._get("X", A.numel(), torch.float64),
-            grams=self._get("grams", numel, torch.float64)[:numel].view(panels + 1, chunks, launch.panel**2),
+            X=self._get("X", A.numel() if panels > 1 else 1, torch.float64),
+            grams=self._get("grams", numel, torch.float64)[:numel].view(panels + 2, places, launch.panel**2),
             finite=self._finite, out=out,
         )  # fmt: skip
 
