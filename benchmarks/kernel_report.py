@@ -1,6 +1,6 @@
 """What the compiler makes of every kernel, without a GPU: registers, spills, shared memory, access widths.
 
-python benchmarks/kernel_report.py [--json] [--architecture sm_90] [--kernel compensate_project]
+python benchmarks/kernel_report.py [--json] [--architecture sm_90] [--kernel compensate_project] [--rank 4]
 
 The launches are recorded from the launchers themselves, so that what is compiled is what would run.
 """
@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,9 +63,9 @@ class Variant:
     label: str
 
 
-def variants(arch: str) -> Iterator[Variant]:
+def variants(arch: str, ranks: Sequence[int] = RANKS) -> Iterator[Variant]:
     """Every kernel as it is launched: ranks of one and several panels, dtypes, aligned and unaligned segments."""
-    for rank in RANKS:
+    for rank in ranks:
         for G, M, unaligned in itertools.product(
             (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16), (False, True)
         ):
@@ -248,11 +248,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--architecture", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--kernel", help="only this kernel")
+    parser.add_argument("--rank", type=int, action="append", help=f"default: {', '.join(map(str, RANKS))}")
     parser.add_argument("--only", default="", help="only variants whose label contains this")
     arguments = parser.parse_args()
     rows = []
     for arch in arguments.architecture or TARGETS:
-        for variant in variants(arch):
+        for variant in variants(arch, arguments.rank or RANKS):
             name = variant.kernel.__name__.strip("_").removesuffix("_kernel")
             if arguments.kernel in (None, name) and arguments.only in variant.label:
                 rows.append(compile_variant(variant, arch))

@@ -1,4 +1,4 @@
-"""What a step does in Triton's interpreter: the bytes that its kernels move and the launches that a device would see."""
+"""What a step does in Triton's interpreter: the bytes that its kernels move, and the launches a device would see."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class _Operations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Activity]:
-    """Everything within is counted."""
+def watched(*, run_kernels: bool = True) -> Iterator[Activity]:
+    """Everything within is counted; without ``run_kernels`` launches are counted only."""
     activity = Activity()
     operations = _Operations(activity)
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
@@ -74,7 +74,7 @@ def watched() -> Iterator[Activity]:
         activity.stored.append(0)
         operations.in_kernel = True
         try:
-            return run(self, *args, **kwargs)
+            return run(self, *args, **kwargs) if run_kernels else None
         finally:
             operations.in_kernel = False
 
