@@ -254,7 +254,7 @@ class PowerSGDState:
     def _count(self, layout: Layout, bucket: GradBucket) -> None:
         """Add a bucket to the statistics, and report them when they are due."""
         self.total_numel_before_compression += layout.numel
-        self.total_numel_after_compression += layout.compressed_numel
+        self.total_numel_after_compression += layout.sent_numel(self.config, self.iter)
         if bucket.is_last() and self.iter >= self.next_stats_report:
             rate, before, after = self.compression_stats()
             logger.info(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,7 @@ GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Compression:
-    """One step of one bucket (Vogels et al. 2019, Algorithm 1), in stages between which its messages travel.
-
-    Call ``project``, ``backproject``, ``commit`` in this order, then ``reconstruct``; every worker must do so in the
-    same order for all its buckets, since ``project`` and ``backproject`` each start a collective.
+    """One step of one bucket, cut where its messages travel.
 
     Args:
         state: the model's state.
@@ -37,41 +35,27 @@ class Compression:
         self, state: State, layout: Layout, gradients: Mapping[str, Tensor], communicator: Communicator
     ) -> None:
         device = gradients[layout.segments[0].name].device
-        self._state = state
-        self._communicator = communicator
         self._gradients = gradients
+        self._communicator = communicator
         self._verdict = state.verdict(device)
         self._step = state.step(communicator.world_size)
-        self._work: dist.Work | None = None
         self.bucket = state.bind(layout, {gradient.dtype for gradient in gradients.values()}, device)
 
-    def project(self) -> None:
-        """P = M Q with M = G + E, and start summing [P | bypass tensors]."""
-        bucket = self.bucket
-        if not self._step.warm_start:
-            bucket.operations.redraw_bases(self._step)
-        bucket.operations.compensate_project(self._gradients)
-        bucket.applied = None
-        self._work = self._communicator.all_reduce(bucket.message_P)
+    def run(self) -> Iterator[None]:
+        """Do the step up to the averaged factors; each time this yields, a collective is under way.
 
-    def backproject(self) -> None:
-        """P̂ = orthogonalize(P), Q = Mᵀ P̂, and start summing Q."""
-        wait(self._work)
-        self.bucket.operations.backproject(self._gradients, self._step)
-        self._work = self._communicator.all_reduce(self.bucket.message_Q)
-
-    def commit(self) -> None:
-        """Decide, the same on all workers, whether the step counts; keep what the next one starts from.
-
-        Where a sum is not finite, the buffers get back what they had, the basis stays, and Q̄ becomes NaN.
+        Every worker must advance all its buckets in the same order, since that is the order of the collectives.
         """
-        wait(self._work)
-        self.bucket.operations.commit(self._gradients, self._step, self._verdict)
-        if self._state.config.error_feedback:
-            self.bucket.applied = self._verdict
+        operations = self.bucket.operations
+        if not self._step.warm_start:
+            operations.redraw_bases(self._step)
+        for message in operations.exchange(self._gradients, self._step, self._verdict):
+            work = self._communicator.all_reduce(message)
+            yield
+            wait(work)
 
     def reconstruct(self, gradients: Mapping[str, Tensor]) -> None:
-        """Ĝ = P̂ Q̄ᵀ, and the bypass tensors' means, into {name: contiguous tensor}."""
+        """Ĝ, and the bypass tensors' means, into {name: contiguous tensor}."""
         self.bucket.operations.reconstruct(gradients)
 
 
@@ -83,10 +67,13 @@ class Compressed:
     iteration: int
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """{name: (P̂ [n, r], Q̄ [m, r])}, views; Ĝ = P̂ Q̄ᵀ. Bypass tensors have none."""
+        """{name: (left [n, r], right [m, r])}, views, with Ĝ = left · rightᵀ: P̂ and Q̄, or in every second alternating
+
+        step P̄ and Q̂. With several iterations they are copies of iterations · r columns. Bypass tensors have none.
+        """
         return {
-            segment.name: (tensors.P_hat[index], tensors.Q_mean[index])
-            for group, tensors in zip(self.bucket.layout.groups, self.bucket.groups, strict=True)
+            segment.name: (left[index], right[index])
+            for group, (left, right) in zip(self.bucket.layout.groups, self.bucket.joined(self.bucket.average), strict=True)
             for index, segment in enumerate(group.segments)
         }
 
@@ -158,16 +145,14 @@ class Compressor:
         layout = self._exact if self._state.iteration < self.config.start_iter else self._compressing
         if not layout.segments:
             self._state.end_step()
-            nothing = BucketState(layout, torch.float32, torch.device("cpu"), 0, TorchOperations)
+            nothing = BucketState(layout, torch.float32, torch.device("cpu"), self.config, TorchOperations)
             return Compressed(nothing, self._state.iteration)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         compression = Compression(self._state, layout, contiguous, self._communicator)
-        compression.project()
-        compression.backproject()
-        compression.commit()
+        collections.deque(compression.run(), maxlen=0)
+        self._after += layout.sent_numel(self.config, self._state.iteration)
         self._state.end_step()
         self._before += layout.numel
-        self._after += layout.compressed_numel
         return Compressed(compression.bucket, self._state.iteration)
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:

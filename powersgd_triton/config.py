@@ -8,7 +8,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 BACKENDS = ("auto", "triton", "torch")
+ALGORITHMS = ("standard", "alternating")
+ERROR_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +32,15 @@ class PowerSGDConfig:
         start_iter: number of first steps that average gradients exactly. 0 compresses from the first step.
         error_feedback: keep what a step lost and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
         warm_start: start a step from the last step's Q; otherwise from a fresh random one (section 3).
+        algorithm: "standard" is the paper's Algorithm 1: P = M Q and Q = Mᵀ P̂, two all-reduces a step. "alternating"
+            multiplies from the left and from the right by turns: one product and one all-reduce a step (Vogels et al.
+            2020, "Practical Low-Rank Communication Compression in Decentralized Deep Learning", and the authors'
+            reference implementation). It needs warm_start.
+        iterations: how often a step repeats that, each time on what the last time left over.
         orthogonalization_epsilon: a column is replaced by a random direction when what is left of it after projecting
             out its predecessors is at most max(epsilon, 2⁻²²) of its norm before.
+        error_dtype: dtype in which the error is kept between steps, a torch.dtype or its name: None for fp32 (fp64 for
+            fp64 gradients), or bf16, which halves that memory.
         seed: seeds Q and the replacement directions, together with the parameter's name.
         batch_by_shape: treat matrices of equal shape in batched operations. The result does not depend on it
             beyond rounding.
@@ -39,13 +56,16 @@ class PowerSGDConfig:
     start_iter: int = 0
     error_feedback: bool = True
     warm_start: bool = True
+    algorithm: str = "standard"
+    iterations: int = 1
     orthogonalization_epsilon: float = 0.0
+    error_dtype: torch.dtype | str | None = None
     seed: int = 0
     batch_by_shape: bool = True
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, minimum in (("rank", 1), ("start_iter", 0), ("seed", 0)):
+        for name, minimum in (("rank", 1), ("start_iter", 0), ("iterations", 1), ("seed", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int; got {value!r}")
@@ -67,8 +87,17 @@ class PowerSGDConfig:
         for name in ("error_feedback", "warm_start", "batch_by_shape"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {self.backend!r}")
+        for name, choices in (("backend", BACKENDS), ("algorithm", ALGORITHMS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        if self.algorithm == "alternating" and not self.warm_start:
+            raise ValueError("algorithm 'alternating' starts from the last step's factors: it needs warm_start=True")
+        if self.error_dtype is not None:
+            name = str(self.error_dtype).removeprefix("torch.")
+            if name not in ERROR_DTYPES:
+                raise ValueError(f"error_dtype must be None, float32 or bfloat16; got {self.error_dtype!r}")
+            # Kept as its name, so that equal configurations are equal and go into JSON.
+            object.__setattr__(self, "error_dtype", str(ERROR_DTYPES[name]).removeprefix("torch."))
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> PowerSGDConfig:

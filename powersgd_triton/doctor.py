@@ -99,7 +99,7 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _backend(device: torch.device) -> Iterator[Check]:
-    backend = select_backend("auto", device)
+    backend = select_backend(PowerSGDConfig(), device)
     yield Check("backend 'auto'", True, f"{backend.name}: {backend.reason}")
 
 

@@ -21,13 +21,19 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def compressed_rank(shape: Sequence[int], config: PowerSGDConfig) -> int:
     """Rank r = min(rank, n, m) if compressing is worth it, else 0 (bypass).
 
-    Worth it means (n + m) · r · min_compression_rate < n · m for a tensor of two or more dimensions.
+    Worth it means (n + m) · r · min_compression_rate < n · m for a tensor of two or more dimensions, with as many
+    times (n + m) · r elements as travel for it in a step.
     """
     if len(shape) < 2:
         return 0
     n, m = matrix_shape(shape)
     r = min(config.rank, n, m)
-    return r if (n + m) * r * config.min_compression_rate < n * m else 0
+    return r if (n + m) * r * factors_sent(config) * config.min_compression_rate < n * m else 0
+
+
+def factors_sent(config: PowerSGDConfig) -> float:
+    """How often a step sends both factors of a matrix, on average."""
+    return config.iterations * (0.5 if config.algorithm == "alternating" else 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +56,6 @@ class Segment:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def compressed_numel(self) -> int:
-        """Elements that travel for it in one step."""
-        return (self.n + self.m) * self.rank if self.rank else self.numel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,8 @@ class ShapeGroup:
 class Layout:
     """Tensors in the order in which they lie in a flat buffer, and the places of their factors.
 
-    The message of the first all-reduce is [P of all groups | bypass tensors], of the second [Q of all groups].
+    The messages are [P of all groups | bypass tensors] and [Q of all groups]; an alternating step sends one of them,
+    with the bypass tensors behind whichever it is.
     """
 
     segments: tuple[Segment, ...]
@@ -156,12 +158,15 @@ class Layout:
     def bypass_numel(self) -> int:
         return sum(segment.numel for segment in self.bypass)
 
-    @functools.cached_property
-    def bypass_offsets(self) -> tuple[int, ...]:
-        """Offsets of the bypass tensors in the first message, behind P."""
-        return tuple(itertools.accumulate((segment.numel for segment in self.bypass), initial=self.p_numel))[:-1]
+    def bypass_offsets(self, start: int) -> tuple[int, ...]:
+        """Offsets of the bypass tensors in a message in which they begin at ``start``."""
+        return tuple(itertools.accumulate((segment.numel for segment in self.bypass), initial=start))[:-1]
 
-    @functools.cached_property
-    def compressed_numel(self) -> int:
-        """Elements that travel in one step."""
-        return self.p_numel + self.q_numel + self.bypass_numel
+    def sent_numel(self, config: PowerSGDConfig, iteration: int) -> int:
+        """Elements that travel in the step of that number."""
+        if config.algorithm == "standard":
+            return config.iterations * (self.p_numel + self.q_numel) + self.bypass_numel
+        # Turns are counted over all steps; the even ones multiply from the left and send Q.
+        first = iteration * config.iterations
+        lefts = sum(turn % 2 == 0 for turn in range(first, first + config.iterations))
+        return lefts * self.q_numel + (config.iterations - lefts) * self.p_numel + self.bypass_numel

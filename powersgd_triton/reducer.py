@@ -16,7 +16,7 @@ from powersgd_triton.state import State
 class Reducer:
     """Replaces gradients by their averages over the workers, bucket by bucket as the backward pass fills them.
 
-    A bucket's step has three stages, with a collective between them. On the CPU each call starts the new bucket's
+    A bucket's step has stages, with a collective between them. On the CPU each call starts the new bucket's
     first stage and moves those before it one stage on, so that their messages travel while the backward pass goes on.
     Which collective is issued when depends on nothing but the order of the calls, hence is the same on all workers.
     On other devices all stages are enqueued at once on the current stream.
@@ -69,11 +69,7 @@ class Reducer:
 
     def _compressed(self, layout: Layout, gradients: Mapping[str, Tensor], done: Callable[[], None]) -> Iterator[None]:
         compression = Compression(self._state, layout, gradients, self._communicator)
-        compression.project()
-        yield
-        compression.backproject()
-        yield
-        compression.commit()
+        yield from compression.run()
         compression.reconstruct(gradients)
         done()
 

@@ -23,11 +23,14 @@ VERDICTS = 1024
 
 @dataclasses.dataclass(eq=False)
 class MatrixState:
-    """One matrix: its (n, m), error buffer [n, m] or None, basis [m, r], and the bucket that both belong to."""
+    """One matrix: its (n, m), error buffer [n, m] or None, bases, and the bucket that they belong to.
+
+    bases: "basis" [m, r], and in the alternating algorithm "left_basis" [n, r].
+    """
 
     shape: tuple[int, int]
     error: Tensor | None
-    basis: Tensor
+    bases: dict[str, Tensor]
     bucket: BucketState
 
 
@@ -63,7 +66,9 @@ class State:
     def step(self, workers: int) -> Step:
         """What the operations need to know of the current step."""
         config = self.config
-        return Step(self.iteration, workers, config.orthogonalization_epsilon, config.warm_start)
+        return Step(
+            self.iteration, workers, config.orthogonalization_epsilon, config.warm_start, config.iterations
+        )
 
     def end_step(self) -> None:
         """Close the current step: what follows belongs to the next one."""
@@ -89,7 +94,7 @@ class State:
                     f"the loaded state has no matrix named {segment.name!r}; it has {_listing(self._restored)}. "
                     "Was it saved from another model or with another configuration?"
                 )
-        bucket = BucketState(layout, dtype, device, self.config.seed, backend.operations)
+        bucket = BucketState(layout, dtype, device, self.config, backend.operations)
         self._move_in(bucket, dtype, device)
         self._homes.update((segment.name, layout) for segment in layout.segments)
         homes = set(self._homes.values())
@@ -100,7 +105,7 @@ class State:
     def _select_backend(self, layout: Layout, dtypes: Collection[torch.dtype], device: torch.device) -> Backend:
         """The backend for a bucket; the same one for all buckets for which the choice has the same reason."""
         rank = max((group.rank for group in layout.groups), default=1)
-        backend = select_backend(self.config.backend, device, dtypes, rank)
+        backend = select_backend(self.config, device, dtypes, rank)
         if (backend.name, backend.reason) not in self._backends:
             logger.info("PowerSGD backend: %s (%s)", backend.name, backend.reason)
         return self._backends.setdefault((backend.name, backend.reason), backend)
@@ -121,21 +126,26 @@ class State:
                 layout.q_numel,
             )
         bucket.operations.redraw_bases(self.step(1))
-        for group, tensors in zip(layout.groups, bucket.groups, strict=True):
+        error_dtype = getattr(torch, str(self.config.error_dtype)) if self.config.error_dtype else dtype
+        bases = {"basis": bucket.right(bucket.basis)}
+        if self.config.algorithm == "alternating":
+            bases["left_basis"] = bucket.left(bucket.P_hat)
+        for position, (group, tensors) in enumerate(zip(layout.groups, bucket.groups, strict=True)):
             new = sum(segment.name not in self.matrices for segment in group.segments) if feedback else 0
             # One allocation for a group's new matrices keeps them at equal distances, so that they batch.
-            memory = iter(torch.zeros(new, group.n, group.m, dtype=dtype, device=device).unbind())
+            memory = iter(torch.zeros(new, group.n, group.m, dtype=error_dtype, device=device).unbind())
             errors: list[Tensor] = []
             for index, segment in enumerate(group.segments):
                 known = self.matrices.get(segment.name)
                 error = None
                 if feedback:
-                    error = next(memory) if known is None or known.error is None else known.error.to(dtype)
+                    error = next(memory) if known is None or known.error is None else known.error.to(error_dtype)
                     errors.append(error)
-                basis = tensors.basis[index]
+                own = {key: views[position][index] for key, views in bases.items()}
                 if known is not None:
-                    basis.copy_(known.basis)
-                matrix = self.matrices[segment.name] = MatrixState((group.n, group.m), error, basis, bucket)
+                    for key, basis in own.items():
+                        basis.copy_(known.bases[key])
+                matrix = self.matrices[segment.name] = MatrixState((group.n, group.m), error, own, bucket)
                 if segment.name in self._restored:
                     self._restore(matrix, self._restored.pop(segment.name))
             tensors.M = errors if feedback else None
@@ -180,9 +190,11 @@ class State:
                 matrices[name]["error"] = mean(matrices[name]["error"])
         for name in sorted(self.matrices):
             matrix = self.matrices[name]
-            matrices[name] = {"basis": matrix.basis.clone()}
+            matrices[name] = {key: basis.clone() for key, basis in matrix.bases.items()}
             if matrix.error is not None:
-                matrices[name]["error"] = mean(matrix.error.clone())
+                # Sums of 16-bit values are no 16-bit values.
+                wide = torch.promote_types(matrix.error.dtype, torch.float32)
+                matrices[name]["error"] = mean(matrix.error.to(wide, copy=True))
         return {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -249,14 +261,23 @@ class State:
                 if not part.isfinite().all():
                     raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
             (n, m), r = _saved_shape(parts), parts["basis"].shape[1]
-            if not 1 <= r <= m or ("error" in parts and (r > parts["error"].shape[0] or parts["error"].shape[1] != m)):
+            left = parts["left_basis"].shape if "left_basis" in parts else None
+            if (
+                not 1 <= r <= m
+                or ("error" in parts and (r > parts["error"].shape[0] or parts["error"].shape[1] != m))
+                or (left is not None and left != (n or left[0], r))
+            ):
                 raise ValueError(f"matrix {name!r} of the saved state is {n} × {m} and its basis has {r} columns")
         return matrices
 
     def _restore(self, matrix: MatrixState, parts: dict[str, Tensor]) -> None:
-        r = min(matrix.basis.shape[1], parts["basis"].shape[1])
-        matrix.basis[:, :r] = parts["basis"][:, :r].to(matrix.basis)
-        if r < matrix.basis.shape[1]:
+        """Take over a matrix's error, and of its bases what was saved and fits; the rest stays random."""
+        complete = True
+        for key, basis in matrix.bases.items():
+            saved = parts[key][:, : basis.shape[1]] if key in parts else basis[:, :0]
+            basis[:, : saved.shape[1]] = saved.to(basis)
+            complete &= saved.shape[1] == basis.shape[1]
+        if not complete:
             matrix.bucket.operations.orthogonalize_bases(self.step(1))
         if matrix.error is not None:
             matrix.error.copy_(parts["error"])

@@ -9,43 +9,41 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
 from powersgd_triton.ops.operations import Operations
 
+Product = list[tuple[Tensor, Tensor]]
+"""Σ L Rᵀ for all matrices: pairs of flat factors, one for each iteration of a step."""
+
 
 @dataclasses.dataclass
-class GroupTensors:
-    """Everything that a step knows of B matrices of one n × m.
+class Group:
+    """What belongs to B matrices of one n × m: error buffers, B of [n, m] (None without error feedback), and keys [B]
 
-    Attributes:
-        M: error buffers, B of [n, m]; None without error feedback.
-        P: [B, n, r], this worker's product, then the sum over workers; a view of the first message.
-        P_hat: [B, n, r], orthonormal.
-        Q: [B, m, r], this worker's own.
-        Q_mean: [B, m, r], the mean over workers; a view of the second message.
-        basis: [B, m, r], orthonormal, what the next projection multiplies by.
-        keys: [B] int64, for random directions.
+    int64 for random directions.
     """
 
     M: list[Tensor] | None
-    P: Tensor
-    P_hat: Tensor
-    Q: Tensor
-    Q_mean: Tensor
-    basis: Tensor
     keys: Tensor
 
 
 class BucketState:
     """The factors of one layout's matrices, contiguous as they travel.
 
+    Factors are flat: those of all groups one behind the other, see ``left`` and ``right``.
+
     Attributes:
         layout: the bucket's tensors.
-        message_P: first message, [P of all groups | bypass tensors].
-        message_Q: second message, [Q of all groups].
-        P_hat, Q, basis: all groups' factors of that name, flat.
-        bypass: the bypass tensors' places in the first message.
-        groups: views of them, for each of ``layout.groups``.
+        message_P: [P of all groups | bypass tensors], this worker's, then the sum over workers.
+        message_Q: [Q of all groups], in the alternating algorithm [Q of all groups | bypass tensors].
+        P_hat: left bases [B, n, r], orthonormal.
+        basis: right bases [B, m, r], orthonormal: what the next projection multiplies by.
+        P, Q: this worker's own products; P only in the alternating algorithm.
+        groups: for each of ``layout.groups``.
+        product: what error feedback still has to subtract from M, this worker's own.
+        average: the averaged gradient, Ĝ = Σ L Rᵀ.
+        bypass_means: where the bypass tensors' means are.
         applied: scalar of the last step that this bucket took part in, 0 if the optimizer skips that step; None where
             M holds no product that is still to be subtracted.
         operations: the stages of a step on this bucket.
@@ -56,44 +54,52 @@ class BucketState:
         layout: Layout,
         dtype: torch.dtype,
         device: torch.device,
-        seed: int,
+        config: PowerSGDConfig,
         operations: Callable[[BucketState], Operations],
     ) -> None:
         def new(numel: int) -> Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
+        alternating = config.algorithm == "alternating"
         self.layout = layout
         self.message_P = new(layout.p_numel + layout.bypass_numel)
-        self.message_Q = new(layout.q_numel)
-        self.P_hat, self.Q, self.basis = new(layout.p_numel), new(layout.q_numel), new(layout.q_numel)
+        self.message_Q = new(layout.q_numel + (layout.bypass_numel if alternating else 0))
+        self.P_hat, self.basis = new(layout.p_numel), new(layout.q_numel)
+        self.P, self.Q = new(layout.p_numel if alternating else 0), new(layout.q_numel)
+        self.product: Product = []
+        self.average: Product = []
         self.applied: Tensor | None = None
-        self.groups: list[GroupTensors] = []
-        self.bypass = [
-            self.message_P[offset : offset + segment.numel]
-            for segment, offset in zip(layout.bypass, layout.bypass_offsets, strict=True)
-        ]
+        self.bypass_means = self.message_P[layout.p_numel :]
+        self.groups = []
         for group in layout.groups:
-            B, n, m, r = len(group.segments), group.n, group.m, group.rank
-            rows = slice(group.p_offset, group.p_offset + group.p_numel)
-            columns = slice(group.q_offset, group.q_offset + group.q_numel)
-            keys = [zlib.crc32(segment.name.encode()) ^ seed for segment in group.segments]
-            self.groups.append(
-                GroupTensors(
-                    M=None,
-                    P=self.message_P[rows].view(B, n, r),
-                    P_hat=self.P_hat[rows].view(B, n, r),
-                    Q=self.Q[columns].view(B, m, r),
-                    Q_mean=self.message_Q[columns].view(B, m, r),
-                    basis=self.basis[columns].view(B, m, r),
-                    keys=torch.tensor(keys, dtype=torch.int64).to(device),
-                )
-            )
+            keys = [zlib.crc32(segment.name.encode()) ^ config.seed for segment in group.segments]
+            self.groups.append(Group(None, torch.tensor(keys, dtype=torch.int64).to(device)))
         self.operations = operations(self)
+
+    def left(self, factors: Tensor) -> list[Tensor]:
+        """Views [B, n, r] of flat left factors, group by group."""
+        return [
+            factors[g.p_offset : g.p_offset + g.p_numel].view(len(g.segments), g.n, g.rank) for g in self.layout.groups
+        ]
+
+    def right(self, factors: Tensor) -> list[Tensor]:
+        """Views [B, m, r] of flat right factors, group by group."""
+        return [
+            factors[g.q_offset : g.q_offset + g.q_numel].view(len(g.segments), g.m, g.rank) for g in self.layout.groups
+        ]
+
+    def joined(self, product: Product) -> list[tuple[Tensor, Tensor]]:
+        """A product as one pair of factors [B, n, k], [B, m, k] for each group: views if it is of one pair."""
+        if len(product) == 1:
+            return list(zip(self.left(product[0][0]), self.right(product[0][1]), strict=True))
+        lefts = zip(*(self.left(P) for P, _ in product), strict=True)
+        rights = zip(*(self.right(Q) for _, Q in product), strict=True)
+        return [(torch.cat(P, dim=2), torch.cat(Q, dim=2)) for P, Q in zip(lefts, rights, strict=True)]
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """The compressed ones of {name: contiguous tensor} as matrices, group by group."""
         return [[tensors[s.name].view(group.n, group.m) for s in group.segments] for group in self.layout.groups]
 
-    def bypass_tensors(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def bypass(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The others, flat."""
         return [tensors[segment.name].view(-1) for segment in self.layout.bypass]

@@ -1,7 +1,7 @@
 """The operations of one PowerSGD step in plain torch: the specification, and the backend named "torch".
 
 Matrices are worked through in blocks that stay in cache, so that a step reads and writes the gradient's bytes about
-five times. Where data lies on the CPU, decisions are taken on the host; elsewhere they are masks, and nothing waits
+five times (four in the alternating algorithm). Where data lies on the CPU, decisions are taken on the host; elsewhere they are masks, and nothing waits
 for the device.
 """
 
@@ -43,32 +43,72 @@ def compensate_project_reference(
     Args:
         G: gradients, B of [n, m], any float dtype.
         M: error buffers, B of [n, m], updated; None for M = G without error feedback.
-        P_prev, Q_prev: [B, n, r], [B, m, r], the product not yet subtracted from M.
+        P_prev, Q_prev: [B, n, k], [B, m, k], the product not yet subtracted from M.
         applied: scalar, 0 where that product was never applied; None where there is no such product.
         Q: basis [B, m, r].
         out: P, [B, n, r].
     """
     Qt = Q.mT.contiguous()
+    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, Q):
+        P = out[members, rows]
+        _multiply(block, Qt[members].mT, out=P)
+        if spoiled is not None:
+            P.add_(spoiled.sum(-1, keepdim=True))
+
+
+def compensate_backproject_reference(
+    G: Sequence[Tensor],
+    M: Sequence[Tensor] | None,
+    P_prev: Tensor,
+    Q_prev: Tensor,
+    applied: Tensor | None,
+    P: Tensor,
+    *,
+    out: Tensor,
+) -> None:
+    """M ← G + (M − P_prev Q_prevᵀ), out = Q = Mᵀ P. As ``compensate_project_reference``, from the left.
+
+    P: basis [B, n, r]. out: Q, [B, m, r]; a non-finite element of G makes the row of its column non-finite.
+    """
+    Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
+    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, P):
+        _add_product(Qt[members], P[members, rows].mT, block)
+        if spoiled is not None:
+            Qt[members] += spoiled.sum(-2, keepdim=True)
+    out.copy_(Qt.mT)
+
+
+def _compensated(
+    G: Sequence[Tensor],
+    M: Sequence[Tensor] | None,
+    P_prev: Tensor,
+    Q_prev: Tensor,
+    applied: Tensor | None,
+    basis: Tensor,
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
+    """Update M block by block. Yields which matrices and rows, their M, and what of G is not finite, if anything is."""
     Qt_prev = None
     if M is not None and applied is not None and _maybe(applied):
         if not _on_host(applied):
             P_prev, Q_prev = torch.where(applied > 0, P_prev, 0), torch.where(applied > 0, Q_prev, 0)
         Qt_prev = Q_prev.mT.contiguous()
-    for members, rows, (G_block, M_block) in _blocks(Q.shape[-1], G, G if M is None else M):
-        P = out[members, rows]
+    for members, rows, (G_block, M_block) in _blocks(basis.shape[-1], G, G if M is None else M):
         if M is None:
-            _multiply(G_block.to(out.dtype), Qt[members].mT, out=P)
+            yield members, rows, G_block.to(basis.dtype), None
             continue
+        block = M_block.to(basis.dtype)
         if Qt_prev is not None:
-            _add_product(M_block, P_prev[members, rows], Qt_prev[members], alpha=-1)
-        if _on_host(G_block) and G_block.sum(dtype=out.dtype).isfinite():
-            M_block.add_(G_block)
-            _multiply(M_block, Qt[members].mT, out=P)
+            _add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
+        spoiled = None
+        if _on_host(G_block) and G_block.sum(dtype=basis.dtype).isfinite():
+            block.add_(G_block)
         else:
             finite = _finite_part(G_block)
-            M_block.add_(finite)
-            _multiply(M_block, Qt[members].mT, out=P)
-            P.add_((G_block - finite).sum(-1, keepdim=True))
+            block.add_(finite)
+            spoiled = G_block - finite
+        if block.dtype != M_block.dtype:
+            M_block.copy_(block)
+        yield members, rows, block, spoiled
 
 
 def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> None:
@@ -107,7 +147,10 @@ def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applie
     P, Q = torch.where(applied > 0, P, 0), torch.where(applied > 0, Q, 0)
     Qt = Q.mT.contiguous()
     for members, rows, (M_block,) in _blocks(P.shape[-1], M):
-        _add_product(M_block, P[members, rows], Qt[members], alpha=-1)
+        block = M_block.to(P.dtype)
+        _add_product(block, P[members, rows], Qt[members], alpha=-1)
+        if block.dtype != M_block.dtype:
+            M_block.copy_(block)
 
 
 def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
@@ -118,7 +161,8 @@ def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor)
     if _on_host(finite) and finite:
         return
     for _, _, (G_block, M_block) in _blocks(2, G, M):
-        M_block.copy_(torch.where(finite > 0, M_block, _finite_part(M_block - _finite_part(G_block))))
+        rest = M_block.to(torch.promote_types(M_block.dtype, torch.float32)) - _finite_part(G_block)
+        M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest)))
 
 
 def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: float = 0.0, out: Tensor) -> None:

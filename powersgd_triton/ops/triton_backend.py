@@ -35,7 +35,7 @@ class Workspace:
 
 
 class TritonOperations:
-    """``Operations`` on one bucket. What is rare is left to the reference: the same memory, the same result."""
+    """The standard algorithm on one bucket. What is rare is left to the reference: the same memory, the same result."""
 
     def __init__(self, bucket: BucketState, workspace: Workspace) -> None:
         layout, device = bucket.layout, bucket.message_P.device
@@ -47,46 +47,35 @@ class TritonOperations:
             for group, tensors in zip(layout.groups, bucket.groups, strict=True)
             for i, key in enumerate(tensors.keys.tolist())
         ]  # fmt: skip
-        bypass = [(segment.numel, offset) for segment, offset in zip(layout.bypass, layout.bypass_offsets, strict=True)]
-        self._launches = select_configuration(architecture(device), max((x.r for x in matrices), default=1))
-        launches = self._launches
+        launches = self._launches = select_configuration(architecture(device), max((x.r for x in matrices), default=1))
         self._table = BucketTable(
-            matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device
+            matrices, [segment.numel for segment in layout.bypass], layout.p_numel, layout.q_numel,
+            launches.compensate_project.tile, launches.backproject.tile, device,
         )  # fmt: skip
         self._names = [segment.name for group in layout.groups for segment in group.segments]
         self._names += [segment.name for segment in layout.bypass]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         self._never = torch.zeros((), device=device)
 
-    def compensate_project(self, gradients: Mapping[str, Tensor]) -> None:
+    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
         bucket, table = self._bucket, self._table
-        G, parts = self._pointers(gradients), self._get("parts", table.p_parts_numel)
-        applied = self._never if bucket.applied is None else bucket.applied
-        compensate_project_triton(
-            table, G, self._errors(), bucket.P_hat, bucket.Q, applied, bucket.basis,
-            self._launches.compensate_project, out=parts,
-        )  # fmt: skip
-        pack_first_triton(table, parts, G, self._finite, out=bucket.message_P)
-
-    def backproject(self, gradients: Mapping[str, Tensor], step: Step) -> None:
-        bucket, table = self._bucket, self._table
+        G = self._pointers(gradients)
+        self._compensate_project(G, bucket.message_P)
+        yield bucket.message_P
         self._orthogonalize(table.P, bucket.message_P, step, out=bucket.P_hat)
         parts = self._get("parts", table.q_parts_numel)
-        M = self._errors() or self._pointers(gradients)
-        backproject_triton(table, M, bucket.P_hat, self._launches.backproject, out=parts)
-        pack_second_triton(
-            table, parts, bucket.message_P, step.workers, self._finite, Q=bucket.Q, out=bucket.message_Q
-        )  # fmt: skip
-
-    def commit(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> None:
-        bucket, table = self._bucket, self._table
+        backproject_triton(table, self._errors() or G, bucket.P_hat, self._launches.backproject, out=parts)
+        means_triton(table, bucket.message_P, table.bypass_P, step.workers, self._finite)
+        pack_triton(table, table.pack_Q, parts, None, self._finite, own=bucket.Q, message=bucket.message_Q)
+        yield bucket.message_Q
         following = self._get("following", bucket.layout.q_numel)
         # Also without warm start: it is what finds values that are not finite.
         self._orthogonalize(table.Q, bucket.message_Q, step, out=following)
         commit_triton(
-            table, self._pointers(gradients), self._errors(), following if step.warm_start else None,
+            table, G, self._errors(), following if step.warm_start else None,
             step.workers, self._finite, basis=bucket.basis, message=bucket.message_Q, verdict=verdict,
         )  # fmt: skip
+        self._finish([(bucket.P_hat, bucket.Q)], [(bucket.P_hat, bucket.message_Q)], verdict)
 
     def reconstruct(self, out: Mapping[str, Tensor]) -> None:
         bucket = self._bucket
