@@ -49,36 +49,39 @@ def _narrow(precision: str, stages: int) -> Configuration:
     return Configuration(
         compensate_project=Launch(128, 32, 16, 8, stages, precision),
         backproject=Launch(32, 64, 16, 4, 2, precision),
-        reconstruct=Launch(128, 32, 16, 8, stages, precision),
+        reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
         orthogonalize=Launch(64, 16, 16, 4, 1, precision),
     )
 
 
-def _wide(precision: str, stages: int) -> Configuration:
+def _wide(precision: str, stages: int, *, gram_warps: int = 4) -> Configuration:
     return Configuration(
         compensate_project=Launch(64, 32, 32, 8, stages, precision),
         backproject=Launch(32, 64, 32, 4, 2, precision),
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
-        gram=Launch(32, 32, 32, 4, 2, precision),
+        gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
     )
 
 
-def _several_panels(precision: str) -> Configuration:
-    return dataclasses.replace(_wide(precision, stages=1), gram=Launch(32, 32, 32, 8, 2, precision))
+def _table(precision: str, stages: tuple[int, int, int]) -> dict[int, Configuration]:
+    narrow, wide, several_panels = stages
+    return {
+        16: _narrow(precision, narrow),
+        32: _wide(precision, wide),
+        256: _wide(precision, several_panels, gram_warps=8),
+    }
 
 
-def _table(precision: str, stages: int) -> dict[int, Configuration]:
-    return {16: _narrow(precision, stages), 32: _wide(precision, stages), 256: _several_panels(precision)}
-
-
-# Chosen for no spills and the fewest registers, by benchmarks/kernel_report.py; on AMD a second stage spills.
-NVIDIA, AMD = _table("tf32x3", stages=2), _table("ieee", stages=1)
-TABLES = {"sm_80": NVIDIA, "sm_90": NVIDIA, "sm_100": NVIDIA, "gfx942": AMD}
-"""By architecture, then by the largest rank that a configuration is for.
-
-An architecture that is not listed is served as its vendor's are."""
+# Stages are as many as spill nothing with any dtypes, as benchmarks/kernel_report.py shows.
+TABLES = {
+    "sm_80": _table("tf32x3", (2, 2, 1)),
+    "sm_90": _table("tf32x3", (2, 2, 1)),
+    "sm_100": _table("tf32x3", (3, 2, 2)),
+    "gfx942": _table("ieee", (1, 1, 1)),
+}
+"""By architecture, then by the largest rank that a configuration is for."""
 
 
 def architecture(device: torch.device) -> str:
@@ -92,6 +95,6 @@ def architecture(device: torch.device) -> str:
 
 
 def select_configuration(arch: str, rank: int) -> Configuration:
-    """The launches for a bucket of matrices of at most ``rank`` on an architecture."""
-    table = TABLES.get(arch, AMD if arch.startswith("gfx") else NVIDIA)
+    """The launches for a bucket of matrices of at most ``rank``. What is not listed is served as its vendor's first."""
+    table = TABLES.get(arch, TABLES["gfx942" if arch.startswith("gfx") else "sm_80"])
     return table[min(bound for bound in table if bound >= rank)]
