@@ -31,7 +31,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from powersgd_triton.kernels import backproject, commit, compensate_project, gram, orthogonalize, pack, reconstruct
+from powersgd_triton.kernels import (
+    backproject,
+    commit,
+    compensate_backproject,
+    compensate_project,
+    gram,
+    orthogonalize,
+    pack,
+    reconstruct,
+)
 from powersgd_triton.kernels import subtract_projection as subtract
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
@@ -43,6 +52,10 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 RANKS = (4, 16, 32, 64)
+MODULES = (
+    *(compensate_project, compensate_backproject, backproject, reconstruct),
+    *(pack, commit, gram, subtract, orthogonalize),
+)
 TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
@@ -83,7 +96,7 @@ def _launches(
     # A second matrix of another rank makes the rank a run-time value.
     matrices = [Matrix(n, m, rank, 0, 0, 0)] + [Matrix(n, m, rank - 1, n * rank, m * rank, 1)] * unaligned
     table = BucketTable(
-        matrices, [(8, 2 * n * rank)], launches.compensate_project.tile, launches.backproject.tile, cpu
+        matrices, [8], 2 * n * rank, 2 * m * rank, launches.compensate_project.tile, launches.backproject.tile, cpu
     )  # fmt: skip
     shift = int(unaligned)
     gradients = torch.zeros(2 * n * m + 16, dtype=G_dtype)
@@ -101,12 +114,17 @@ def _launches(
         compensate_project.compensate_project_triton(
             table, G, M, factor, factor, scalar, factor, launches.compensate_project, out=factor
         )
+        compensate_backproject.compensate_backproject_triton(
+            table, G, M, factor, factor, scalar, factor,
+            launches.compensate_backproject, launches.backproject, out=factor,
+        )  # fmt: skip
         if M_dtype == torch.float32:
             compensate_project.compensate_project_triton(
                 table, G, None, factor, factor, scalar, factor, launches.compensate_project, out=factor
             )
-            reconstruct.reconstruct_triton(table, factor, factor, factor, launches.reconstruct, out=G)
-            pack.pack_first_triton(table, factor, G, flag, out=factor)
+            reconstruct.reconstruct_triton(table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G)
+            pack.pack_triton(table.pack_P, factor, G, flag, own=None, message=factor)
+            pack.pack_triton(table.pack_left, factor, G, flag, own=factor, message=factor)
         if G_dtype == torch.float32:
             backproject.backproject_triton(table, M, factor, launches.backproject, out=factor)
         if not unaligned:
@@ -114,7 +132,7 @@ def _launches(
                 table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=scalar
             )  # fmt: skip
         if factors_too:
-            pack.pack_second_triton(table, factor, factor, 2, flag, Q=factor, out=factor)
+            pack.pack_and_average_triton(table, factor, factor, 2, flag, own=factor, message=factor)
             grams = wide.view(-1, 1, launches.gram.panel**2)
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, 0, 0.0, launches.gram, launches.orthogonalize,
@@ -146,7 +164,7 @@ def _recording() -> Iterator[list[Variant]]:
             return launch
 
     with contextlib.ExitStack() as stack:
-        for module in (compensate_project, backproject, reconstruct, pack, commit, gram, subtract, orthogonalize):
+        for module in MODULES:
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stack.enter_context(mock.patch.object(module, name, Recorder(getattr(module, name))))
         yield recorded

@@ -67,13 +67,15 @@ class Compressed:
     iteration: int
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """{name: (left [n, r], right [m, r])}, views, with Ĝ = left · rightᵀ: P̂ and Q̄, or in every second alternating
+        """{name: (left [n, r], right [m, r])}, views, with Ĝ = left · rightᵀ. Bypass tensors have none.
 
-        step P̄ and Q̂. With several iterations they are copies of iterations · r columns. Bypass tensors have none.
+        That is P̂ and Q̄, or P̄ and Q̂ in every second step of the alternating algorithm. With several iterations they
+        are copies with iterations · r columns.
         """
+        factors = self.bucket.joined(self.bucket.average)
         return {
             segment.name: (left[index], right[index])
-            for group, (left, right) in zip(self.bucket.layout.groups, self.bucket.joined(self.bucket.average), strict=True)
+            for group, (left, right) in zip(self.bucket.layout.groups, factors, strict=True)
             for index, segment in enumerate(group.segments)
         }
 

@@ -66,9 +66,7 @@ class State:
     def step(self, workers: int) -> Step:
         """What the operations need to know of the current step."""
         config = self.config
-        return Step(
-            self.iteration, workers, config.orthogonalization_epsilon, config.warm_start, config.iterations
-        )
+        return Step(self.iteration, workers, config.orthogonalization_epsilon, config.warm_start, config.iterations)
 
     def end_step(self) -> None:
         """Close the current step: what follows belongs to the next one."""

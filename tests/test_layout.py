@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.config import ALGORITHMS
 from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
 
 Shapes = list[tuple[int, ...]]
@@ -67,11 +68,16 @@ def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float, batch:
         p_end += len(group.segments) * group.n * group.rank
         q_end += len(group.segments) * group.m * group.rank
     assert (layout.p_numel, layout.q_numel) == (p_end, q_end)
-    for segment, offset in zip(layout.bypass, layout.bypass_offsets, strict=True):
+    for segment, offset in zip(layout.bypass, layout.bypass_offsets(layout.p_numel), strict=True):
         assert offset == p_end
         p_end += segment.numel
     assert layout.p_numel + layout.bypass_numel == p_end
-    assert layout.compressed_numel == p_end + q_end == sum(segment.compressed_numel for segment in layout.segments)
+    sent = sum((s.n + s.m) * s.rank if s.rank else s.numel for s in layout.segments)
+    assert layout.sent_numel(PowerSGDConfig(), 0) == p_end + q_end == sent
+    turns = [layout.sent_numel(PowerSGDConfig(algorithm="alternating"), iteration) for iteration in (0, 1, 2)]
+    assert turns == [layout.bypass_numel + numel for numel in (layout.q_numel, layout.p_numel, layout.q_numel)]
+    twice = [layout.sent_numel(PowerSGDConfig(algorithm=name, iterations=2), 1) for name in ALGORITHMS]
+    assert twice == [layout.bypass_numel + times * (layout.p_numel + layout.q_numel) for times in (2, 1)]
 
     # Each tensor is compressed in one group or a bypass tensor.
     grouped = [segment for group in layout.groups for segment in group.segments]
@@ -94,7 +100,7 @@ def test_without_batching_each_matrix_is_a_group():
 def test_compress_false_bypasses_everything():
     layout = Layout.build({"w": (64, 64), "b": (64,)}, PowerSGDConfig(), compress=False)
     assert layout.compressed == ()
-    assert layout.compressed_numel == layout.numel == 64 * 64 + 64
+    assert layout.sent_numel(PowerSGDConfig(), 0) == layout.numel == 64 * 64 + 64
 
 
 def test_accepts_pairs_and_refuses_a_repeated_name():
@@ -106,4 +112,4 @@ def test_accepts_pairs_and_refuses_a_repeated_name():
 
 def test_no_tensors():
     layout = build([])
-    assert (layout.numel, layout.compressed_numel, layout.groups) == (0, 0, ())
+    assert (layout.numel, layout.sent_numel(PowerSGDConfig(), 0), layout.groups) == (0, 0, ())

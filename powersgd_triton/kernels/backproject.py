@@ -10,9 +10,9 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_panel"])
 def _backproject_kernel(
-    M, M_offsets, P_hat, parts, records, tiles, VEC: tl.constexpr, R: tl.constexpr,
+    M, M_offsets, P_hat, parts, records, tiles, first_panel, VEC: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of Q [m, r]. Grid: (column tiles, panels of C columns of P̂)."""
@@ -28,7 +28,7 @@ def _backproject_kernel(
     r = R
     if R == 0:
         r = tl.load(record + 2).to(tl.int32)
-    panel = tl.program_id(1) * C
+    panel = (first_panel + tl.program_id(1)) * C
     if panel >= r:
         return
     M += tl.load(M_offsets + matrix) // VEC * VEC + col
@@ -52,7 +52,9 @@ def _backproject_kernel(
     tl.store(parts + ranks[:, None] + cols[None, :] * r, total, rank_ok[:, None] & col_ok[None, :])
 
 
-def backproject_triton(table: BucketTable, M: Pointers, P: Tensor, launch: Launch, *, out: Tensor) -> None:
+def backproject_triton(
+    table: BucketTable, M: Pointers, P: Tensor, launch: Launch, *, out: Tensor, first_panel: int = 0
+) -> None:
     """out = parts of Q = Mᵀ P; see ``backproject_reference``.
 
     Args:
@@ -61,16 +63,19 @@ def backproject_triton(table: BucketTable, M: Pointers, P: Tensor, launch: Launc
         P: all matrices' factors, fp32, flat.
         launch: tile, warps and stages.
         out: fp32, ``table.q_parts_numel`` elements: each split's part of each Q [m, r].
+        first_panel: panel of P's columns to begin with.
     """
-    if not table.matrices:
+    panels = -(-table.rank // launch.panel) - first_panel
+    if panels <= 0:
         return
-    _backproject_kernel[(len(table.column_tiles), -(-table.rank // launch.panel))](
+    _backproject_kernel[(len(table.column_tiles), panels)](
         M.anchor,
         M.offsets,
         P,
         out,
         table.records,
         table.column_tiles,
+        first_panel,
         VEC=M.vector,
         R=table.uniform_rank,
         C=launch.panel,

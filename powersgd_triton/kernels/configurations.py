@@ -38,6 +38,7 @@ class Configuration:
     """
 
     compensate_project: Launch
+    compensate_backproject: Launch
     backproject: Launch
     reconstruct: Launch
     gram: Launch
@@ -45,9 +46,10 @@ class Configuration:
 
 
 def _narrow(precision: str, stages: int) -> Configuration:
-    # Row tiles are shared by the kernels that walk them.
+    # Tiles are shared by the kernels that walk along rows, and by those that walk along columns.
     return Configuration(
         compensate_project=Launch(128, 32, 16, 8, stages, precision),
+        compensate_backproject=Launch(32, 64, 16, 8, stages, precision),
         backproject=Launch(32, 64, 16, 4, 2, precision),
         reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
@@ -58,6 +60,7 @@ def _narrow(precision: str, stages: int) -> Configuration:
 def _wide(precision: str, stages: int, *, gram_warps: int = 4) -> Configuration:
     return Configuration(
         compensate_project=Launch(64, 32, 32, 8, stages, precision),
+        compensate_backproject=Launch(32, 64, 32, 8, stages, precision),
         backproject=Launch(32, 64, 32, 4, 2, precision),
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),

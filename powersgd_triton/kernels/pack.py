@@ -1,4 +1,4 @@
-"""The messages: sums of the parts of P or Q, and the bypass tensors in the same buffer."""
+"""The messages: sums of the parts of P or Q, and the bypass tensors behind them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
 
 @triton.jit(do_not_specialize=["workers"])
 def _pack_kernel(
-    parts, G, G_offsets, first, second, Q, finite, entries, workers, P_SIDE: tl.constexpr, BLOCK: tl.constexpr
+    parts, G, G_offsets, own, message, bypass, finite, entries, workers,
+    COPY: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of a message: a sum of parts in their order, or a bypass tensor. Grid: blocks."""
+    """One block: of a sum of parts, in their order; or of a bypass tensor, copied or averaged. Grid: blocks."""
     program = tl.program_id(0)
     entry = entries + program * 6
     source = tl.load(entry)
@@ -26,65 +27,94 @@ def _pack_kernel(
         total = tl.zeros([BLOCK], tl.float32)
         for split in range(splits):
             total += tl.load(parts + source + split * distance + i, ok, 0.0)
-        if P_SIDE:
-            tl.store(first + target + i, total, ok)
-        else:
-            tl.store(Q + target + i, total, ok)
-            tl.store(second + target + i, total, ok)
-    elif P_SIDE:
+        tl.store(message + target + i, total, ok)
+        if OWN:
+            tl.store(own + target + i, total, ok)
+    elif COPY:
         at = tl.load(G_offsets + tl.load(entry + 5)) + source
-        tl.store(first + target + i, tl.load(G + at + i, ok, 0.0).to(tl.float32), ok)
+        tl.store(bypass + target + i, tl.load(G + at + i, ok, 0.0).to(tl.float32), ok)
     else:
-        total = tl.load(first + target + i, ok, 0.0)
+        total = tl.load(bypass + target + i, ok, 0.0)
         bad = tl.where(tl.abs(total) < float("inf"), 0, 1)
         if tl.max(bad, axis=0) > 0:
             tl.store(finite, 0)
-        tl.store(first + target + i, tl.div_rn(total, workers + tl.zeros([BLOCK], tl.float32)), ok)
-    if P_SIDE and program == 0:
+        tl.store(bypass + target + i, tl.div_rn(total, workers + tl.zeros([BLOCK], tl.float32)), ok)
+    if COPY and program == 0:
         tl.store(finite, 1)
 
 
-def pack_first_triton(table: BucketTable, parts: Tensor, G: Pointers, finite: Tensor, *, out: Tensor) -> None:
-    """out = [P | bypass tensors], P the sum of its parts; finite = 1.
+def pack_triton(
+    entries: Tensor, parts: Tensor, G: Pointers, finite: Tensor, *, own: Tensor | None, message: Tensor
+) -> None:
+    """message = [sum of the parts | bypass tensors], own = the former; finite = 1.
 
     Args:
-        table: the bucket's.
-        parts: from ``compensate_project_triton``.
+        entries: ``pack_P`` or ``pack_left`` of the bucket's table.
+        parts: of P or Q, fp32.
         G: matrices and bypass tensors.
         finite: int32 scalar on the device.
-        out: the first message, fp32.
+        own, message: fp32.
     """
-    if len(table.pack_P):
-        _pack_kernel[(len(table.pack_P),)](
-            parts, G.anchor, G.offsets, out, out, out, finite, table.pack_P, 1.0, P_SIDE=True, BLOCK=COPY_BLOCK
+    if len(entries):
+        _pack_kernel[(len(entries),)](
+            parts,
+            G.anchor,
+            G.offsets,
+            message if own is None else own,
+            message,
+            message,
+            finite,
+            entries,
+            1.0,
+            COPY=True,
+            OWN=own is not None,
+            BLOCK=COPY_BLOCK,
         )
 
 
-def pack_second_triton(
-    table: BucketTable, parts: Tensor, message: Tensor, workers: int, finite: Tensor, *, Q: Tensor, out: Tensor
+def pack_and_average_triton(
+    table: BucketTable, parts: Tensor, first: Tensor, workers: int, finite: Tensor, *, own: Tensor, message: Tensor
 ) -> None:
-    """Q = out = the sum of its parts. The bypass tensors in the first message become means.
+    """message = own = the sum of the parts of Q; the bypass tensors in the first message become means.
 
     Args:
         table: the bucket's.
-        parts: from ``backproject_triton``.
-        message: the first message, summed over the workers.
+        parts: of Q, fp32.
+        first: the first message, summed over the workers.
         workers: their number.
         finite: int32 scalar on the device, becomes 0 where a bypass tensor's sum is not finite.
-        Q: this worker's own factors, fp32, flat.
-        out: the second message, fp32.
+        own, message: fp32.
     """
-    if len(table.pack_Q):
-        _pack_kernel[(len(table.pack_Q),)](
+    _average(table.pack_Q, len(table.pack_Q), parts, first, workers, finite, own, message)
+
+
+def average_triton(table: BucketTable, entries: Tensor, message: Tensor, workers: int, finite: Tensor) -> None:
+    """The bypass tensors in a message become means; arguments as above, entries as for ``pack_triton``."""
+    _average(entries, table.bypass_programs, message, message, workers, finite, message, message)
+
+
+def _average(
+    entries: Tensor,
+    programs: int,
+    parts: Tensor,
+    bypass: Tensor,
+    workers: int,
+    finite: Tensor,
+    own: Tensor,
+    message: Tensor,
+) -> None:
+    if programs:
+        _pack_kernel[(programs,)](
             parts,
+            bypass,
+            entries,
+            own,
             message,
-            table.records,
-            message,
-            out,
-            Q,
+            bypass,
             finite,
-            table.pack_Q,
+            entries,
             float(workers),
-            P_SIDE=False,
+            COPY=False,
+            OWN=True,
             BLOCK=COPY_BLOCK,
         )

@@ -66,14 +66,15 @@ def _reconstruct_kernel(
 
 
 def reconstruct_triton(
-    table: BucketTable, P: Tensor, Q: Tensor, message: Tensor, launch: Launch, *, out: Pointers
+    table: BucketTable, P: Tensor, Q: Tensor, message: Tensor, entries: Tensor, launch: Launch, *, out: Pointers
 ) -> None:
     """out = P Qᵀ; see ``reconstruct_reference``. Bypass tensors are copied from the message.
 
     Args:
         table: the bucket's.
         P, Q: all matrices' factors, fp32, flat.
-        message: the first message, fp32.
+        message: fp32, with the means of the bypass tensors.
+        entries: the table that it was packed by, ``pack_P`` or ``pack_left``.
         launch: tile, warps and stages.
         out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
     """
@@ -88,7 +89,7 @@ def reconstruct_triton(
         out.offsets,
         table.records,
         table.row_tiles,
-        table.pack_P,
+        entries,
         len(table.row_tiles),
         WIDE=table.rank > launch.panel,
         VEC=out.vector,

@@ -64,7 +64,8 @@ class BucketTable:
 
     Args:
         matrices: the compressed matrices.
-        bypass: (elements, offset in the first message) of each tensor that is not compressed.
+        bypass: elements of each tensor that is not compressed.
+        p_numel, q_numel: elements of all P and of all Q, behind which the bypass tensors lie in a message.
         row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
         device: where the tables live.
 
@@ -72,8 +73,9 @@ class BucketTable:
         records: int64 [B, 7]: n, m, r, offset of P, offset of Q, offset of P's parts, offset of Q's parts.
         row_tiles: int32 [programs, 5]: matrix, first row, first column, end column, split. A block of rows each.
         column_tiles: int32 [programs, 5]: matrix, first column, first row, end row, split. A block of columns each.
-        pack_P, pack_Q: int64 [programs, 6], what one program copies into a message: source, distance of the parts,
-            their number (0: a bypass tensor), target, elements, tensor.
+        pack_P, pack_Q, pack_left: int64 [programs, 6], what one program copies into a message: source, distance of the
+            parts, their number (0: a bypass tensor), target, elements, tensor. Bypass tensors come first, in pack_P
+            and pack_Q for the message of P, in pack_left for that of Q.
         rollback: int64 [programs, 3]: matrix, first element, end element.
         P, Q: tables of the factors.
 
@@ -84,7 +86,9 @@ class BucketTable:
     def __init__(
         self,
         matrices: Sequence[Matrix],
-        bypass: Sequence[tuple[int, int]],
+        bypass: Sequence[int],
+        p_numel: int,
+        q_numel: int,
         row_tile: tuple[int, int],
         column_tile: tuple[int, int],
         device: torch.device,
@@ -130,19 +134,13 @@ class BucketTable:
             5,
             torch.int32,
         )
-        bypass_rows = [
-            [start, 0, 0, offset + start, min(COPY_BLOCK, numel - start), len(matrices) + index]
-            for index, (numel, offset) in enumerate(bypass)
-            for start in range(0, numel, COPY_BLOCK)
-        ]
-        self.bypass_programs = len(bypass_rows)
-        # Bypass tensors first: the programs that write them back find them at the same places.
-        self.pack_P = self._tensor(
-            [*bypass_rows, *_sums([(x.n * x.r, x.p_offset) for x in matrices], p_parts, p_splits)], 6, torch.int64
-        )
-        self.pack_Q = self._tensor(
-            [*bypass_rows, *_sums([(x.m * x.r, x.q_offset) for x in matrices], q_parts, q_splits)], 6, torch.int64
-        )
+        sums_P = _sums([(x.n * x.r, x.p_offset) for x in matrices], p_parts, p_splits)
+        sums_Q = _sums([(x.m * x.r, x.q_offset) for x in matrices], q_parts, q_splits)
+        behind_P, behind_Q = self._bypass_rows(p_numel), self._bypass_rows(q_numel)
+        self.bypass_programs = len(behind_P)
+        self.pack_P = self._tensor([*behind_P, *sums_P], 6, torch.int64)
+        self.pack_Q = self._tensor([*behind_P, *sums_Q], 6, torch.int64)
+        self.pack_left = self._tensor([*behind_Q, *sums_Q], 6, torch.int64)
         self.rollback = self._tensor(
             [
                 [index, start, min(x.n * x.m, start + ROLLBACK_BLOCK)]
@@ -168,7 +166,7 @@ class BucketTable:
         known = self._pointers.get(key)
         if known is not None and known.anchor.dtype == tensors[0].dtype:
             return known
-        sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, _ in self.bypass] if bypass else [])
+        sizes = [x.n * x.m for x in self.matrices] + (list(self.bypass) if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
         dtype = tensors[0].dtype
@@ -198,6 +196,15 @@ class BucketTable:
             self._pointers.pop(next(iter(self._pointers)))
         self._pointers[key] = pointers
         return pointers
+
+    def _bypass_rows(self, message_offset: int) -> list[list[int]]:
+        """Rows of a pack table for the bypass tensors, which begin there in a message."""
+        places, _ = _places(self.bypass)
+        return [
+            [start, 0, 0, message_offset + place + start, min(COPY_BLOCK, numel - start), len(self.matrices) + index]
+            for index, (numel, place) in enumerate(zip(self.bypass, places, strict=True))
+            for start in range(0, numel, COPY_BLOCK)
+        ]
 
     def _factors(self, factors: Sequence[tuple[int, int, int, int]]) -> FactorTable:
         records: list[list[int]] = []

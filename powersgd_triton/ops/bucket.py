@@ -19,9 +19,11 @@ Product = list[tuple[Tensor, Tensor]]
 
 @dataclasses.dataclass
 class Group:
-    """What belongs to B matrices of one n × m: error buffers, B of [n, m] (None without error feedback), and keys [B]
+    """What belongs to B matrices of one n × m.
 
-    int64 for random directions.
+    Attributes:
+        M: error buffers, B of [n, m]; None without error feedback.
+        keys: [B] int64, for random directions.
     """
 
     M: list[Tensor] | None

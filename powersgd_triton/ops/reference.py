@@ -1,8 +1,8 @@
 """The operations of one PowerSGD step in plain torch: the specification, and the backend named "torch".
 
 Matrices are worked through in blocks that stay in cache, so that a step reads and writes the gradient's bytes about
-five times (four in the alternating algorithm). Where data lies on the CPU, decisions are taken on the host; elsewhere they are masks, and nothing waits
-for the device.
+five times, four in the alternating algorithm. Where data lies on the CPU, decisions are taken on the host; elsewhere
+they are masks, and nothing waits for the device.
 """
 
 from __future__ import annotations

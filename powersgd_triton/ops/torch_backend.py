@@ -141,7 +141,8 @@ class TorchOperations:
         return message
 
     def _split_bypass(self, flat: Tensor) -> Sequence[Tensor]:
-        return flat.split([segment.numel for segment in self._bucket.layout.bypass])
+        pieces: Sequence[Tensor] = flat.split([segment.numel for segment in self._bucket.layout.bypass])
+        return pieces
 
     def _look_at(self, message: Tensor, repetition: int = 1) -> None:
         """Note whether a summed message is finite; the first one of a step begins anew."""

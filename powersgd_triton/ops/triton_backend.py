@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.backproject import backproject_triton
 from powersgd_triton.kernels.commit import commit_triton
+from powersgd_triton.kernels.compensate_backproject import compensate_backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.orthogonalize import orthogonalize_triton
-from powersgd_triton.kernels.pack import pack_first_triton, pack_second_triton
+from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
 from powersgd_triton.ops.bucket import BucketState
@@ -60,44 +61,85 @@ class TritonOperations:
     def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
         bucket, table = self._bucket, self._table
         G = self._pointers(gradients)
-        self._compensate_project(G, bucket.message_P)
+        self._project(G, own=None)
         yield bucket.message_P
         self._orthogonalize(table.P, bucket.message_P, step, out=bucket.P_hat)
         parts = self._get("parts", table.q_parts_numel)
         backproject_triton(table, self._errors() or G, bucket.P_hat, self._launches.backproject, out=parts)
-        means_triton(table, bucket.message_P, table.bypass_P, step.workers, self._finite)
-        pack_triton(table, table.pack_Q, parts, None, self._finite, own=bucket.Q, message=bucket.message_Q)
-        yield bucket.message_Q
-        following = self._get("following", bucket.layout.q_numel)
-        # Also without warm start: it is what finds values that are not finite.
-        self._orthogonalize(table.Q, bucket.message_Q, step, out=following)
-        commit_triton(
-            table, G, self._errors(), following if step.warm_start else None,
-            step.workers, self._finite, basis=bucket.basis, message=bucket.message_Q, verdict=verdict,
+        pack_and_average_triton(
+            table, parts, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
         )  # fmt: skip
-        self._finish([(bucket.P_hat, bucket.Q)], [(bucket.P_hat, bucket.message_Q)], verdict)
+        yield bucket.message_Q
+        # Also without warm start: this is what finds values that are not finite.
+        self._commit(G, table.Q, bucket.message_Q, bucket.basis, step, verdict)
+        self._finish((bucket.P_hat, bucket.Q), (bucket.P_hat, bucket.message_Q), verdict)
+
+    def _project(self, G: Pointers, *, own: Tensor | None) -> None:
+        """M ← G + (M − product), P = M · basis, packed with the bypass tensors."""
+        bucket, table = self._bucket, self._table
+        parts = self._get("parts", table.p_parts_numel)
+        compensate_project_triton(
+            table, G, self._errors(), *self._pending(), bucket.basis, self._launches.compensate_project, out=parts
+        )  # fmt: skip
+        pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
+        bucket.bypass_means = bucket.message_P[bucket.layout.p_numel :]
+        bucket.applied = None
+
+    def _pending(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(L, R, applied): the product that M still holds."""
+        bucket = self._bucket
+        if bucket.applied is None:
+            return bucket.P_hat, bucket.Q, self._never
+        return *bucket.product[0], bucket.applied
+
+    def _commit(
+        self, G: Pointers, factors: FactorTable, mean: Tensor, basis: Tensor, step: Step, verdict: Tensor
+    ) -> None:
+        """The sums become means, and their orthonormal basis what the next product starts from."""
+        following = self._get("following", mean.numel())
+        self._orthogonalize(factors, mean, step, out=following)
+        commit_triton(
+            self._table, G, self._errors(), following if step.warm_start else None, step.workers, self._finite,
+            basis=basis, message=mean, verdict=verdict,
+        )  # fmt: skip
+
+    def _finish(self, product: tuple[Tensor, Tensor], average: tuple[Tensor, Tensor], verdict: Tensor) -> None:
+        bucket = self._bucket
+        bucket.product, bucket.average = [product], [average]
+        bucket.applied = verdict if any(group.M is not None for group in bucket.groups) else None
 
     def reconstruct(self, out: Mapping[str, Tensor]) -> None:
-        bucket = self._bucket
+        bucket, table = self._bucket, self._table
         dtypes = {tensor.dtype for tensor in out.values()}
         if len(dtypes) > 1 or torch.float64 in dtypes:
             self._reference.reconstruct(out)
             return
+        behind_P = bucket.bypass_means.untyped_storage().data_ptr() == bucket.message_P.untyped_storage().data_ptr()
         reconstruct_triton(
-            self._table, bucket.P_hat, bucket.message_Q, bucket.message_P, self._launches.reconstruct,
+            table,
+            *bucket.average[0],
+            bucket.message_P if behind_P else bucket.message_Q,
+            table.pack_P if behind_P else table.pack_left,
+            self._launches.reconstruct,
             out=self._pointers(out),
-        )  # fmt: skip
+        )
 
     def subtract_product(self) -> None:
         self._reference.subtract_product()
 
     def redraw_bases(self, step: Step) -> None:
         # Of columns that carry nothing every one is replaced by a random direction.
-        self._bucket.basis.zero_()
+        for _, basis in self._bases():
+            basis.zero_()
         self.orthogonalize_bases(step)
 
     def orthogonalize_bases(self, step: Step) -> None:
-        self._orthogonalize(self._table.Q, self._bucket.basis, step, out=self._bucket.basis)
+        for factors, basis in self._bases():
+            self._orthogonalize(factors, basis, step, out=basis)
+
+    def _bases(self) -> list[tuple[FactorTable, Tensor]]:
+        """What steps start from."""
+        return [(self._table.Q, self._bucket.basis)]
 
     def _orthogonalize(self, factors: FactorTable, A: Tensor, step: Step, *, out: Tensor) -> None:
         launch, rank = self._launches.orthogonalize, self._table.rank
@@ -124,3 +166,35 @@ class TritonOperations:
 
     def _get(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._workspace.get(name, numel, dtype, self._device)
+
+
+class TritonAlternating(TritonOperations):
+    """The alternating algorithm on one bucket: eight launches a step up to rank 32."""
+
+    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
+        bucket, table = self._bucket, self._table
+        G = self._pointers(gradients)
+        if step.multiplies_left(0):
+            parts = self._get("parts", table.q_parts_numel)
+            compensate_backproject_triton(
+                table, G, self._errors(), *self._pending(), bucket.P_hat,
+                self._launches.compensate_backproject, self._launches.backproject, out=parts,
+            )  # fmt: skip
+            pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
+            bucket.bypass_means = bucket.message_Q[bucket.layout.q_numel :]
+            bucket.applied = None
+            yield bucket.message_Q
+            average_triton(table, table.pack_left, bucket.message_Q, step.workers, self._finite)
+            mean = bucket.message_Q[: bucket.layout.q_numel]
+            self._commit(G, table.Q, mean, bucket.basis, step, verdict)
+            self._finish((bucket.P_hat, bucket.Q), (bucket.P_hat, mean), verdict)
+        else:
+            self._project(G, own=bucket.P)
+            yield bucket.message_P
+            average_triton(table, table.pack_P, bucket.message_P, step.workers, self._finite)
+            mean = bucket.message_P[: bucket.layout.p_numel]
+            self._commit(G, table.P, mean, bucket.P_hat, step, verdict)
+            self._finish((bucket.P, bucket.basis), (mean, bucket.basis), verdict)
+
+    def _bases(self) -> list[tuple[FactorTable, Tensor]]:
+        return [(self._table.P, self._bucket.P_hat), (self._table.Q, self._bucket.basis)]
