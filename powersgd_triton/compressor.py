@@ -15,6 +15,7 @@ from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
 from powersgd_triton.ops import BucketState, TorchOperations
+from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.state import State
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
@@ -37,7 +38,7 @@ class Compression:
         device = gradients[layout.segments[0].name].device
         self._gradients = gradients
         self._communicator = communicator
-        self._verdict = state.verdict(device)
+        self.verdict = state.verdict(device)
         self._step = state.step(communicator.world_size)
         self.bucket = state.bind(layout, {gradient.dtype for gradient in gradients.values()}, device)
 
@@ -49,7 +50,7 @@ class Compression:
         operations = self.bucket.operations
         if not self._step.warm_start:
             operations.redraw_bases(self._step)
-        for message in operations.exchange(self._gradients, self._step, self._verdict):
+        for message in operations.exchange(self._gradients, self._step, self.verdict):
             work = self._communicator.all_reduce(message)
             yield
             wait(work)
@@ -65,6 +66,8 @@ class Compressed:
 
     bucket: BucketState
     iteration: int
+    verdict: Tensor
+    """Scalar: 1 where the step was finite, else 0."""
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{name: (left [n, r], right [m, r])}, views, with Ĝ = left · rightᵀ. Bypass tensors have none.
@@ -148,14 +151,14 @@ class Compressor:
         if not layout.segments:
             self._state.end_step()
             nothing = BucketState(layout, torch.float32, torch.device("cpu"), self.config, TorchOperations)
-            return Compressed(nothing, self._state.iteration)
+            return Compressed(nothing, self._state.iteration, torch.ones(()))
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         compression = Compression(self._state, layout, contiguous, self._communicator)
         collections.deque(compression.run(), maxlen=0)
         self._after += layout.sent_numel(self.config, self._state.iteration)
         self._state.end_step()
         self._before += layout.numel
-        return Compressed(compression.bucket, self._state.iteration)
+        return Compressed(compression.bucket, self._state.iteration, compression.verdict)
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
         """Write the averaged gradients Ĝ.
@@ -172,11 +175,7 @@ class Compressor:
             RuntimeError: ``compressed`` is of an earlier step.
             TypeError, ValueError: ``out`` is not of the compressor's shapes and device. Nothing was changed.
         """
-        if compressed.iteration != self._state.iteration:
-            raise RuntimeError(
-                f"factors are valid until the next compress; these are of step {compressed.iteration}, "
-                f"the last step was {self._state.iteration}"
-            )
+        self._check_valid(compressed)
         if out is None:
             bucket = compressed.bucket
             out = {
@@ -192,6 +191,48 @@ class Compressor:
             if contiguous[name].data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(contiguous[name])
         return out
+
+    def leave_error(self, compressed: Compressed, gradients: Gradients) -> Tensor:
+        """Turn the gradients that were compressed into the errors: gradients ← M − L Rᵀ, this worker's own product.
+
+        For those who keep the error themselves, with ``error_feedback=False``, as what the next gradient is added to.
+        Where the step was not finite nothing is subtracted, so that it is sent in the next step. Tensors that are not
+        compressed become zero, and so does every element that is not finite.
+
+        Returns:
+            Scalar on the gradients' device: how many elements were not finite.
+
+        Raises:
+            RuntimeError: ``compressed`` is of an earlier step.
+            TypeError, ValueError: these are not the compressor's gradients. Nothing was changed.
+        """
+        self._check_valid(compressed)
+        named = {name: tensor.detach() for name, tensor in self._named(gradients).items()}
+        bucket, verdict = compressed.bucket, compressed.verdict
+        contiguous = {name: tensor.contiguous() for name, tensor in named.items()}
+        for matrices, (P, Q) in zip(bucket.matrices(contiguous), bucket.joined(bucket.product), strict=True):
+            subtract_product_reference(matrices, P, Q, verdict)
+        dropped = torch.zeros((), dtype=torch.int64, device=verdict.device)
+        on_host = verdict.device.type == "cpu"
+        for segment in bucket.layout.segments:
+            error = contiguous[segment.name]
+            # Where the sums were finite, so is what this worker gave. On a device that is not known without waiting.
+            if not (on_host and verdict):
+                finite = error.isfinite()
+                dropped += error.numel() - finite.sum()
+                error.masked_fill_(~finite, 0)
+            if not segment.rank:
+                error.zero_()
+            if error.data_ptr() != named[segment.name].data_ptr():
+                named[segment.name].copy_(error)
+        return dropped
+
+    def _check_valid(self, compressed: Compressed) -> None:
+        if compressed.iteration != self._state.iteration:
+            raise RuntimeError(
+                f"factors are valid until the next compress; these are of step {compressed.iteration}, "
+                f"the last step was {self._state.iteration}"
+            )
 
     def error(self) -> dict[str, Tensor]:
         """{name: E}: what this worker still owes, of the gradients' shapes; copies. Empty without error feedback."""

@@ -36,6 +36,11 @@ def factors_sent(config: PowerSGDConfig) -> float:
     return config.iterations * (0.5 if config.algorithm == "alternating" else 1.0)
 
 
+def first_turn(config: PowerSGDConfig, iteration: int) -> int:
+    """Number of alternating products before the step of that number; the even ones multiply from the left."""
+    return (iteration - config.start_iter) * config.iterations
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """One tensor in the flat buffer: elements [offset, offset + n·m). ``rank`` is 0 where it is a bypass tensor."""
@@ -166,7 +171,6 @@ class Layout:
         """Elements that travel in the step of that number."""
         if config.algorithm == "standard":
             return config.iterations * (self.p_numel + self.q_numel) + self.bypass_numel
-        # Turns are counted over all steps; the even ones multiply from the left and send Q.
-        first = iteration * config.iterations
+        first = first_turn(config, iteration)
         lefts = sum(turn % 2 == 0 for turn in range(first, first + config.iterations))
         return lefts * self.q_numel + (config.iterations - lefts) * self.p_numel + self.bypass_numel

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
+from powersgd_triton.layout import Layout, first_turn
 from powersgd_triton.ops import Backend, BucketState, Step, select_backend
 
 logger = logging.getLogger("powersgd_triton")
@@ -66,7 +66,14 @@ class State:
     def step(self, workers: int) -> Step:
         """What the operations need to know of the current step."""
         config = self.config
-        return Step(self.iteration, workers, config.orthogonalization_epsilon, config.warm_start, config.iterations)
+        return Step(
+            iteration=self.iteration,
+            turn=first_turn(config, self.iteration),
+            workers=workers,
+            epsilon=config.orthogonalization_epsilon,
+            warm_start=config.warm_start,
+            repetitions=config.iterations,
+        )
 
     def end_step(self) -> None:
         """Close the current step: what follows belongs to the next one."""

@@ -15,6 +15,7 @@ class Step:
 
     Attributes:
         iteration: its number, from which random directions are drawn.
+        turn: number of alternating products before it.
         workers: number of workers whose messages are summed.
         epsilon: share of a column below which it carries nothing, see ``orthogonalize_reference``.
         warm_start: whether the next step starts from this one's Q̄.
@@ -22,6 +23,7 @@ class Step:
     """
 
     iteration: int
+    turn: int
     workers: int
     epsilon: float
     warm_start: bool
@@ -29,7 +31,7 @@ class Step:
 
     def multiplies_left(self, repetition: int) -> bool:
         """Whether the alternating algorithm computes Mᵀ P̂ rather than M Q̂ in this repetition."""
-        return (self.iteration * self.repetitions + repetition) % 2 == 0
+        return (self.turn + repetition) % 2 == 0
 
 
 class Operations(Protocol):
