@@ -69,23 +69,26 @@ class Prepared:
         """The same by the reference, whose function goes through ``transform`` before."""
         bucket = self.bucket
         function = transform(REFERENCES[phase])
-        groups = list(zip(bucket.groups, bucket.matrices(self.problem.gradients), strict=True))
+        gradients = bucket.matrices(self.problem.gradients)
+        messages, lefts, owns = bucket.left(bucket.message_P), bucket.left(bucket.P_hat), bucket.right(bucket.Q)
+        bases, means = bucket.right(bucket.basis), bucket.right(bucket.message_Q)
+        parts = list(zip(bucket.groups, gradients, messages, lefts, owns, bases, means, strict=True))
 
         def compensate_project() -> None:
-            for group, G in groups:
-                function(G, group.M, group.P_hat, group.Q, bucket.applied, group.basis, out=group.P)
+            for group, G, P, P_hat, Q, basis, _ in parts:
+                function(G, group.M, P_hat, Q, bucket.applied, basis, out=P)
 
         def orthogonalize() -> None:
-            for group, _ in groups:
-                function(group.P, keys=group.keys, step=1, out=group.P_hat)
+            for group, _, P, P_hat, *_ in parts:
+                function(P, keys=group.keys, step=1, out=P_hat)
 
         def backproject() -> None:
-            for group, _ in groups:
-                function(group.M, group.P_hat, out=group.Q)
+            for group, _, _, P_hat, Q, *_ in parts:
+                function(group.M, P_hat, out=Q)
 
         def reconstruct() -> None:
-            for group, G in groups:
-                function(group.P_hat, group.Q_mean, out=G)
+            for _, G, _, P_hat, _, _, Q_mean in parts:
+                function(P_hat, Q_mean, out=G)
 
         return {
             "compensate_project": compensate_project,
@@ -110,13 +113,14 @@ def _kernels(A: Tensor) -> Orthogonalize:
     count, rows, rank = A.shape
     bucket = Bucket([(rows, 2 * rank)] * count, A.device)
     prepared = Prepared.of(bucket, rank, "triton", min_compression_rate=0)
-    (group,) = prepared.bucket.groups
-    group.P.copy_(A)
+    (P,) = prepared.bucket.left(prepared.bucket.message_P)
+    (P_hat,) = prepared.bucket.left(prepared.bucket.P_hat)
+    P.copy_(A)
     run = prepared.launch("orthogonalize P")
 
     def orthogonalize() -> Tensor:
         run()
-        return group.P_hat
+        return P_hat
 
     return orthogonalize
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import importlib
@@ -61,9 +62,7 @@ class Problem:
     def step(self, out: Mapping[str, Tensor]) -> Compression:
         """One step; ``out`` gets the averages, and may be the gradients."""
         compression = Compression(self.state, self.layout, self.gradients, self._communicator)
-        compression.project()
-        compression.backproject()
-        compression.commit()
+        collections.deque(compression.run(), maxlen=0)
         compression.reconstruct(out)
         self.state.end_step()
         return compression

@@ -7,7 +7,8 @@ ddp_model.register_comm_hook(state, powerSGD_hook)
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ from powersgd_triton.layout import Layout
 from powersgd_triton.reducer import Reducer
 from powersgd_triton.state import State
 
-__all__ = ["PowerSGDState", "powerSGD_hook"]
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 logger = logging.getLogger(__name__)
+
+SQUARE, REST = "bucket {}", "rest of bucket {}"
+"""Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of what is left over."""
 
 
 def _setting(field: str) -> Any:
@@ -182,7 +186,9 @@ class PowerSGDState:
         if not isinstance(state_dict, Mapping) or "buckets" not in state_dict:
             raise ValueError("expected what state_dict() of a PowerSGDState gave; the key 'buckets' is missing")
         record = self._names.check(state_dict["buckets"])
-        self._core.load_state_dict(state_dict, self._names.matrix_shapes(self.config))
+        # Without a record it is batched_powerSGD_hook's, which knows no parameters.
+        shapes = self._names.matrix_shapes(self.config) if record or not state_dict.get("matrices") else None
+        self._core.load_state_dict(state_dict, shapes)
         self._names.expect(record)
         self._pickled_on = None
 
@@ -251,6 +257,23 @@ class PowerSGDState:
             self._layouts[names] = Layout.build(shapes, self.config)
         return self._layouts[names]
 
+    def _square_layout(self, bucket: GradBucket) -> Layout:
+        """A bucket as a matrix of ⌈√L⌉ columns, and the rest of its L elements."""
+        numel = bucket.buffer().numel()
+        names = (SQUARE.format(bucket.index()), REST.format(bucket.index()))
+        layout = self._layouts.get(names)
+        if layout is not None and layout.numel != numel and self.iter >= self.config.start_iter:
+            raise RuntimeError(
+                f"bucket {bucket.index()} had {layout.numel} elements and now has {numel}; batched_powerSGD_hook needs "
+                "buckets that stay, powerSGD_hook does not"
+            )
+        if layout is None or layout.numel != numel:
+            columns = math.isqrt(max(0, numel - 1)) + 1
+            rows = numel // columns
+            shapes = zip(names, ((rows, columns), (numel - rows * columns,)), strict=True)
+            layout = self._layouts[names] = Layout.build(shapes, self.config)
+        return layout
+
     def _count(self, layout: Layout, bucket: GradBucket) -> None:
         """Add a bucket to the statistics, and report them when they are due."""
         self.total_numel_before_compression += layout.numel
@@ -277,35 +300,80 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         TypeError: the bucket is not a dense floating-point tensor.
         RuntimeError: a loaded checkpoint does not fit the model, or a collective failed.
     """
+    layout = state._layout(bucket)
+
+    def gradients(buffer: Tensor) -> dict[str, Tensor]:  # noqa: ARG001
+        return {
+            segment.name: gradient.view(segment.shape)
+            for segment, gradient in zip(layout.segments, bucket.gradients(), strict=True)
+        }
+
+    return _on_stream(state, bucket, layout, gradients)
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as one square matrix, whatever tensors it holds: torch's hook of that name.
+
+    Use ``powerSGD_hook`` unless a model consists of so many tiny tensors that its bucket has to be one matrix: rows
+    that cut across tensors have no low-rank structure, and accuracy is much lower at ranks above 1 and at rank 1.
+    Biases and norms are compressed with everything else.
+
+    Of L elements, rows of ⌈√L⌉ make a matrix; where torch pads the last row with zeros, its elements are averaged
+    exactly here, and nothing is copied. Error and basis belong to the bucket, so its boundaries must stay.
+
+    Raises:
+        TypeError: the bucket is not a dense floating-point tensor.
+        ValueError: ``start_powerSGD_iter`` is below 2, before DDP has settled its buckets.
+        RuntimeError: a bucket has another size than before, or a collective failed.
+    """
+    if state.config.start_iter < 2:
+        raise ValueError(
+            "batched_powerSGD_hook remembers errors by bucket, and DDP settles its buckets after the first iteration: "
+            f"start_powerSGD_iter must be at least 2; got {state.config.start_iter}"
+        )
+    layout = state._square_layout(bucket)
+
+    def gradients(buffer: Tensor) -> dict[str, Tensor]:
+        return {
+            segment.name: buffer[segment.offset : segment.offset + segment.numel].view(segment.shape)
+            for segment in layout.segments
+        }
+
+    return _on_stream(state, bucket, layout, gradients)
+
+
+def _on_stream(
+    state: PowerSGDState, bucket: GradBucket, layout: Layout, gradients: Callable[[Tensor], dict[str, Tensor]]
+) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket, on CUDA on a stream of its own."""
     buffer = bucket.buffer()
     if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     if not buffer.is_cuda:
-        return _reduce(state, bucket, buffer, torch.futures.Future())
+        return _reduce(state, bucket, layout, gradients, torch.futures.Future())
     stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))
     stream.wait_stream(torch.cuda.current_stream(buffer.device))
     buffer.record_stream(stream)
     with torch.cuda.stream(stream):
-        return _reduce(state, bucket, buffer, torch.futures.Future(devices=[buffer.device]))
+        return _reduce(state, bucket, layout, gradients, torch.futures.Future(devices=[buffer.device]))
 
 
 def _reduce(
-    state: PowerSGDState, bucket: GradBucket, buffer: Tensor, future: torch.futures.Future[torch.Tensor]
+    state: PowerSGDState,
+    bucket: GradBucket,
+    layout: Layout,
+    gradients: Callable[[Tensor], dict[str, Tensor]],
+    future: torch.futures.Future[torch.Tensor],
 ) -> torch.futures.Future[torch.Tensor]:
-    reducer = state._prepare()
+    reducer, buffer = state._prepare(), bucket.buffer()
     if bucket.index() == 0:
         reducer.abandon()
-    layout = state._layout(bucket)
     if state.iter < state.config.start_iter:
         reducer.average(buffer, last=bucket.is_last(), done=lambda: future.set_result(buffer))
     else:
         if state.iter == state.config.start_iter == bucket.index() == 0:
             logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
         state._count(layout, bucket)
-        gradients = {
-            segment.name: gradient.view(segment.shape)
-            for segment, gradient in zip(layout.segments, bucket.gradients(), strict=True)
-        }
-        reducer.reduce(layout, gradients, last=bucket.is_last(), done=lambda: future.set_result(buffer))
+        reducer.reduce(layout, gradients(buffer), last=bucket.is_last(), done=lambda: future.set_result(buffer))
     state.maybe_increase_iter(bucket)
     return future

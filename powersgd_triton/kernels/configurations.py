@@ -49,7 +49,7 @@ def _narrow(precision: str, stages: int) -> Configuration:
     # Tiles are shared by the kernels that walk along rows, and by those that walk along columns.
     return Configuration(
         compensate_project=Launch(128, 32, 16, 8, stages, precision),
-        compensate_backproject=Launch(32, 64, 16, 8, stages, precision),
+        compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
         backproject=Launch(32, 64, 16, 4, 2, precision),
         reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
@@ -57,10 +57,10 @@ def _narrow(precision: str, stages: int) -> Configuration:
     )
 
 
-def _wide(precision: str, stages: int, *, gram_warps: int = 4) -> Configuration:
+def _wide(precision: str, stages: int, left_stages: int, *, gram_warps: int = 4) -> Configuration:
     return Configuration(
         compensate_project=Launch(64, 32, 32, 8, stages, precision),
-        compensate_backproject=Launch(32, 64, 32, 8, stages, precision),
+        compensate_backproject=Launch(16, 64, 32, 4, left_stages, precision),
         backproject=Launch(32, 64, 32, 4, 2, precision),
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
@@ -72,8 +72,8 @@ def _table(precision: str, stages: tuple[int, int, int]) -> dict[int, Configurat
     narrow, wide, several_panels = stages
     return {
         16: _narrow(precision, narrow),
-        32: _wide(precision, wide),
-        256: _wide(precision, several_panels, gram_warps=8),
+        32: _wide(precision, wide, wide),
+        256: _wide(precision, several_panels, 1, gram_warps=8),
     }
 
 
