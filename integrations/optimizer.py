@@ -155,10 +155,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     A parameter without a gradient counts as one whose gradient is zero, since all workers must send the same.
     """
     parameters = params_in_optimizer(optimizer)
-    gradients = [
-        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach() for parameter in parameters
-    ]
-    averages = aggregator.aggregate(gradients)
+    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    with torch.no_grad():
+        averages = aggregator.aggregate(gradients)
     try:
         for parameter, average in zip(parameters, averages, strict=True):
             parameter.grad = average

@@ -57,7 +57,8 @@ class Model:
 
 
 def orthonormal(A: Tensor) -> Tensor:
-    return torch.linalg.qr(A)[0]
+    Q: Tensor = torch.linalg.qr(A)[0]
+    return Q
 
 
 def started(rank: int, fields: dict[str, Any], workers: int = 1) -> tuple[Compressor, Model]:
