@@ -90,11 +90,10 @@ def against_reference(worker: int, world_size: int) -> list[float]:
                 powersgd.load_state_dict(start)
                 reference = Reference(config, drawn)
             averages = powersgd.aggregate(inputs)
+            expected: dict[str, Tensor]
             if reference is None:
-                expected = {name: sum(own[name] for own in workers) / world_size for name in SHAPES}
-                workers = [
-                    {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-                ] * world_size
+                expected = {name: torch.stack([own[name] for own in workers]).mean(0) for name in SHAPES}
+                workers = [zeros()] * world_size
             else:
                 expected = reference.aggregate(workers)
             errors = workers
