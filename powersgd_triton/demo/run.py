@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from powersgd_triton.demo import report
-from powersgd_triton.demo.train import Arm, Result, Settings, train_worker
+from powersgd_triton.demo.train import MODES, Arm, Result, Settings, train_worker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["allreduce", "torch", "ours"],
         metavar="ARM",
-        help="any of allreduce, torch, ours; a rank may follow, as in ours:4 (default: all three)",
+        help="any of allreduce, torch, ours; a rank may follow, as in ours:4, and modes of ours, as in "
+        f"ours:32+alternating ({', '.join(MODES)}) (default: all three)",
     )
     parser.add_argument("--rank", type=_positive, default=16, help="rank where an arm names none (default: 16)")
     parser.add_argument("--steps", type=_positive, default=600, help="training steps (default: 600)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the batches (default: 0)")
     parser.add_argument("--workers", type=_positive, default=2, help="processes (default: 2)")
     parser.add_argument(
         "--device",
@@ -47,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check_requirements()
         arms = [Arm.parse(text, arguments.rank) for text in dict.fromkeys(arguments.arms)]
-        settings = Settings(arguments.steps, arguments.workers, _device(arguments.device, arguments.workers))
+        settings = Settings(
+            arguments.steps, arguments.workers, _device(arguments.device, arguments.workers), arguments.seed
+        )
     except (ValueError, RuntimeError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2

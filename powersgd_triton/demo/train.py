@@ -31,29 +31,49 @@ VALIDATION_BATCHES = 20
 VALIDATION_BATCH = 32
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 METHODS = ("allreduce", "torch", "ours")
+MODES: dict[str, dict[str, Any]] = {
+    "alternating": {"algorithm": "alternating"},
+    "twice": {"iterations": 2},
+    "bf16error": {"error_dtype": "bf16"},
+}
+"""Modes of our hook by the names that arms give them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A way of averaging gradients: its method, and the rank of the approximation where there is one."""
+    """A way of averaging gradients: its method, the rank of the approximation where there is one, and our hook's modes.
+
+    ``modes``: names in ``MODES``.
+    """
 
     method: str
     rank: int | None
+    modes: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str, default_rank: int) -> Arm:
-        """Read 'allreduce', 'torch', 'ours', or one of the latter two with a rank, as in 'ours:4'.
+        """Read an arm: 'allreduce', 'torch' or 'ours', a rank as in 'ours:4', modes as in 'ours:32+alternating'.
 
         Raises:
             ValueError: it is none of these.
         """
-        found = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", text)
-        if found is None or found[1] not in METHODS or (found[1] == "allreduce" and found[2]):
-            raise ValueError(f"expected allreduce, torch, ours, torch:RANK or ours:RANK; got {text!r}")
-        return cls(found[1], None if found[1] == "allreduce" else int(found[2] or default_rank))
+        found = re.fullmatch(r"(\w+)(?::([1-9]\d*))?((?:\+\w+)*)", text)
+        modes = tuple(found[3].split("+")[1:]) if found else ()
+        if (
+            found is None
+            or found[1] not in METHODS
+            or (found[1] == "allreduce" and found[2])
+            or not MODES.keys() >= set(modes)
+            or (modes and found[1] != "ours")
+        ):
+            raise ValueError(
+                "expected allreduce, torch, ours, torch:RANK or ours:RANK, the last one with any of "
+                f"{', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
+            )
+        return cls(found[1], None if found[1] == "allreduce" else int(found[2] or default_rank), modes)
 
     def __str__(self) -> str:
-        return self.method if self.rank is None else f"{self.method}, rank {self.rank}"
+        return ", ".join([self.method, *([] if self.rank is None else [f"rank {self.rank}"]), *self.modes])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +193,9 @@ def _communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
             orthogonalization_epsilon=1e-8,
         )
         return incumbent, torch_powersgd.powerSGD_hook
+    options = {name: value for mode in arm.modes for name, value in MODES[mode].items()}
     state = ours.PowerSGDState(
-        process_group=None, matrix_approximation_rank=arm.rank, start_powerSGD_iter=0, module=model
+        process_group=None, matrix_approximation_rank=arm.rank, start_powerSGD_iter=0, module=model, **options
     )
     return state, ours.powerSGD_hook
 
