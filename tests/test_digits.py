@@ -27,6 +27,9 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "exact": None,
     "rank 1": RANK_1,
     "rank 1 without error feedback": {**RANK_1, "use_error_feedback": False},
+    "rank 1, 16-bit error": {**RANK_1, "error_dtype": "bf16"},
+    # As many bytes as rank 1.
+    "rank 2, alternating": {**RANK_1, "matrix_approximation_rank": 2, "algorithm": "alternating"},
 }
 # What issue 2 asks for, in percentage points.
 ALLOWED_LOSS = 1.5
@@ -83,6 +86,15 @@ def test_rank_1_loses_no_more_than_allowed(trained: list[dict[str, list[dict[str
     exact, compressed = mean_accuracy(trained, "exact"), mean_accuracy(trained, "rank 1")
     assert exact > 90
     assert compressed >= exact - ALLOWED_LOSS
+
+
+def test_alternating_loses_no_more_than_allowed(trained: list[dict[str, list[dict[str, Any]]]]) -> None:
+    assert mean_accuracy(trained, "rank 2, alternating") >= mean_accuracy(trained, "exact") - ALLOWED_LOSS
+
+
+def test_16_bit_error_loses_no_more_than_the_spread(trained: list[dict[str, list[dict[str, Any]]]]) -> None:
+    found = [seen["accuracy"] for seen in trained[0]["rank 1"]]
+    assert mean_accuracy(trained, "rank 1, 16-bit error") >= statistics.mean(found) - (max(found) - min(found))
 
 
 def test_rank_1_without_error_feedback_loses_more(trained: list[dict[str, list[dict[str, Any]]]]) -> None:
