@@ -189,7 +189,8 @@ def orthogonalize_triton(
             out,
             gram,
             grams,
-            own,
+            # Never over the sums that other programs still read. Behind the first panel nobody needs these.
+            grams if panel else own,
             transforms,
             finite,
             factors.records,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-MAX_COLUMNS = 2**25
-"""Offsets within a tile are 32-bit; a tile has up to 64 rows. Everything else is addressed with 64 bits."""
+MAX_COLUMNS = 2**24
+"""Offsets within a tile are 32-bit; a tile has up to 128 rows. Everything else is addressed with 64 bits."""
 
 MAX_RANK = 256
 COPY_BLOCK = 1024
