@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")),
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no GPU"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the Triton kernels run: in the interpreter, or on the GPU."""
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

@@ -64,8 +64,7 @@ class BucketTable:
 
     Args:
         matrices: the compressed matrices.
-        bypass: elements of each tensor that is not compressed.
-        p_numel, q_numel: elements of all P and of all Q, behind which the bypass tensors lie in a message.
+        bypass: for each tensor that is not compressed (elements, offset in the message of P, in that of Q).
         row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
         device: where the tables live.
 
@@ -86,9 +85,7 @@ class BucketTable:
     def __init__(
         self,
         matrices: Sequence[Matrix],
-        bypass: Sequence[int],
-        p_numel: int,
-        q_numel: int,
+        bypass: Sequence[tuple[int, int, int]],
         row_tile: tuple[int, int],
         column_tile: tuple[int, int],
         device: torch.device,
@@ -136,7 +133,7 @@ class BucketTable:
         )
         sums_P = _sums([(x.n * x.r, x.p_offset) for x in matrices], p_parts, p_splits)
         sums_Q = _sums([(x.m * x.r, x.q_offset) for x in matrices], q_parts, q_splits)
-        behind_P, behind_Q = self._bypass_rows(p_numel), self._bypass_rows(q_numel)
+        behind_P, behind_Q = self._bypass_rows(0), self._bypass_rows(1)
         self.bypass_programs = len(behind_P)
         self.pack_P = self._tensor([*behind_P, *sums_P], 6, torch.int64)
         self.pack_Q = self._tensor([*behind_P, *sums_Q], 6, torch.int64)
@@ -166,7 +163,7 @@ class BucketTable:
         known = self._pointers.get(key)
         if known is not None and known.anchor.dtype == tensors[0].dtype:
             return known
-        sizes = [x.n * x.m for x in self.matrices] + (list(self.bypass) if bypass else [])
+        sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
         dtype = tensors[0].dtype
@@ -197,12 +194,11 @@ class BucketTable:
         self._pointers[key] = pointers
         return pointers
 
-    def _bypass_rows(self, message_offset: int) -> list[list[int]]:
-        """Rows of a pack table for the bypass tensors, which begin there in a message."""
-        places, _ = _places(self.bypass)
+    def _bypass_rows(self, message: int) -> list[list[int]]:
+        """Rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
         return [
-            [start, 0, 0, message_offset + place + start, min(COPY_BLOCK, numel - start), len(self.matrices) + index]
-            for index, (numel, place) in enumerate(zip(self.bypass, places, strict=True))
+            [start, 0, 0, offsets[message] + start, min(COPY_BLOCK, numel - start), len(self.matrices) + index]
+            for index, (numel, *offsets) in enumerate(self.bypass)
             for start in range(0, numel, COPY_BLOCK)
         ]
 

@@ -49,10 +49,15 @@ class TritonOperations:
             for i, key in enumerate(tensors.keys.tolist())
         ]  # fmt: skip
         launches = self._launches = select_configuration(architecture(device), max((x.r for x in matrices), default=1))
+        bypass = zip(
+            (segment.numel for segment in layout.bypass),
+            layout.bypass_offsets(layout.p_numel),
+            layout.bypass_offsets(layout.q_numel),
+            strict=True,
+        )
         self._table = BucketTable(
-            matrices, [segment.numel for segment in layout.bypass], layout.p_numel, layout.q_numel,
-            launches.compensate_project.tile, launches.backproject.tile, device,
-        )  # fmt: skip
+            matrices, list(bypass), launches.compensate_project.tile, launches.backproject.tile, device
+        )
         self._names = [segment.name for group in layout.groups for segment in group.segments]
         self._names += [segment.name for segment in layout.bypass]
         self._finite = torch.ones((), dtype=torch.int32, device=device)

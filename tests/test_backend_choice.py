@@ -1,0 +1,68 @@
+"""Which backend is chosen for a bucket, and the reasons that are given."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.kernels.availability import why_not_triton
+from powersgd_triton.ops import TorchAlternating, TorchOperations, select_backend
+
+
+def test_backends_by_name(device: torch.device):
+    assert select_backend(PowerSGDConfig(backend="torch"), device).operations is TorchOperations
+    backend = select_backend(PowerSGDConfig(backend="triton"), device, {torch.bfloat16}, 4)
+    assert (backend.name, backend.reason) == ("triton", "asked for by name")
+    with pytest.raises(ValueError, match="backend must be one of auto, triton, torch; got 'cuda'"):
+        PowerSGDConfig(backend="cuda")
+
+
+def test_each_algorithm_has_its_operations(device: torch.device):
+    config = PowerSGDConfig(backend="torch", algorithm="alternating")
+    assert select_backend(config, device).operations is TorchAlternating
+    with pytest.raises(ValueError, match="the kernels do one iteration a step; the configuration asks for 2"):
+        select_backend(PowerSGDConfig(backend="triton", iterations=2), device)
+
+
+def test_auto_is_for_devices(device: torch.device):
+    backend = select_backend(PowerSGDConfig(backend="auto"), device, {torch.float32}, 4)
+    if device.type == "cpu":
+        assert (backend.name, backend.reason) == ("torch", "the interpreter is for tests")
+    else:
+        assert (backend.name, backend.reason) == ("triton", "the fastest on this device")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "rank", "reason"),
+    [
+        ({torch.float64}, 1, "the kernels take float32, bfloat16 and float16 gradients; these are torch.float64"),
+        ({torch.float16, torch.float32}, 1,
+         "gradients of one bucket must be of one dtype; these are torch.float16, torch.float32"),
+        ({torch.float32}, 257, "the kernels take ranks up to 256; this one is 257"),
+    ],
+    ids=["fp64", "several dtypes", "rank"],
+)  # fmt: skip
+def test_what_the_kernels_do_not_take(dtypes: set[torch.dtype], rank: int, reason: str, device: torch.device):
+    assert why_not_triton(device, dtypes, rank) == reason
+    assert why_not_triton(device, {torch.float32}, 256) is None
+    assert select_backend(PowerSGDConfig(backend="auto"), device, dtypes, rank).name == "torch"
+    with pytest.raises(ValueError, match="backend 'triton' cannot be used: "):
+        select_backend(PowerSGDConfig(backend="triton"), device, dtypes, rank)
+
+
+def test_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch):
+    assert (
+        why_not_triton(torch.device("meta")) == "the kernels run on CUDA and ROCm devices; these gradients are on meta"
+    )
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert why_not_triton(torch.device("cuda")) == "the kernels need compute capability 8.0; this device has 7.5"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert why_not_triton(torch.device("cpu")) == (
+        "the kernels run on CUDA and ROCm devices; these gradients are on the CPU"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert why_not_triton(torch.device("cuda")) == "triton is not installed"
