@@ -11,6 +11,9 @@ from powersgd_triton.kernels.gram import gram_triton
 from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
 from powersgd_triton.kernels.table import DEAD_COLUMN, FactorTable
 
+NOISE = tl.constexpr(8 * 2.0**-53)
+"""Rounding of an inner product, relative to the vectors' norms."""
+
 
 @triton.jit
 def _mix(x):
@@ -48,17 +51,24 @@ def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
     rest = tl.where(finite[:, None] * finite[None, :] > 0, gram, 0.0)
     inverse = tl.where(i == j, 1.0, 0.0).to(tl.float64)
     alive = tl.zeros([C], tl.int32)
+    size = tl.sqrt(tl.where(finite > 0, diagonal, 0.0))
+    noise = tl.zeros([C], tl.float64)
     for k in range(r):
         column = tl.sum(tl.where(j == k, rest, 0.0), axis=1)
         row = tl.sum(tl.where(i == k, inverse, 0.0), axis=0)
         left = tl.sum(tl.where(ranks == k, column, 0.0), axis=0)
-        needed = tl.sum(tl.where(ranks == k, before, 0.0), axis=0) * threshold
+        needed = tl.sum(tl.where(ranks == k, before * threshold + noise, 0.0), axis=0)
         # False where anything is NaN, and where all is zero.
         good = left > needed
         scale = tl.where(good, 1.0 / tl.sqrt(tl.where(good, left, 1.0)), 0.0)
         column = tl.where(ranks > k, column * scale, 0.0)
         row = row * scale
         rest -= column[:, None] * column[None, :]
+        # What rounding the inner products leaves of a column along this one, of which little may be left itself. It
+        # would pass for a direction, and be found dependent in the second pass, when it is too late to replace it.
+        inverse_share = tl.sum(tl.where(ranks == k, size, 0.0), axis=0) * scale
+        error = NOISE * inverse_share * (size + tl.abs(column) * inverse_share)
+        noise += (2.0 * tl.abs(column) + error) * error
         inverse = tl.where(i == k, row[None, :], inverse - column[:, None] * row[None, :])
         alive = tl.where(ranks == k, good.to(tl.int32), alive)
     return inverse, alive
@@ -160,7 +170,7 @@ def orthogonalize_triton(
     """out = orthonormal basis of A's columns; see ``orthogonalize_reference``.
 
     Three launches for a rank within one panel. Two passes: the first replaces dead columns by random directions, the
-    second makes them orthogonal. Should one be dead again, which one in a million is, it becomes zero for this step.
+    second makes them orthogonal. Should one be dead again, it becomes zero for this step.
 
     Args:
         factors: table of one side's factors.
