@@ -11,8 +11,8 @@ from powersgd_triton.kernels.gram import gram_triton
 from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
 from powersgd_triton.kernels.table import DEAD_COLUMN, FactorTable
 
-NOISE = tl.constexpr(8 * 2.0**-53)
-"""Rounding of an inner product, relative to the vectors' norms."""
+NOISE = tl.constexpr(4 * 2.0**-53)
+"""Rounding of an inner product relative to the vectors' norms: a few units, whose errors cancel in longer sums."""
 
 
 @triton.jit
