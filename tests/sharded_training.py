@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,22 +141,29 @@ def compare(got: Run, expected: Run) -> dict[str, float]:
     }
 
 
-def in_one_group(cases: Sequence[Worker], world_size: int, timeout: float = 200) -> dict[str, list[Any]]:
+def in_one_group(cases: Mapping[str, Worker], world_size: int, timeout: float = 250) -> dict[str, list[Any]]:
     """Like ``run_cases``, but in one process group: DTensor remembers groups of meshes that look the same."""
     by_worker = run(_in_turn, world_size, cases, timeout=timeout)
-    return {case.__name__: [results.get(case.__name__, MISSING) for results in by_worker] for case in cases}
+    return {name: [results.get(name, MISSING) for results in by_worker] for name in cases}
 
 
-def _in_turn(worker: int, world_size: int, cases: Sequence[Worker]) -> dict[str, Any]:
+def _in_turn(worker: int, world_size: int, cases: Mapping[str, Worker]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for case in cases:
+    for name, case in cases.items():
         try:
-            results[case.__name__] = case(worker, world_size)
+            results[name] = case(worker, world_size)
         except Exception:
-            results[case.__name__] = Failure(traceback.format_exc())
+            results[name] = Failure(traceback.format_exc())
             # The others may wait for this worker.
             break
     return results
+
+
+def outcome(results: Mapping[str, list[Any]], name: str) -> list[Any]:
+    """Results of one case, see ``tests.distributed.outcome``."""
+    for worker, result in enumerate(results[name]):
+        assert not isinstance(result, Failure), f"{name} failed on worker {worker}:\n{result}"
+    return results[name]
 
 
 @functools.cache
@@ -177,6 +184,17 @@ def hybrid(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any)
     return module, apply_powersgd(module, config, replicate_group=mesh["replicate"].get_group())
 
 
+def full_mesh(world_size: int) -> DeviceMesh:
+    """A mesh of one dimension."""
+    return hybrid_mesh(1, world_size)["shard"]
+
+
+def full_shard(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any) -> tuple[Any, Any]:
+    """The model sharded on a mesh of one dimension and compressed over it; and the compression's state."""
+    module = sharded(model, mesh, **options)
+    return module, apply_powersgd(module, config)
+
+
 @contextlib.contextmanager
 def sent_elements(group: dist.ProcessGroup | None = None, names: tuple[str, ...] = ("all_reduce",)) -> Iterator[list]:
     """Elements that each collective over a group (None: any) was handed."""
@@ -195,3 +213,99 @@ def sent_elements(group: dist.ProcessGroup | None = None, names: tuple[str, ...]
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+# Full rank against the framework's own averaging ----------------------------------------------------------------------
+
+LIMITS = {"gradient": 1e-5, "parameters": 1e-6}
+MESHES = {2: (2, 1), 3: (3, 1), 4: (2, 2)}
+
+
+def freeze(model: Net) -> None:
+    """An embedding and one of three identical matrices."""
+    model.tokens.weight.requires_grad_(False)
+    model.get_parameter("blocks.1.up.weight").requires_grad_(False)
+
+
+def checkpoint(model: Net, use_reentrant: bool = False) -> None:
+    """Activation checkpointing of the blocks."""
+    model.checkpointing = use_reentrant
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several backwards": {"accumulate": "each"},
+    "no sync": {"accumulate": "no sync"},
+    "no all-reduce": {"accumulate": "no all-reduce"},
+    "clipping": {"clip": 0.1},
+    "mixed precision": {"options": {"mp_policy": BFLOAT16}},
+    "frozen": {"prepare": freeze},
+    "unused": {"unused": True},
+    "unused, reduced": {"unused": True, "reduce_unused": True},
+    "divide factor": {"divide": 8.0},
+    "sums": {"force_sum": True},
+    "checkpointing": {"prepare": checkpoint},
+}
+
+
+def against_native(
+    worker: int,
+    world_size: int,
+    *,
+    mode: str,
+    accumulate: str = "",
+    prepare: Callable[[Net], None] | None = None,
+    unused: bool = False,
+    reduce_unused: bool = False,
+    divide: float | None = None,
+    force_sum: bool = False,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Six steps of FSDP2 alone, and of ours at full rank: mode "hybrid" on replicas × shards, "full" on one dimension.
+
+    Returns:
+        What ``compare`` gives; the numbers of elements all-reduced, over the replicas in the hybrid mode.
+    """
+    runs, sent = [], []
+    for native in (True, False):
+        mesh = hybrid_mesh(*MESHES[world_size]) if mode == "hybrid" else full_mesh(world_size)
+        group = mesh["replicate"].get_group() if mode == "hybrid" else None
+        # Native replicas must start from the same parameters, ours are made to.
+        model = Net(seed=0 if native or group is None else dist.get_rank(group))
+        if prepare is not None:
+            prepare(model)
+        if native:
+            module = sharded(model, mesh, **(options or {}))
+        else:
+            module, _ = (hybrid if mode == "hybrid" else full_shard)(model, mesh, FULL_RANK, **(options or {}))
+        if reduce_unused:
+            module.set_reduce_scatter_unused_params(True)
+        for child in [module, *module.blocks]:
+            if divide is not None:
+                child.set_gradient_divide_factor(divide)
+            if force_sum or divide is not None:
+                child.set_force_sum_reduction_for_comms(True)
+
+        def before_micro(step: int, last: bool, module: Any = module) -> None:
+            if accumulate == "no sync":
+                module.set_requires_gradient_sync(last)
+            elif accumulate == "no all-reduce":
+                module.set_requires_all_reduce(last)
+
+        def before_step(step: int, module: Any = module) -> None:
+            module.use = not unused or step % 2 == 0
+
+        with sent_elements(group) as counts:
+            settings |= {"micro_batches": 2 if accumulate else 1}
+            runs.append(train(module, worker, before_micro=before_micro, before_step=before_step, **settings))
+        sent.append(sum(counts))
+    return {**compare(runs[1], runs[0]), "sent": sent}
+
+
+def check_full_rank(found: Sequence[Mapping[str, Any]]) -> None:
+    """That gradients and parameters are the framework's own, which changed."""
+    for seen in found:
+        for key, limit in LIMITS.items():
+            assert seen[key] <= limit, seen
+        assert abs(seen["moved"]) > 0.01

@@ -15,136 +15,24 @@ from torch.distributed.tensor import Shard
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.layout import compressed_rank
-from tests.distributed import outcome
 from tests.sharded_training import (
-    BFLOAT16,
-    FULL_RANK,
+    CASES,
+    MESHES,
     RANK_2,
     STEPS,
     Net,
+    against_native,
+    check_full_rank,
     compare,
     hybrid,
     hybrid_mesh,
     in_one_group,
+    outcome,
     sent_elements,
     sharded,
     train,
 )
 from tests.small import complaint
-
-MESHES = {2: (2, 1), 3: (3, 1), 4: (2, 2)}
-LIMITS = {"gradient": 1e-5, "parameters": 1e-6}
-
-
-def freeze(model: Net) -> None:
-    model.tokens.weight.requires_grad_(False)
-    model.get_parameter("blocks.1.up.weight").requires_grad_(False)
-
-
-def against_native(
-    worker: int,
-    world_size: int,
-    *,
-    accumulate: str = "",
-    prepare: Any = None,
-    unused: bool = False,
-    reduce_unused: bool = False,
-    divide: float | None = None,
-    options: dict[str, Any] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Six steps of FSDP's own HSDP, and of ours at full rank."""
-    runs, sent = [], []
-    for native in (True, False):
-        mesh = hybrid_mesh(*MESHES[world_size])
-        # Native replicas must start from the same parameters, ours are made to.
-        model = Net(seed=0 if native else dist.get_rank(mesh["replicate"].get_group()))
-        if prepare is not None:
-            prepare(model)
-        if native:
-            module = sharded(model, mesh, **(options or {}))
-        else:
-            module, _ = hybrid(model, mesh, FULL_RANK, **(options or {}))
-        if reduce_unused:
-            module.set_reduce_scatter_unused_params(True)
-        if divide is not None:
-            for child in [module, *module.blocks]:
-                child.set_gradient_divide_factor(divide)
-                child.set_force_sum_reduction_for_comms(True)
-
-        def before_micro(step: int, last: bool, module: Any = module) -> None:
-            if accumulate == "no sync":
-                module.set_requires_gradient_sync(last)
-            elif accumulate == "no all-reduce":
-                module.set_requires_all_reduce(last)
-
-        def before_step(step: int, module: Any = module) -> None:
-            module.use = not unused or step % 2 == 0
-
-        with sent_elements(mesh["replicate"].get_group()) as counts:
-            runs.append(
-                train(
-                    module,
-                    worker,
-                    micro_batches=2 if accumulate else 1,
-                    before_micro=before_micro,
-                    before_step=before_step,
-                    **settings,
-                )
-            )
-        sent.append(sum(counts))
-    return {**compare(runs[1], runs[0]), "sent": sent}
-
-
-def plain(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size)
-
-
-def several_backwards(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, accumulate="each")
-
-
-def no_sync(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, accumulate="no sync")
-
-
-def no_all_reduce(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, accumulate="no all-reduce")
-
-
-def clipping(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, clip=0.1)
-
-
-def mixed_precision(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, options={"mp_policy": BFLOAT16})
-
-
-def frozen(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, prepare=freeze)
-
-
-def unused(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, unused=True)
-
-
-def unused_reduced(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, unused=True, reduce_unused=True)
-
-
-def divide_factor(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, divide=8.0)
-
-
-def checkpointing(worker: int, world_size: int) -> dict[str, Any]:
-    return against_native(worker, world_size, prepare=lambda model: setattr(model, "checkpointing", False))
-
-
-CASES = [
-    plain, several_backwards, no_sync, no_all_reduce, clipping, mixed_precision, frozen, unused, unused_reduced,
-    divide_factor, checkpointing,
-]  # fmt: skip
-
 
 # At low rank --------------------------------------------------------------------------------------------------------
 
@@ -216,35 +104,32 @@ def wrong_use(worker: int, world_size: int) -> dict[str, str]:
 # Tests --------------------------------------------------------------------------------------------------------------
 
 
+FULL_RANK_CASES = {name: functools.partial(against_native, mode="hybrid", **case) for name, case in CASES.items()}
+
+
 @functools.cache
 def four() -> dict[str, list[Any]]:
-    return in_one_group([*CASES, low_rank, start_iter, wrong_use], 4)
+    others = {"low rank": low_rank, "start_iter": start_iter, "wrong use": wrong_use}
+    return in_one_group(FULL_RANK_CASES | others, 4)
 
 
-def check(found: list[dict[str, Any]]) -> None:
-    for seen in found:
-        for key, limit in LIMITS.items():
-            assert seen[key] <= limit, seen
-        assert seen["moved"] != 0
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_full_rank_equals_native(case: Any) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_full_rank_equals_native(case: str) -> None:
     found = outcome(four(), case)
-    check(found)
-    assert all(ours > 0 for seen in found for ours in [seen["sent"][1]])
+    check_full_rank(found)
+    assert all(seen["sent"][1] > 0 for seen in found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_replicas_of_one_worker_each(workers: int) -> None:
-    results = in_one_group([plain, low_rank], workers)
-    check(outcome(results, plain))
-    check_sizes(outcome(results, low_rank))
+    results = in_one_group({"plain": FULL_RANK_CASES["plain"], "low rank": low_rank}, workers)
+    check_full_rank(outcome(results, "plain"))
+    check_sizes(outcome(results, "low rank"))
 
 
 def test_what_is_sent_and_kept_at_low_rank() -> None:
-    check_sizes(outcome(four(), low_rank))
+    check_sizes(outcome(four(), "low rank"))
 
 
 def check_sizes(found: list[dict[str, Any]]) -> None:
@@ -257,17 +142,17 @@ def check_sizes(found: list[dict[str, Any]]) -> None:
 
 
 def test_unequal_replicas_are_noticed() -> None:
-    messages = [seen["differing"] for seen in outcome(four(), low_rank)]
+    messages = [seen["differing"] for seen in outcome(four(), "low rank")]
     assert all("RuntimeError: replicas differ in 1 tensors, the first of them ['tokens.weight']" in m for m in messages)
 
 
 def test_accumulation_without_all_reduce_sends_once() -> None:
-    for once, each in zip(outcome(four(), no_all_reduce), outcome(four(), several_backwards), strict=True):
+    for once, each in zip(outcome(four(), "no all-reduce"), outcome(four(), "several backwards"), strict=True):
         assert 2 * once["sent"][1] == each["sent"][1]
 
 
 def test_exact_averaging_until_start_iter() -> None:
-    for seen in outcome(four(), start_iter):
+    for seen in outcome(four(), "start_iter"):
         assert seen["gradient"] <= 1e-6
         assert seen["before"] == 0 < seen["after"]
         assert seen["iteration"] == 4
@@ -286,5 +171,5 @@ def test_exact_averaging_until_start_iter() -> None:
     ],
 )
 def test_wrong_use_is_explained(attempt: str, parts: list[str]) -> None:
-    for found in outcome(four(), wrong_use):
+    for found in outcome(four(), "wrong use"):
         assert all(part in found[attempt] for part in parts), found[attempt]
