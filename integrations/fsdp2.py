@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2_units import Unit, find_units
@@ -185,7 +183,7 @@ class FullShardState(FullSizeState):
     """Compression of whole gradients, of which each worker keeps its shard; made by ``apply_powersgd``."""
 
     def __init__(self, model: nn.Module, config: PowerSGDConfig, units: list[Unit]) -> None:
-        super().__init__(config, units[0].shard_group)
+        super().__init__(config, units[0].shard_group, next(iter(units[0].parameters.values())).device_mesh)
         self._model, self._units = model, units
 
     @torch.no_grad()
@@ -222,10 +220,6 @@ class FullShardState(FullSizeState):
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         layouts: list[Layout] = [unit.layout(padded=False) for unit in self._units]
         return {s.name: s.shape for layout in layouts for s in layout.segments if len(s.shape) > 1}
-
-    def _mesh_of(self, name: str) -> tuple[DeviceMesh, Sequence[Placement]]:
-        parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
-        return parameter.device_mesh, parameter.placements
 
 
 def _reduce_scatter(state: FullShardState, unit: Unit) -> Any:

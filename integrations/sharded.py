@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Shard
 
 from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
@@ -205,25 +205,22 @@ class FullSizeState(ShardedState):
         config: what to compress and how.
         group: the workers that hold shards. What is sent travels in a new group of the same workers, so that it does
             not queue behind the framework's collectives.
+        mesh: a mesh of one dimension over these workers.
     """
 
-    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
         check_config(config)
         ranks = dist.get_process_group_ranks(group)
         super().__init__(config, dist.new_group(ranks, use_local_synchronization=True))
         self._worker, self._workers = dist.get_rank(group), dist.get_world_size(group)
-
-    def _mesh_of(self, name: str) -> tuple[DeviceMesh, Sequence[Placement]]:
-        """Mesh and placements of a parameter that is sharded on dim 0."""
-        raise NotImplementedError
+        self._mesh = mesh
 
     def _place(self, name: str, error: Tensor) -> DTensor:
-        mesh, placements = self._mesh_of(name)
         shape = torch.Size(self._matrices()[name])
         first, behind = rows_of(self._worker, self._workers, shape[0])
-        local = error.view(shape)[first:behind].to(mesh.device_type)
+        local = error.view(shape)[first:behind].to(self._mesh.device_type)
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
+            local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
         )  # fmt: skip
 
     def _take(self, name: str, error: DTensor) -> Tensor:
