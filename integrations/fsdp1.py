@@ -60,7 +60,8 @@ class PowerSGDState(FullSizeState):
     """Memory of the compression of one FSDP1 model's gradients.
 
     FULL_SHARD, SHARD_GRAD_OP and NO_SHARD; every worker keeps errors of the whole model's size. The sums of factors
-    travel in a process group of the state's own, so that they do not queue behind all-gathers that FSDP has prefetched.
+    travel in a process group of the state's own, so that they do not queue behind all-gathers that FSDP has prefetched
+    (in the model's group where that is not of all workers).
 
     Args:
         fsdp_model: the outermost ``FullyShardedDataParallel``, before its first backward pass.

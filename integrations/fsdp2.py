@@ -183,7 +183,9 @@ class FullShardState(FullSizeState):
     """Compression of whole gradients, of which each worker keeps its shard; made by ``apply_powersgd``."""
 
     def __init__(self, model: nn.Module, config: PowerSGDConfig, units: list[Unit]) -> None:
-        super().__init__(config, units[0].shard_group, next(iter(units[0].parameters.values())).device_mesh)
+        super().__init__(
+            config, units[0].shard_group, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh
+        )
         self._model, self._units = model, units
 
     @torch.no_grad()

@@ -203,15 +203,17 @@ class FullSizeState(ShardedState):
 
     Args:
         config: what to compress and how.
-        group: the workers that hold shards. What is sent travels in a new group of the same workers, so that it does
-            not queue behind the framework's collectives.
+        group: the workers that hold shards. Where they are all workers, what is sent travels in a new group of them, so
+            that it does not queue behind the framework's collectives; else in this one.
         mesh: a mesh of one dimension over these workers.
     """
 
     def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
         check_config(config)
         ranks = dist.get_process_group_ranks(group)
-        super().__init__(config, dist.new_group(ranks, use_local_synchronization=True))
+        # A new group must be made by all workers there are. (With use_local_synchronization=True it need not, but then
+        # members that know different numbers of groups wait for each other for ever.)
+        super().__init__(config, dist.new_group(ranks) if len(ranks) == dist.get_world_size() else group)
         self._worker, self._workers = dist.get_rank(group), dist.get_world_size(group)
         self._mesh = mesh
 

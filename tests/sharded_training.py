@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -105,10 +105,11 @@ def train(
     before_micro: Callable[[int, bool], Any] | None = None,
     before_step: Callable[[int], None] | None = None,
     clip: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Run:
     """Train a model of FSDP2. ``before_micro(step, last)`` may give a context for a micro-batch."""
     run = Run()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     for step in steps:
         if before_step is not None:
             before_step(step)
@@ -152,7 +153,8 @@ def _in_turn(worker: int, world_size: int, cases: Mapping[str, Worker]) -> dict[
     for name, case in cases.items():
         try:
             results[name] = case(worker, world_size)
-        except Exception:
+        # DCP's exceptions are not derived from Exception.
+        except BaseException:
             results[name] = Failure(traceback.format_exc())
             # The others may wait for this worker.
             break
@@ -168,7 +170,9 @@ def outcome(results: Mapping[str, list[Any]], name: str) -> list[Any]:
 
 @functools.cache
 def hybrid_mesh(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    """A mesh of the first workers; all must call it."""
+    workers = torch.arange(replicas * shards).view(replicas, shards)
+    return DeviceMesh("cpu", workers, mesh_dim_names=("replicate", "shard"))
 
 
 def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Any:

@@ -62,9 +62,17 @@ def compressed(model: Net, config: PowerSGDConfig, **options: Any) -> tuple[Any,
     return module, state
 
 
-def train_fsdp1(module: Any, worker: int, *, micro_batches: int = 1, sync_each: bool = True, lr: float = 0.05) -> Run:
+def train_fsdp1(
+    module: Any,
+    worker: int,
+    *,
+    micro_batches: int = 1,
+    sync_each: bool = True,
+    lr: float = 0.05,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Run:
     run = Run()
-    optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(micro_batches):
