@@ -128,7 +128,10 @@ class HybridShardState(ShardedState):
             output.zero_()
             return
         self._average(unit, buffer)
-        if self._communicator.world_size > 1 and unit.parameter_group.gradient_divide_factor is not None:
+        if (
+            self._communicator.world_size > 1
+            and getattr(unit.parameter_group, "gradient_divide_factor", None) is not None
+        ):
             # What the user divides by counts all workers.
             buffer.mul_(self._communicator.world_size)
         if buffer is not output:

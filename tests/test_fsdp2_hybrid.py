@@ -9,14 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.layout import compressed_rank
 from tests.sharded_training import (
     CASES,
+    FULL_RANK,
     MESHES,
     RANK_2,
     STEPS,
@@ -31,8 +34,10 @@ from tests.sharded_training import (
     sent_elements,
     sharded,
     train,
+    whole,
 )
 from tests.small import complaint
+from tests.training import relative
 
 # At low rank --------------------------------------------------------------------------------------------------------
 
@@ -78,6 +83,39 @@ def start_iter(worker: int, world_size: int) -> dict[str, Any]:
     return {**compare(ours, exact), "before": before, "after": state.error_numel(), "iteration": state.iteration}
 
 
+def tensor_parallel(worker: int, world_size: int) -> dict[str, Any]:
+    """Column-wise tensor parallelism, which shards dim 0, against the mean of both replicas' gradients."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    group = mesh["replicate"].get_group()
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+
+    def loss(model: nn.Module, replica: int) -> torch.Tensor:
+        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(replica))
+        total: torch.Tensor = model(inputs).square().sum()
+        return total
+
+    reference = build()
+    (loss(reference, 0) + loss(reference, 1)).div(2).backward()
+    module = parallelize_module(build(), mesh["tensor"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    fully_shard(module, mesh=mesh["shard"])
+    state = apply_powersgd(module, FULL_RANK, replicate_group=group)
+    loss(module, dist.get_rank(group)).backward()
+    rowwise = parallelize_module(build(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(rowwise, mesh=mesh["shard"])
+    return {
+        "gradients": [
+            relative(whole(p.grad), q.grad)
+            for p, q in zip(module.parameters(), reference.parameters(), strict=True)
+            if p.grad is not None and q.grad is not None
+        ],
+        "saved": {name: tuple(error.shape) for name, error in state.state_dict()["error"].items()},
+        "row-wise": complaint(apply_powersgd, rowwise, FULL_RANK, group),
+    }
+
+
 # Wrong use ----------------------------------------------------------------------------------------------------------
 
 
@@ -107,13 +145,18 @@ def wrong_use(worker: int, world_size: int) -> dict[str, str]:
 FULL_RANK_CASES = {name: functools.partial(against_native, mode="hybrid", **case) for name, case in CASES.items()}
 
 
+FAST = [name for name in CASES if name not in ("frozen", "unused", "sums", "checkpointing")]
+
+
 @functools.cache
 def four() -> dict[str, list[Any]]:
-    others = {"low rank": low_rank, "start_iter": start_iter, "wrong use": wrong_use}
-    return in_one_group(FULL_RANK_CASES | others, 4)
+    others = {
+        "low rank": low_rank, "start_iter": start_iter, "tensor parallel": tensor_parallel, "wrong use": wrong_use,
+    }  # fmt: skip
+    return in_one_group({name: FULL_RANK_CASES[name] for name in FAST} | others, 4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FAST)
 def test_full_rank_equals_native(case: str) -> None:
     found = outcome(four(), case)
     check_full_rank(found)
@@ -121,10 +164,11 @@ def test_full_rank_equals_native(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3])
-def test_replicas_of_one_worker_each(workers: int) -> None:
-    results = in_one_group({"plain": FULL_RANK_CASES["plain"], "low rank": low_rank}, workers)
-    check_full_rank(outcome(results, "plain"))
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_all_combinations_equal_native(workers: int) -> None:
+    results = in_one_group(FULL_RANK_CASES | {"low rank": low_rank}, workers)
+    for name in CASES:
+        check_full_rank(outcome(results, name))
     check_sizes(outcome(results, "low rank"))
 
 
@@ -156,6 +200,15 @@ def test_exact_averaging_until_start_iter() -> None:
         assert seen["gradient"] <= 1e-6
         assert seen["before"] == 0 < seen["after"]
         assert seen["iteration"] == 4
+
+
+def test_tensor_parallelism_on_dim_0() -> None:
+    for seen in outcome(four(), "tensor parallel"):
+        assert len(seen["gradients"]) == 4
+        assert max(seen["gradients"]) <= 1e-5
+        assert seen["saved"] == {"0.weight": (10, 6), "2.weight": (4, 10)}
+        assert "ValueError: parameter '2.weight' is placed as (Shard(dim=0), Shard(dim=1))" in seen["row-wise"]
+        assert "tensor parallelism" in seen["row-wise"]
 
 
 @pytest.mark.parametrize(
