@@ -106,6 +106,10 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
     for parameter in group.fsdp_params:
         placements = parameter.sharded_param.placements
         name = names[id(parameter.sharded_param)]
+        if parameter.sharded_param.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device; give it memory and values before apply_powersgd"
+            )
         if any(getattr(placement, "dim", None) != 0 for placement in placements):
             raise ValueError(
                 f"parameter {name!r} is placed as {placements}, expected all placements on dim 0; shard it on dim 0, "

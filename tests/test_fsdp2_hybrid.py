@@ -125,7 +125,10 @@ def wrong_use(worker: int, world_size: int) -> dict[str, str]:
     applied, _ = hybrid(Net(), mesh, RANK_2)
     on_dim_1: Any = nn.Linear(4, 4, bias=False)
     fully_shard(on_dim_1, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(1))
+    with torch.device("meta"):
+        on_meta = Net()
     attempts = {
+        "meta": lambda: apply_powersgd(sharded(on_meta, mesh["shard"]), RANK_2, replicate_group=group),
         "twice": lambda: apply_powersgd(applied, RANK_2, replicate_group=group),
         "2-D mesh": lambda: apply_powersgd(sharded(Net(), mesh), RANK_2, replicate_group=group),
         "2-D mesh, no group": lambda: apply_powersgd(sharded(Net(), mesh), RANK_2),
@@ -220,6 +223,7 @@ def test_tensor_parallelism_on_dim_0() -> None:
         ("shard group", ["ValueError", "replicate_group has the workers", 'mesh["replicate"]']),
         ("not sharded", ["ValueError", "fully_shard"]),
         ("no config", ["TypeError", "PowerSGDConfig", "dict"]),
+        ("meta", ["ValueError", "meta device", "before apply_powersgd"]),
         ("dim 1", ["ValueError", "dim 0", "'weight'"]),
     ],
 )
