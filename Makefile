@@ -3,7 +3,7 @@ PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -20,7 +20,11 @@ check: $(INSTALLED)
 	$(PYTHON) -m mypy
 
 bench: $(INSTALLED)
-	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet
+	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m "not gpu"
+
+# Without an installation: python3 -m pytest benchmarks -m gpu. With tests and traces: benchmarks/gpu_session.sh.
+bench-gpu: $(INSTALLED)
+	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m gpu --record gpu
 
 clean:
 	rm -rf .venv build dist demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import Shapes
+from benchmarks.shapes import Shapes, count_parameters
 
 
 class Bucket:
     """One bucket with all gradients: the part of ``torch.distributed.GradBucket`` that hooks use."""
 
-    def __init__(self, shapes: Shapes, device: str = "cpu") -> None:
-        generator = torch.Generator().manual_seed(0)
-        numel = sum(math.prod(shape) for shape in shapes)
-        self._fresh = torch.randn(numel, generator=generator).to(device)
+    def __init__(self, shapes: Shapes, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        numel = count_parameters(shapes)
+        self._fresh = torch.randn(numel, generator=generator, device=device, dtype=dtype)
         self._buffer = self._fresh.clone()
-        self._gradients = []
-        offset = 0
-        for shape in shapes:
-            self._gradients.append(self._buffer[offset : offset + math.prod(shape)].view(shape))
-            offset += math.prod(shape)
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        pieces = self._buffer.split(sizes)
+        self._gradients = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def refill(self) -> None:
         """Put fresh gradients where the last hook left its averages."""

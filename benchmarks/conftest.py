@@ -1,40 +1,113 @@
-"""One process group for all benchmarks, and the table of ratios at the end."""
+"""One process group for all benchmarks, and the tables at the end."""
 
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.cases import kernel_cases, launch_cases, orthogonalize_cases, replay_cases, step_cases
+from benchmarks.environment import choose_interpreter, describe_cpu, describe_gpu, device_under_test
+from benchmarks.environment import process_group as one_worker
+from benchmarks.report import tables, write_report
+from benchmarks.results_file import RESULTS, Results
+from benchmarks.timing import Clock
+
+STARTED = time.monotonic()
+RESULTS_KEY = pytest.StashKey[Results]()
+SHARES = {"test_gpu_hook_step": 0.6, "test_gpu_kernels": 0.9, "test_gpu_launches": 1.0}
+"""By which share of the budget a module's benchmarks are to end."""
+
+CASES = {
+    "step_case": step_cases,
+    "orthogonalize_case": orthogonalize_cases,
+    "kernel_case": kernel_cases,
+    "launch_case": launch_cases,
+    "replay_case": replay_cases,
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", metavar="NAME", help="write the results to benchmarks/results/NAME.json")
+    parser.addoption("--record", metavar="NAME", help="write the results to benchmarks/results/NAME.json and $OUT")
+    group = parser.getgroup("GPU benchmarks (-m gpu)")
+    group.addoption("--full", action="store_true", help="all ranks, dtypes and providers")
+    group.addoption("--dry", action="store_true", help="a tiny gradient set, in Triton's interpreter without a GPU")
+    group.addoption("--budget", type=float, default=450, metavar="SECONDS", help="then skip what is left")
+    group.addoption("--tests", default="not run", metavar="RESULT", help="what became of pytest tests -m gpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    dry = config.getoption("--dry")
+    config.stash[RESULTS_KEY] = Results(config.getoption("--record"), dry)
+    if dry:
+        choose_interpreter()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    options = metafunc.config.option
+    for argument, cases in CASES.items():
+        if argument in metafunc.fixturenames:
+            metafunc.parametrize(argument, cases(options.full, options.dry), ids=lambda case: case.id)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() or config.getoption("--dry"):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; --dry runs a tiny case without one"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def process_group() -> Iterator[str]:
     """World size 1, as hooks need some group."""
-    store = tmp_path_factory.mktemp("store") / "init"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_worker() as backend:
+        yield backend
+
+
+@pytest.fixture(scope="session")
+def clock() -> Clock:
+    return Clock(device_under_test())
+
+
+@pytest.fixture(scope="session")
+def results(pytestconfig: pytest.Config, clock: Clock, process_group: str) -> Results:
+    """Where GPU benchmarks put their rows."""
+    found = pytestconfig.stash[RESULTS_KEY]
+    found.machine = {
+        **describe_gpu(clock.device),
+        "group": process_group,
+        "tests": pytestconfig.getoption("--tests"),
+        "dry": pytestconfig.getoption("--dry"),
+        "copy_gbps": clock.copy_bandwidth,
+    }
+    return found
+
+
+@pytest.fixture(autouse=True)
+def within_budget(request: pytest.FixtureRequest) -> None:
+    """Skip a module's GPU benchmarks once its share of the time is used up, so that the next ones get theirs."""
+    share = SHARES.get(request.module.__name__.rpartition(".")[2])
+    if share is not None and time.monotonic() - STARTED > share * request.config.getoption("--budget"):
+        pytest.skip("the time is used up (--budget)")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    write = terminalreporter.write_line
+    results = config.stash[RESULTS_KEY]
+    if results.rows:
+        write("")
+        write(tables(results.machine, results.rows))
+        for path in write_report(results):
+            write(f"written to {path}")
     session = getattr(config, "_benchmarksession", None)
     rows = [row for bench in (session.benchmarks if session else []) if (row := _row(bench))]
     if not rows:
         return
-    write = terminalreporter.write_line
     write("")
     write("One hook step; ratios to torch's faster variant and to a copy of the gradients, within this run")
     write(
@@ -53,24 +126,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     name = config.getoption("--record")
     if name:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=1) + "\n")
+        (RESULTS / f"{name}.json").write_text(json.dumps({"machine": describe_cpu(), "rows": rows}, indent=1) + "\n")
         write(f"written to benchmarks/results/{name}.json")
 
 
 def _row(bench: Any) -> dict[str, Any] | None:
-    if bench.stats is None or "provider" not in bench.extra_info:
+    """A row of the CPU's table; None for other benchmarks."""
+    if bench.stats is None or "provider" not in bench.extra_info or "kind" in bench.extra_info:
         return None
     return {**bench.extra_info, "median_ms": bench.stats.median * 1e3, "iqr_ms": bench.stats.iqr * 1e3}
-
-
-def _machine() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1] for line in lines if line.startswith("model name")), "unknown")
-    return {
-        "cpu": cpu.strip(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.strip(),
-    }

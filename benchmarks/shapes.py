@@ -1,12 +1,14 @@
-"""Gradient sets of known models: shapes in the order in which a backward pass fills a bucket."""
+"""Gradient sets of known models: shapes in the order in which a backward pass fills a bucket, last layer first."""
 
 from __future__ import annotations
+
+import math
 
 Shapes = list[tuple[int, ...]]
 
 
 def gpt2(layers: int, width: int, vocabulary: int, context: int) -> Shapes:
-    """GPT-2's parameters (Radford et al. 2019) with torch.nn.Linear's orientation."""
+    """GPT-2's parameters (Radford et al. 2019) with torch.nn.Linear's orientation; the head is the embedding."""
     block: Shapes = [
         *[(width, 4 * width), (width,), (4 * width, width), (4 * width,)],
         *[(width,), (width,), (width, width), (width,), (3 * width, width), (3 * width,), (width,), (width,)],
@@ -14,7 +16,70 @@ def gpt2(layers: int, width: int, vocabulary: int, context: int) -> Shapes:
     return [(width,), (width,), *(block * layers), (context, width), (vocabulary, width)]
 
 
-GRADIENT_SETS: dict[str, Shapes] = {
+def resnet(blocks: tuple[int, ...], classes: int = 1000) -> Shapes:
+    """ResNet with bottleneck blocks (He et al. 2015), as torchvision's; (3, 4, 6, 3) is ResNet-50."""
+
+    def convolution(out: int, into: int, size: int) -> Shapes:
+        return [(out, into, size, size), (out,), (out,)]  # the last two are the batch norm's
+
+    forward = convolution(64, 3, 7)
+    into = 64
+    for stage, count in enumerate(blocks):
+        width = 64 * 2**stage
+        for index in range(count):
+            forward += convolution(width, into, 1) + convolution(width, width, 3) + convolution(4 * width, width, 1)
+            if index == 0:
+                forward += convolution(4 * width, into, 1)
+            into = 4 * width
+    forward += [(classes, into), (classes,)]
+    return forward[::-1]
+
+
+def vision_transformer(layers: int, width: int, patch: int, image: int = 224, classes: int = 1000) -> Shapes:
+    """ViT (Dosovitskiy et al. 2020), as torchvision's; 24 layers of width 1024 and patches of 16 are ViT-L/16."""
+    tokens = (image // patch) ** 2 + 1
+    layer: Shapes = [
+        *[(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)],
+        *[(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)],
+    ]
+    forward: Shapes = [
+        *[(1, 1, width), (width, 3, patch, patch), (width,), (1, tokens, width)],
+        *(layer * layers),
+        *[(width,), (width,), (classes, width), (classes,)],
+    ]
+    return forward[::-1]
+
+
+def llama(layers: int, width: int, hidden: int) -> Shapes:
+    """Layers of Llama (Touvron et al. 2023) without embeddings: four projections, a gated MLP, two norms."""
+    layer: Shapes = [
+        *[(width, width)] * 4,
+        *[(hidden, width), (hidden, width), (width, hidden)],
+        *[(width,), (width,)],
+    ]
+    return layer[::-1] * layers
+
+
+CPU_GRADIENT_SETS: dict[str, Shapes] = {
     "gpt2-like-35M": gpt2(layers=4, width=768, vocabulary=8192, context=1024),
     "gpt2-like-53M": gpt2(layers=2, width=768, vocabulary=50257, context=1024),
 }
+
+GPU_GRADIENT_SETS: dict[str, Shapes] = {
+    "resnet-50": resnet((3, 4, 6, 3)),
+    "gpt2-124M": gpt2(layers=12, width=768, vocabulary=50257, context=1024),
+    "vit-l-16": vision_transformer(layers=24, width=1024, patch=16),
+    "llama-7b-layer-x4": llama(layers=4, width=4096, hidden=11008),
+}
+
+SINGLE_MATRICES: dict[str, Shapes] = {"matrix-4096": [(4096, 4096)]}
+"""For the kernels alone: one matrix of 64 MiB in fp32."""
+
+TINY_GRADIENT_SETS: dict[str, Shapes] = {"tiny": [(24, 20), (20,), (16, 2, 3, 3)]}
+"""For dry runs in the interpreter."""
+
+GRADIENT_SETS: dict[str, Shapes] = CPU_GRADIENT_SETS | GPU_GRADIENT_SETS | SINGLE_MATRICES | TINY_GRADIENT_SETS
+
+
+def count_parameters(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes)

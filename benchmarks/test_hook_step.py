@@ -9,47 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_module
 
 from benchmarks.buckets import Bucket
-from benchmarks.shapes import GRADIENT_SETS
-from powersgd_triton.integrations import ddp
-
-Step = Callable[[Bucket], Any]
-
-
-def _ours(rank: int) -> Step:
-    state = ddp.PowerSGDState(None, rank, start_powerSGD_iter=0, batch_tensors_with_same_shape=True)
-    return lambda bucket: ddp.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
-
-
-def _torch(rank: int, batched: bool) -> Step:
-    state = torch_module.PowerSGDState(
-        None, rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batched, orthogonalization_epsilon=1e-8
-    )
-    state.iter = 2
-    return lambda bucket: torch_module.powerSGD_hook(state, bucket).wait()
-
-
-def _copy() -> Step:
-    target: dict[int, torch.Tensor] = {}
-    return lambda bucket: target.setdefault(0, torch.empty_like(bucket.buffer())).copy_(bucket.buffer())
-
+from benchmarks.providers import STEP_PROVIDERS, Step, ours
+from benchmarks.shapes import CPU_GRADIENT_SETS
 
 PROVIDERS: dict[str, Callable[[int], Step]] = {
-    "ours": _ours,
-    "torch": lambda rank: _torch(rank, batched=False),
-    "torch batched": lambda rank: _torch(rank, batched=True),
-    "copy": lambda rank: _copy(),  # noqa: ARG005
+    "ours": ours,
+    "torch": STEP_PROVIDERS["torch"],
+    "torch batched": STEP_PROVIDERS["torch batched"],
+    "copy": STEP_PROVIDERS["copy"],
 }
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("rank", [1, 4, 16])
-@pytest.mark.parametrize("gradients", GRADIENT_SETS)
+@pytest.mark.parametrize("gradients", CPU_GRADIENT_SETS)
 def test_hook_step(benchmark: Any, gradients: str, rank: int, provider: str) -> None:
-    bucket = Bucket(GRADIENT_SETS[gradients])
+    bucket = Bucket(CPU_GRADIENT_SETS[gradients])
     step = PROVIDERS[provider](rank)
     size = bucket.buffer().numel() * bucket.buffer().element_size()
     _return_freed_memory()

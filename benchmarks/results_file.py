@@ -1,0 +1,38 @@
+"""The GPU benchmarks' results: rows of plain values, written to JSON as they come."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
+
+
+class Results:
+    """Rows of one run, and the files they are written to.
+
+    Args:
+        name: of the files, without suffix; None to write nothing.
+        dry: leave ``benchmarks/results`` alone.
+    """
+
+    def __init__(self, name: str | None, dry: bool) -> None:
+        self.machine: dict[str, Any] = {}
+        self.rows: list[Row] = []
+        folders = ([] if dry else [RESULTS]) + ([Path(os.environ["OUT"])] if os.environ.get("OUT") else [])
+        self.stems = [folder / name for folder in folders] if name else []
+
+    def add(self, row: Row) -> None:
+        """Keep a row, also on disk: a run may be cut off."""
+        self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
+        text = json.dumps({"machine": self.machine, "rows": self.rows}, indent=1) + "\n"
+        for stem in self.stems:
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            stem.with_name(f"{stem.name}.json").write_text(text)

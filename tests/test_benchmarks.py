@@ -1,0 +1,125 @@
+"""The GPU benchmarks run in a dry run, count what they should, and judge their results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tune
+from benchmarks.shapes import GPU_GRADIENT_SETS, count_parameters
+from benchmarks.targets import targets
+from benchmarks.tracing import WINDOW, read_trace
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PARAMETERS = {
+    "resnet-50": 25_557_032,
+    "gpt2-124M": 124_439_808,
+    "vit-l-16": 304_326_632,
+    "llama-7b-layer-x4": 4 * 202_383_360,
+}
+
+
+@pytest.mark.parametrize("name", GPU_GRADIENT_SETS)
+def test_gradient_sets_have_the_published_size(name: str) -> None:
+    assert count_parameters(GPU_GRADIENT_SETS[name]) == PARAMETERS[name]
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    options = ["-m", "gpu", "--dry", "--record", "dry", "--tests", "passed", "--benchmark-quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "benchmarks", "-q", "-p", "no:cacheprovider", *options],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    recorded = json.loads((tmp_path / "dry.json").read_text())
+    assert recorded["machine"]["dry"]
+    assert recorded["machine"]["tests"] == "passed"
+    seen = {(row["kind"], row["provider"]) for row in recorded["rows"]}
+    assert {provider for kind, provider in seen if kind == "step"} == {
+        *("ours", "reference", "torch", "torch batched", "copy")
+    }
+    assert {provider for kind, provider in seen if kind == "kernel"} == {"triton", "reference", "compiled"}
+    assert {provider for kind, provider in seen if kind == "orthogonalize"} == {
+        *("triton", "reference", "torch.linalg.qr", "geqrf + orgqr")
+    }
+    assert {("launches", "ours"), ("replay", "ours")} <= seen
+    table = (tmp_path / "dry.md").read_text()
+    assert "A dry run" in table
+    for title in ("Targets", "Hook step", "Launches of one hook step", "Kernels", "Orthogonalization"):
+        assert f"\n## {title}\n" in table
+    for line in (line for line in table.splitlines() if line.startswith("|")):
+        assert line.endswith(" |")
+    assert not (ROOT / "benchmarks" / "results" / "dry.json").exists()
+
+
+def test_trace_counts_launches_and_waits_of_the_step_only() -> None:
+    def event(name: str, category: str, start: float, duration: float) -> dict[str, Any]:
+        return {"name": name, "cat": category, "ts": start, "dur": duration}
+
+    found = read_trace(
+        [
+            event("cudaDeviceSynchronize", "cuda_runtime", 0, 1),
+            event(WINDOW, "user_annotation", 10, 20),
+            event("cudaLaunchKernel", "cuda_runtime", 11, 1),
+            event("cudaStreamSynchronize", "cuda_runtime", 20, 5),
+            event(WINDOW, "gpu_user_annotation", 12, 30),
+            event("Memcpy DtoD", "gpu_memcpy", 30, 10),
+            event("kernel", "kernel", 15, 5),
+            event("kernel", "kernel", 18, 4),
+            event("cudaDeviceSynchronize", "cuda_runtime", 31, 9),
+        ]
+    )
+    assert len(found.events) == 3
+    assert found.waits == 1
+    assert found.span == 25
+    assert found.busy == 17
+    assert found.by_name() == [("Memcpy DtoD", 1, 10.0), ("kernel", 2, 9.0)]
+
+
+def test_targets_are_met_missed_or_not_measured() -> None:
+    assert {target.verdict for target in targets([])} == {"not measured"}
+    labels = {"gradients": "gpt2-124M", "rank": 4, "dtype": "fp32"}
+    times = {"ours": 1.0, "torch": 9.0, "torch batched": 6.0}
+    rows: list[dict[str, Any]] = [
+        {"kind": "step", **labels, "provider": provider, "device_ms": ms} for provider, ms in times.items()
+    ]
+    rows += [{"kind": "launches", **labels, "provider": "ours", "launches": 13}]
+    # A better flag that was not measured would flatter.
+    rows += [{"kind": "step", **labels, "gradients": "resnet-50", "provider": "ours", "device_ms": 1.0}]
+    rows += [{"kind": "step", **labels, "gradients": "resnet-50", "provider": "torch", "device_ms": 9.0}]
+    kernel = {"kind": "kernel", **labels, "phase": "compensate_project", "provider": "triton"}
+    rows += [{**kernel, "gradient_bytes": 498e6, "share_of_copy": 0.81}]
+    rows += [{**kernel, "gradients": "small", "gradient_bytes": 1e6, "share_of_copy": 0.1}]
+    found = {(target.what, target.shown): target.verdict for target in targets(rows)}
+    assert found == {
+        ("resnet-50, rank 4, fp32", "–"): "not measured",
+        ("gpt2-124M, rank 4, fp32", "6.00×"): "met",
+        ("gpt2-124M, rank 4, fp32", "81%"): "met",
+        ("64 × (4096, 16)", "–"): "not measured",
+        ("gpt2-124M, rank 4", "13"): "missed",
+    }
+
+
+def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    tune.main(["--dry"])
+    printed = capsys.readouterr().out
+    assert "failed" not in printed
+    for kernel in tune.KERNELS:
+        assert f"    {kernel}=Launch(" in printed
+
+
+def test_session_script_is_valid_shell() -> None:
+    subprocess.run(["bash", "-n", ROOT / "benchmarks" / "gpu_session.sh"], check=True, timeout=30)
