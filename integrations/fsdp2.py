@@ -9,7 +9,7 @@ powersgd = apply_powersgd(model, PowerSGDConfig(rank=4), replicate_group=mesh["r
 from __future__ import annotations
 
 import functools
-import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,8 +31,6 @@ from powersgd_triton.integrations.sharded import (
 from powersgd_triton.layout import Layout, matrix_shape
 
 __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
-
-logger = logging.getLogger(__name__)
 
 
 def apply_powersgd(
@@ -109,6 +107,11 @@ class HybridShardState(ShardedState):
                 f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "
                 "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
             )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As for every state; gradients of micro-batches that were not averaged yet are forgotten."""
+        super().load_state_dict(state_dict)
+        self._unreduced.clear()
 
     @torch.no_grad()
     def _all_reduce(self, unit: Unit, output: Tensor) -> None:
