@@ -10,6 +10,7 @@ from torch import Tensor
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.compressor import Compression
 from powersgd_triton.layout import Layout
+from powersgd_triton.ops import reconstruct_ranges
 from powersgd_triton.state import State
 
 
@@ -31,7 +32,15 @@ class Reducer:
         self._communicator = communicator
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
 
-    def reduce(self, layout: Layout, gradients: Mapping[str, Tensor], *, last: bool, done: Callable[[], None]) -> None:
+    def reduce(
+        self,
+        layout: Layout,
+        gradients: Mapping[str, Tensor],
+        *,
+        last: bool,
+        done: Callable[[], None],
+        ranges: Mapping[str, tuple[int, Tensor]] | None = None,
+    ) -> None:
         """Average one bucket's gradients in place, compressed.
 
         Args:
@@ -40,9 +49,10 @@ class Reducer:
             last: whether the step ends with this bucket; if so all buckets are done on return, and the caller closes
                 the step with ``state.end_step()``.
             done: called once the averages are written (or enqueued, on a device).
+            ranges: what to write instead of all of the averages, see ``reconstruct_ranges``; the gradients stay.
         """
         device = next(iter(gradients.values())).device
-        self._advance(self._compressed(layout, gradients, done), last or device.type != "cpu")
+        self._advance(self._compressed(layout, gradients, done, ranges), last or device.type != "cpu")
 
     def average(self, buffer: Tensor, *, last: bool, done: Callable[[], None]) -> None:
         """Average one bucket's flat buffer in place, exactly. Arguments as for ``reduce``."""
@@ -67,10 +77,19 @@ class Reducer:
             self._under_way.clear()
             raise
 
-    def _compressed(self, layout: Layout, gradients: Mapping[str, Tensor], done: Callable[[], None]) -> Iterator[None]:
+    def _compressed(
+        self,
+        layout: Layout,
+        gradients: Mapping[str, Tensor],
+        done: Callable[[], None],
+        ranges: Mapping[str, tuple[int, Tensor]] | None,
+    ) -> Iterator[None]:
         compression = Compression(self._state, layout, gradients, self._communicator)
         yield from compression.run()
-        compression.reconstruct(gradients)
+        if ranges is None:
+            compression.reconstruct(gradients)
+        else:
+            reconstruct_ranges(compression.bucket, ranges)
         done()
 
     def _exact(self, buffer: Tensor, done: Callable[[], None]) -> Iterator[None]:

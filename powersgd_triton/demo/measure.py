@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,21 +23,29 @@ _SENT_ARGUMENT = {
     "all_to_all_single": (1, "input"),
     "reduce_scatter": (1, "input_list"),
     "reduce_scatter_tensor": (1, "input"),
+    "reduce_scatter_single": (1, "input"),
 }
 
 
 class Traffic:
-    """Counts the bytes that this process hands to collectives."""
+    """Counts the bytes that this process hands to collectives.
 
-    def __init__(self) -> None:
+    Args:
+        collectives: names of those that count; None for all.
+    """
+
+    def __init__(self, collectives: Collection[str] | None = None) -> None:
         self.sent = 0
+        counted = _SENT_ARGUMENT if collectives is None else collectives
+        # Not every version of torch has all of them.
+        self._names = [name for name in counted if hasattr(dist, name)]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what is called through ``torch.distributed``'s functions inside this block."""
-        originals = {name: getattr(dist, name) for name in _SENT_ARGUMENT}
-        for name, (position, keyword) in _SENT_ARGUMENT.items():
-            setattr(dist, name, self._counted(originals[name], position, keyword))
+        originals = {name: getattr(dist, name) for name in self._names}
+        for name, original in originals.items():
+            setattr(dist, name, self._counted(original, *_SENT_ARGUMENT[name]))
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ def table(results: Mapping[Arm, Result]) -> str:
             f"{result.validation_loss:.4f}",
             f"{result.bytes_per_step:,.0f}",
             f"{result.compression:.1f}x",
-            f"{result.hook_ms:.1f}",
+            "–" if result.hook_ms is None else f"{result.hook_ms:.1f}",
             f"{result.step_ms:.1f}",
         ]
         for arm, result in results.items()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from powersgd_triton.demo import report
+from powersgd_triton.demo.parallelism import PARALLELISMS, check_workers
 from powersgd_triton.demo.train import MODES, Arm, Result, Settings, train_worker
 
 
@@ -26,10 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms",
         nargs="+",
-        default=["allreduce", "torch", "ours"],
         metavar="ARM",
         help="any of allreduce, torch, ours; a rank may follow, as in ours:4, and modes of ours, as in "
-        f"ours:32+alternating ({', '.join(MODES)}) (default: all three)",
+        f"ours:32+alternating ({', '.join(MODES)}) (default: all three, torch only with ddp)",
+    )
+    parser.add_argument(
+        "--parallelism",
+        choices=list(PARALLELISMS),
+        default="ddp",
+        help="; ".join(f"{name}: {what}" for name, what in PARALLELISMS.items()) + " (default: ddp)",
     )
     parser.add_argument("--rank", type=_positive, default=16, help="rank where an arm names none (default: 16)")
     parser.add_argument("--steps", type=_positive, default=600, help="training steps (default: 600)")
@@ -48,16 +54,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Train all arms one after the other and report."""
     try:
         _check_requirements()
-        arms = [Arm.parse(text, arguments.rank) for text in dict.fromkeys(arguments.arms)]
         settings = Settings(
-            arguments.steps, arguments.workers, _device(arguments.device, arguments.workers), arguments.seed
+            arguments.steps,
+            arguments.workers,
+            _device(arguments.device, arguments.workers),
+            arguments.seed,
+            arguments.parallelism,
         )
+        arms = _arms(arguments, settings)
     except (ValueError, RuntimeError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
     backend = "NCCL" if settings.device == "cuda" else "gloo"
-    print(f"{settings.workers} workers on {settings.device} ({backend}), {settings.steps} steps", flush=True)
+    where = f"{settings.workers} workers on {settings.device} ({backend}), {PARALLELISMS[settings.parallelism]}"
+    print(f"{where}, {settings.steps} steps", flush=True)
     results = {arm: train_arm(settings, arm) for arm in arms}
     report.write_json(arguments.output / "results.json", settings, results)
     report.draw(arguments.output / "loss.png", results)
@@ -98,6 +109,15 @@ def _work(worker: int, settings: Settings, arm: Arm, folder: str) -> None:
 
 def _result_file(folder: str, worker: int) -> Path:
     return Path(folder) / f"result-{worker}"
+
+
+def _arms(arguments: argparse.Namespace, settings: Settings) -> list[Arm]:
+    check_workers(settings.parallelism, settings.workers)
+    everything = ["allreduce", "torch", "ours"] if settings.parallelism == "ddp" else ["allreduce", "ours"]
+    arms = [Arm.parse(text, arguments.rank) for text in dict.fromkeys(arguments.arms or everything)]
+    if settings.parallelism != "ddp" and any(arm.method == "torch" for arm in arms):
+        raise ValueError(f"torch's hook works with DistributedDataParallel only, not with {settings.parallelism}")
+    return arms
 
 
 def _device(choice: str, workers: int) -> str:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
+from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, gradient_bytes, shard
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
 from powersgd_triton.integrations import ddp as ours
 
@@ -84,6 +85,7 @@ class Settings:
     workers: int
     device: str
     seed: int = 0
+    parallelism: str = "ddp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +96,14 @@ class Result:
         losses: training loss of each step, in nats per token.
         bytes_sent: bytes handed to collectives up to and with each step.
         gradient_bytes: size of the model's gradients.
-        hook_ms, step_ms: medians over steps.
+        hook_ms, step_ms: medians over steps; there is no hook to time where the model is sharded.
     """
 
     losses: list[float]
     bytes_sent: list[int]
     validation_loss: float
     gradient_bytes: int
-    hook_ms: float
+    hook_ms: float | None
     step_ms: float
 
     @property
@@ -111,7 +113,7 @@ class Result:
 
     @property
     def compression(self) -> float:
-        """Bytes of the whole model's gradients over bytes sent."""
+        """Bytes of the gradients that a worker would send over bytes sent."""
         return self.gradient_bytes / self.bytes_per_step
 
 
@@ -146,12 +148,17 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     corpus = read_corpus()
     torch.manual_seed(settings.seed)
     model = GPT().to(device)
-    # One bucket, since torch's hook cannot do more on gloo.
-    replica = DistributedDataParallel(model, bucket_cap_mb=1024)
-    traffic, timer = Traffic(), HookTimer(device)
-    state, hook = _communication(arm, model)
-    replica.register_comm_hook(state, timer.timed(hook))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    gradients = gradient_bytes(model, settings.parallelism, settings.workers)
+    traffic, timer = Traffic(GRADIENT_COLLECTIVES.get(settings.parallelism)), HookTimer(device)
+    if settings.parallelism == "ddp":
+        # One bucket, since torch's hook cannot do more on gloo.
+        replica = DistributedDataParallel(model, bucket_cap_mb=1024)
+        state, hook = _communication(arm, model)
+        replica.register_comm_hook(state, timer.timed(hook))
+        validated: nn.Module = model
+    else:
+        replica = validated = shard(model, settings.parallelism, arm.rank, device)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, settings.steps))
     generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
     losses: list[float] = []
@@ -173,9 +180,9 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     return Result(
         losses=losses,
         bytes_sent=bytes_sent,
-        validation_loss=_validation_loss(model, corpus, device),
-        gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
-        hook_ms=timer.median_ms(),
+        validation_loss=_validation_loss(validated, corpus, device),
+        gradient_bytes=gradients,
+        hook_ms=timer.median_ms() if settings.parallelism == "ddp" else None,
         step_ms=statistics.median(seconds) * 1e3,
     )
 

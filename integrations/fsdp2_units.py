@@ -1,0 +1,130 @@
+"""What ``fully_shard`` made of a model: which parameters lie where in the gradients that FSDP reduces together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.sharded import plain_name
+from powersgd_triton.layout import Layout
+
+ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'
+
+
+class Unit:
+    """Parameters whose gradients FSDP reduces in one message.
+
+    Attributes:
+        module: the module that ``fully_shard`` was applied to.
+        parameter_group: FSDP's object for them.
+        shard_group: process group of the reduce-scatter.
+    """
+
+    def __init__(self, module: FSDPModule, parameter_group: Any, names: dict[int, str], config: PowerSGDConfig) -> None:
+        self.module = module
+        self.parameter_group = parameter_group
+        self.shard_group: dist.ProcessGroup = parameter_group.mesh_info.shard_process_group
+        self._config = config
+        # In the order in which FSDP packs gradients, which is not that of named_parameters().
+        self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
+        self._layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}
+
+    @property
+    def parameters(self) -> dict[str, DTensor]:
+        """The trainable ones, by name."""
+        return {
+            name: parameter.sharded_param
+            for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True)
+            if parameter.sharded_param.requires_grad
+        }
+
+    def layout(self, *, padded: bool) -> Layout:
+        """The trainable parameters: this worker's rows with their padding, as FSDP packs them, or whole."""
+        parameters = self.parameters
+        names = tuple(parameters)
+        if names not in self._layouts:
+            sizes = {name: tuple(p.shape) for name, p in parameters.items()}
+            if any(p.device_mesh.ndim > 1 for p in parameters.values()):
+                # Tensor parallel on dim 0 as well: what FSDP shards is a worker's part.
+                by_name = dict(zip(self._names, self.parameter_group.fsdp_params, strict=True))
+                sizes = {name: tuple(by_name[name]._orig_size) for name in names}
+            workers = dist.get_world_size(self.shard_group)
+            shards = {name: (-(-size[0] // workers), *size[1:]) for name, size in sizes.items()}
+            self._layouts[names] = (Layout.build(shards, self._config), Layout.build(sizes, self._config))
+        return self._layouts[names][0 if padded else 1]
+
+
+def find_units(model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
+    """The model's units that have parameters.
+
+    Raises:
+        ValueError: there are none, or one of them is sharded in a way that is not supported.
+    """
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    units: list[Unit] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        where = f"module {path!r}" if path else "the root module"
+        if len(groups) > 1:
+            raise ValueError(
+                f"{where} has {len(groups)} parameter groups, sharded on different meshes by shard_placement_fn; "
+                "apply fully_shard to submodules instead, so that each has parameters of one mesh only"
+            )
+        for group in groups:
+            if not any(unit.parameter_group is group for unit in units):
+                _check(group, where, names, replicate_group)
+                units.append(Unit(module, group, names, config))
+    if len({tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}) > 1:
+        raise ValueError("modules are sharded over different workers; give all calls of fully_shard the same mesh")
+    if not units:
+        raise ValueError("the model has no sharded parameters; apply torch.distributed.fsdp.fully_shard to it first")
+    return units
+
+
+def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.ProcessGroup | None) -> None:
+    if getattr(group.mesh_info, "shard_process_group", None) is None:
+        raise ValueError(f"{where} is replicated, not sharded; use DistributedDataParallel and integrations.ddp for it")
+    if getattr(group.mesh_info, "replicate_process_group", None) is not None:
+        raise ValueError(f"{where} is sharded on a two-dimensional mesh, where FSDP all-reduces by itself; {ONE_MESH}")
+    if group._all_reduce_hook is not None:
+        raise ValueError(f"{where} has an all-reduce hook; was apply_powersgd called before? Call it once for a model")
+    if replicate_group is None and type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+        raise ValueError(
+            f"{where} has a custom reduce-scatter ({type(group._reduce_scatter_comm).__name__}); "
+            "was apply_powersgd called before? Call it once for a model, and set no other reduce-scatter"
+        )
+    for parameter in group.fsdp_params:
+        placements = parameter.sharded_param.placements
+        name = names[id(parameter.sharded_param)]
+        if parameter.sharded_param.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device; give it memory and values before apply_powersgd"
+            )
+        if any(getattr(placement, "dim", None) != 0 for placement in placements):
+            raise ValueError(
+                f"parameter {name!r} is placed as {placements}, expected all placements on dim 0; shard it on dim 0, "
+                "or leave its module out of tensor parallelism"
+            )
+        if replicate_group is None and list(placements) != [Shard(0)]:
+            raise ValueError(
+                f"parameter {name!r} is placed as {placements}; without replicate_group only FSDP may shard it. "
+                f"For tensor parallelism use replicas: {ONE_MESH}"
+            )
+    if replicate_group is not None:
+        shards = set(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
+        replicas = set(dist.get_process_group_ranks(replicate_group))
+        if shards & replicas != {dist.get_rank()}:
+            raise ValueError(
+                f"replicate_group has the workers {sorted(replicas)} and {where} is sharded over {sorted(shards)}; "
+                f"they must have this worker ({dist.get_rank()}) in common and no other: {ONE_MESH}"
+            )

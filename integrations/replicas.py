@@ -1,0 +1,53 @@
+"""Replicas of a model, each of them sharded: made equal at the start, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, this worker's part) of all parameters and buffers."""
+    for named in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in named:
+            yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@torch.no_grad()
+def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Overwrite parameters and buffers with those of the group's first worker."""
+    source = dist.get_global_rank(group, 0)
+    for _, tensor in local_tensors(model):
+        if tensor.numel():
+            sent = tensor.contiguous()
+            dist.broadcast(sent, source, group=group)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
+
+
+@torch.no_grad()
+def unequal_tensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Names of parameters and buffers whose bits are not the same on all workers of the group."""
+    names, prints = [], []
+    for name, tensor in local_tensors(model):
+        names.append(name)
+        prints.append(_fingerprint(tensor))
+    if not names:
+        return []
+    # The largest and, negated, the smallest value of each fingerprint.
+    extremes = torch.stack([torch.stack(prints), -torch.stack(prints)])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for name, equal in zip(names, (extremes[0] == -extremes[1]).tolist(), strict=True) if not equal]
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """int64 scalar of a tensor's bits, in which each byte's place counts."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for block in tensor.contiguous().view(-1).view(torch.uint8).split(1 << 24):
+        place = torch.arange(block.numel(), dtype=torch.int64, device=block.device)
+        total = total * 31 + ((block.long() + 1) * ((place * 0x9E3779B1 + 0x7F4A7C15) & 0x7FFFFFFF)).sum()
+    return total & (2**62 - 1)

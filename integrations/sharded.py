@@ -1,0 +1,253 @@
+"""What the adapters for sharded training share: steps and statistics, and checkpoints of errors and factors."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from powersgd_triton.communication import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.reducer import Reducer
+from powersgd_triton.state import FORMAT_VERSION, State
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers add to it, as ``torch.distributed.checkpoint`` has it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
+    """(first, behind the last) of a tensor's rows that a worker holds where dim 0 is sharded, as FSDP2 does it."""
+    each = -(-rows // workers)
+    return min(worker * each, rows), min((worker + 1) * each, rows)
+
+
+class ShardedState:
+    """Configuration and memory of one sharded model's compression, usable as a ``Stateful`` of DCP.
+
+    Args:
+        config: what to compress and how.
+        group: whom to average with.
+
+    Raises:
+        TypeError: ``config`` is no configuration.
+    """
+
+    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup | None) -> None:
+        check_config(config)
+        self.config = config
+        self._communicator = Communicator(group)
+        self._core = State(config)
+        self._reducer = Reducer(self._core, self._communicator)
+        self._seen: set[Hashable] = set()
+        # Errors that a checkpoint brought for tensors that are not compressed here; added once to their gradients.
+        self._carried: dict[str, Tensor] = {}
+        self._before = self._after = 0
+
+    @property
+    def iteration(self) -> int:
+        """Number of steps done. A step is what lies between two averages of the same gradients."""
+        return self._core.iteration + bool(self._seen)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
+        return (self._before / self._after if self._after else 0.0, self._before, self._after)
+
+    def error_numel(self) -> int:
+        """Elements of this worker's error buffers, as far as they have been made."""
+        return sum(matrix.error.numel() for matrix in self._core.matrices.values() if matrix.error is not None)
+
+    def error(self) -> dict[str, Tensor]:
+        """{name: E as a matrix}: what this worker still owes; copies. Empty without error feedback."""
+        errors = self._core.error()
+        for name, error in self._carried.items():
+            errors[name] = error.clone()
+        return errors
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, unit: Hashable) -> bool:
+        """Whether the gradients of a unit are to be compressed. A unit that comes again begins a new step."""
+        if unit in self._seen:
+            self._end_step()
+        self._seen.add(unit)
+        return self._core.iteration >= self.config.start_iter
+
+    def _end_step(self) -> None:
+        if self._seen:
+            self._seen.clear()
+            self._core.end_step()
+
+    def _compress(
+        self,
+        layout: Layout,
+        gradients: Mapping[str, Tensor],
+        ranges: Mapping[str, tuple[int, Tensor]] | None = None,
+    ) -> None:
+        """Average one unit's gradients in place, or those ranges of the averages."""
+        self._before += layout.numel
+        self._after += layout.sent_numel(self.config, self._core.iteration)
+        self._reducer.reduce(layout, gradients, last=True, done=_nothing, ranges=ranges)
+
+    def _add_carried(self, layout: Layout, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients with what a checkpoint brought for them; copies in fp32 where there is something."""
+        if not any(segment.name in self._carried for segment in layout.segments):
+            return gradients
+        gradients = {name: gradient.float() for name, gradient in gradients.items()}
+        for segment in layout.segments:
+            if segment.name in self._carried:
+                gradients[segment.name] = gradients[segment.name] + self._carried.pop(segment.name).view(segment.shape)
+        return gradients
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean error as DTensors placed like their parameters, factors and the step, for DCP. Collective.
+
+        It fits other meshes, numbers of workers and ranks: every parameter of two or more dimensions has its error in
+        it, and on another mesh a matrix starts from the basis of the saved shard that overlaps with its own.
+        """
+        self._end_step()
+        saved = self._core.state_dict(self._communicator.mean)
+        errors: dict[str, DTensor] = {}
+        if self.config.error_feedback:
+            for name, shape in self._matrices().items():
+                error = saved["matrices"].get(name, {}).pop("error", None)
+                if name in self._carried:
+                    error = self._carried[name]
+                errors[name] = self._place(name, torch.zeros(shape) if error is None else error)
+        parts = {
+            name: {key: part.cpu() for key, part in parts.items()} for name, parts in sorted(saved["matrices"].items())
+        }
+        factors = io.BytesIO()
+        torch.save({"version": saved["format_version"], "shards": self._gather(parts)}, factors)
+        # Bytes, since the number of shards and the rank may be others when they are loaded.
+        return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved state, of any mesh and rank. ``dcp.load`` calls it.
+
+        Raises:
+            ValueError: it is of another model or format. Nothing was changed.
+        """
+        missing = {"error", "factors", "iteration"} - set(state_dict)
+        if missing:
+            raise ValueError(f"expected what state_dict() gave; {sorted(missing)} are missing")
+        factors = torch.load(io.BytesIO(state_dict["factors"]), weights_only=True)
+        if factors["version"] != FORMAT_VERSION:
+            raise ValueError(f"expected factors of format {FORMAT_VERSION}; got {factors['version']!r}")
+        worker, workers = self._shard()
+        shards = factors["shards"]
+        # The saved shard in which this one's first rows were; the same one on all replicas.
+        nearest = shards[worker * len(shards) // workers]
+        matrices: dict[str, dict[str, Tensor]] = {}
+        carried: dict[str, Tensor] = {}
+        for name, shape in self._matrices().items():
+            rank = compressed_rank(shape, self.config)
+            error = None
+            if self.config.error_feedback:
+                if name not in state_dict["error"]:
+                    raise ValueError(f"the saved state has no error of {name!r}; is it of another model?")
+                error = self._take(name, state_dict["error"][name]).float()
+                if rank == 0:
+                    if error.any():
+                        carried[name] = error
+                    continue
+            if rank:
+                bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(name, {}).items()}
+                # Left bases have the rows of a shard.
+                parts = bases if len(shards) == workers else {}
+                parts["basis"] = bases.get("basis", _random_basis(shape, rank))
+                matrices[name] = parts if error is None else {**parts, "error": error}
+        shapes = {name: matrix_shape(shape) for name, shape in self._matrices().items() if name in matrices}
+        core = {"format_version": FORMAT_VERSION, "iteration": state_dict["iteration"], "matrices": matrices}
+        self._core.load_state_dict(core, shapes)
+        self._carried = carried
+        self._seen.clear()
+
+    # What an adapter knows --------------------------------------------------------------------------------------
+
+    def _matrices(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of all trainable parameters of two or more dimensions, as this worker compresses them."""
+        raise NotImplementedError
+
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        """The mean error as a tensor of the parameter's shape, sharded like it."""
+        raise NotImplementedError
+
+    def _take(self, name: str, error: DTensor) -> Tensor:
+        """The inverse of ``_place``: the matrix [n, m] that this worker compresses."""
+        raise NotImplementedError
+
+    def _shard(self) -> tuple[int, int]:
+        """(index, number) of shards that have factors of their own."""
+        return 0, 1
+
+    def _gather(self, factors: Any) -> list[Any]:
+        """The factors of all shards in their order."""
+        return [factors]
+
+
+class FullSizeState(ShardedState):
+    """A state whose matrices are whole parameters on every worker, while the parameters themselves are sharded.
+
+    Args:
+        config: what to compress and how.
+        group: the workers that hold shards. Where they are all workers, what is sent travels in a new group of them, so
+            that it does not queue behind the framework's collectives; else in this one.
+        mesh: a mesh of one dimension over these workers.
+    """
+
+    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+        check_config(config)
+        ranks = dist.get_process_group_ranks(group)
+        # A new group must be made by all workers there are. (With use_local_synchronization=True it need not, but then
+        # members that know different numbers of groups wait for each other for ever.)
+        super().__init__(config, dist.new_group(ranks) if len(ranks) == dist.get_world_size() else group)
+        self._worker, self._workers = dist.get_rank(group), dist.get_world_size(group)
+        self._mesh = mesh
+
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        shape = torch.Size(self._matrices()[name])
+        first, behind = rows_of(self._worker, self._workers, shape[0])
+        local = error.view(shape)[first:behind].to(self._mesh.device_type)
+        return DTensor.from_local(
+            local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
+        )  # fmt: skip
+
+    def _take(self, name: str, error: DTensor) -> Tensor:
+        return error.full_tensor().reshape(matrix_shape(self._matrices()[name]))
+
+
+def check_config(config: PowerSGDConfig) -> None:
+    """Raises: TypeError: it is no configuration."""
+    if not isinstance(config, PowerSGDConfig):
+        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+
+
+def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    shape = tuple(shape)
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
+    """The same on all workers, for a matrix that was not compressed where the state was saved."""
+    generator = torch.Generator().manual_seed(0)
+    basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
+    return basis
+
+
+def _nothing() -> None:
+    """What is to be done once the averages are written."""

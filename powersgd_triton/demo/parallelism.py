@@ -1,0 +1,77 @@
+"""Ways of distributing the demo's model: replicated, sharded, or both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.demo.model import GPT, Block
+from powersgd_triton.integrations import fsdp1
+from powersgd_triton.integrations.fsdp2 import apply_powersgd
+
+REPLICAS = 2
+PARALLELISMS = {
+    "ddp": "DistributedDataParallel",
+    "fsdp1": "FullyShardedDataParallel",
+    "fsdp2": "fully_shard over all workers",
+    "hsdp": f"fully_shard in each of {REPLICAS} replicas",
+}
+"""Name: what it is."""
+
+GRADIENT_COLLECTIVES = {
+    "fsdp1": ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"),
+    "fsdp2": ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"),
+    # Reduce-scatters stay inside a replica.
+    "hsdp": ("all_reduce",),
+}
+"""What carries gradients between workers, or between replicas; all-gathers carry parameters."""
+
+
+def check_workers(parallelism: str, workers: int) -> None:
+    """Raises: ValueError: so many workers cannot be arranged in this way."""
+    if parallelism == "hsdp" and workers % REPLICAS:
+        raise ValueError(f"hsdp arranges workers in {REPLICAS} replicas; {workers} is not a multiple of {REPLICAS}")
+
+
+def shard(model: GPT, parallelism: str, rank: int | None, device: torch.device) -> Any:
+    """The model sharded in one of these ways, its gradients compressed where a rank is given."""
+    config = None if rank is None else PowerSGDConfig(rank=rank)
+    if parallelism == "fsdp1":
+        wrapped = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=device
+        )
+        if config is not None:
+            wrapped.register_comm_hook(fsdp1.PowerSGDState(wrapped, config), fsdp1.powerSGD_hook)
+        return wrapped
+    workers = dist.get_world_size()
+    if parallelism == "fsdp2":
+        module = _fully_sharded(model, init_device_mesh(device.type, (workers,)))
+        if config is not None:
+            apply_powersgd(module, config)
+        return module
+    mesh = init_device_mesh(device.type, (REPLICAS, workers // REPLICAS), mesh_dim_names=("replicate", "shard"))
+    if config is None:
+        return _fully_sharded(model, mesh)
+    module = _fully_sharded(model, mesh["shard"])
+    apply_powersgd(module, config, replicate_group=mesh["replicate"].get_group())
+    return module
+
+
+def gradient_bytes(model: nn.Module, parallelism: str, workers: int) -> int:
+    """What a worker would send without compression."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return total * REPLICAS // workers if parallelism == "hsdp" else total
+
+
+def _fully_sharded(model: GPT, mesh: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model

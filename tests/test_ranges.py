@@ -1,0 +1,42 @@
+"""Parts of a bucket's averages equal what the whole reconstruction holds there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from powersgd_triton.communication import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import Layout
+from powersgd_triton.reducer import Reducer
+from powersgd_triton.state import State
+
+SHAPES = {"a": (12, 7), "bias": (9,), "b": (12, 7), "c": (5, 3, 4), "small": (2, 2)}
+# Whole, a part of a row, parts of two rows, rows, nothing, the end.
+RANGES = [(0, 84), (9, 12), (5, 9), (14, 28), (20, 20), (80, 84)]
+
+
+def reduced(dtype: torch.dtype, ranges: dict | None) -> dict[str, torch.Tensor]:
+    config = PowerSGDConfig(rank=2, min_compression_rate=1)
+    layout = Layout.build(SHAPES, config)
+    assert {segment.name for segment in layout.compressed} == {"a", "b", "c"}
+    generator = torch.Generator().manual_seed(0)
+    gradients = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    Reducer(State(config), Communicator()).reduce(layout, gradients, last=True, done=lambda: None, ranges=ranges)
+    return gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "stop"), RANGES)
+def test_ranges_equal_the_whole(start: int, stop: int, dtype: torch.dtype) -> None:
+    whole = reduced(dtype, None)
+    out = {
+        name: (min(start, x.numel()), torch.full((min(stop, x.numel()) - min(start, x.numel()),), torch.nan).to(dtype))
+        for name, x in whole.items()
+        if name != "b"
+    }
+    unchanged = reduced(dtype, out)
+    for name, (first, part) in out.items():
+        expected = whole[name].view(-1)[first : first + part.numel()]
+        torch.testing.assert_close(part, expected, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-6)
+    assert not torch.equal(unchanged["a"], whole["a"]), "the gradients were overwritten"
