@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -83,6 +84,17 @@ def start_iter(worker: int, world_size: int) -> dict[str, Any]:
     return {**compare(ours, exact), "before": before, "after": state.error_numel(), "iteration": state.iteration}
 
 
+def alternating(worker: int, world_size: int) -> dict[str, Any]:
+    """One message a step across the replicas, which hold the same bits afterwards."""
+    mesh = hybrid_mesh(*MESHES[world_size])
+    config = dataclasses.replace(RANK_2, algorithm="alternating")
+    module, state = hybrid(Net(), mesh, config)
+    with sent_elements(mesh["replicate"].get_group()) as counts:
+        ours = train(module, worker)
+    state.check_replicas()
+    return {"sent": sum(counts), "stats": state.compression_stats()[2], "losses": ours.losses}
+
+
 def tensor_parallel(worker: int, world_size: int) -> dict[str, Any]:
     """Column-wise tensor parallelism, which shards dim 0, against the mean of both replicas' gradients."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
@@ -154,7 +166,8 @@ FAST = [name for name in CASES if name not in ("frozen", "unused", "sums", "chec
 @functools.cache
 def four() -> dict[str, list[Any]]:
     others = {
-        "low rank": low_rank, "start_iter": start_iter, "tensor parallel": tensor_parallel, "wrong use": wrong_use,
+        "low rank": low_rank, "start_iter": start_iter, "alternating": alternating,
+        "tensor parallel": tensor_parallel, "wrong use": wrong_use,
     }  # fmt: skip
     return in_one_group({name: FULL_RANK_CASES[name] for name in FAST} | others, 4)
 
@@ -173,6 +186,13 @@ def test_all_combinations_equal_native(workers: int) -> None:
     for name in CASES:
         check_full_rank(outcome(results, name))
     check_sizes(outcome(results, "low rank"))
+
+
+def test_alternating_sends_what_it_counts_and_trains() -> None:
+    standard, found = outcome(four(), "low rank")[0], outcome(four(), "alternating")
+    for seen in found:
+        assert seen["sent"] == seen["stats"] < standard["sent"]
+        assert seen["losses"][-1] < seen["losses"][0]
 
 
 def test_what_is_sent_and_kept_at_low_rank() -> None:
