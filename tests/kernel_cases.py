@@ -17,7 +17,8 @@ from powersgd_triton.kernels.configurations import architecture, select_configur
 from powersgd_triton.kernels.table import BucketTable, Matrix, Pointers
 
 NAN, INF = float("nan"), float("inf")
-RANKS = [1, 2, 3, 4, 8, 16, 17, 32, 64, 128]
+# 40 ends within a second panel of columns.
+RANKS = [1, 2, 3, 4, 8, 16, 17, 32, 40, 64, 128]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 ERRORS = [torch.float32, torch.bfloat16]
 Shape = tuple[int, int, int]

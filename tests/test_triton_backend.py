@@ -1,4 +1,4 @@
-"""The backend of Triton kernels as a compressor and the DDP hook use it, against the torch backend."""
+"""The backend of Triton kernels as a compressor uses it, against the torch backend."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.reference import reconstruct_reference
 from powersgd_triton.ops.triton_backend import TritonOperations, Workspace
 from tests.checks import COMPRESSED, SHAPES, bases, everything, gradients, poisoned, same_bits
-from tests.distributed import run
 from tests.kernel_cases import GRADIENTS, INF, NAN, over_dtypes, rounding, stored
+from tests.test_orthogonalize import ORTHONORMAL, departure
 from tests.test_reference import assert_within
-from tests.training import check, linear_stack, state_for, step_differences, summary, train
 
 U = 2.0**-24
 FEW = {name: SHAPES[name] for name in ("linear", "bias", "scalar", "column", "empty")}
@@ -79,14 +78,16 @@ class Truth:
 
     Products of fp32 values in any order are exact for a matrix of which no element is off by more than γ (backward
     error, as in ``tests/test_reference.py``). So the kernels may be as far from the truth as these are; twice that,
-    since four are not all.
+    since four are not all. Where errors are kept in bf16, M is rounded to it (in the interpreter by up to a whole unit
+    in the last place), and M may be a few times as large as G.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, device: torch.device) -> None:
-        config = PowerSGDConfig.from_dict({**config.to_dict(), "backend": "torch"})
+        coarse = 4 * torch.finfo(torch.bfloat16).eps if config.error_dtype == "bfloat16" else 0.0
+        config = PowerSGDConfig.from_dict({**config.to_dict(), "backend": "torch", "error_dtype": None})
         self.compressors = [Compressor(config, shapes) for _ in range(5)]
         segments = self.compressors[0].layout.segments
-        self._share = {s.name: rounding(s.n + s.m + 2 * s.rank, device) for s in segments}
+        self._share = {s.name: rounding(s.n + s.m + 2 * s.rank, device) + coarse for s in segments}
         self._steps = 0
 
     def step(self, given: Mapping[str, Tensor]) -> tuple[Values, dict[str, float]]:
@@ -124,6 +125,11 @@ CONFIGS = {
     "without error feedback": everything(error_feedback=False),
     "without warm start": everything(warm_start=False),
     "all shapes, one by one": everything(batch_by_shape=False),
+    "alternating": everything(algorithm="alternating"),
+    "alternating, all shapes, rank 3": everything(3, algorithm="alternating"),
+    "alternating without error feedback": everything(algorithm="alternating", error_feedback=False),
+    "errors in bf16": everything(error_dtype="bf16"),
+    "alternating with errors in bf16": everything(algorithm="alternating", error_dtype="bf16"),
 }
 
 
@@ -153,22 +159,30 @@ def test_five_steps(name: str, device: torch.device):
     check_five_steps(name, torch.float32, device)
 
 
-@over_dtypes("dtype", GRADIENTS[1:])
-@pytest.mark.parametrize("name", ["standard", "without error feedback"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("standard", torch.bfloat16),
+        ("alternating", torch.float16),
+        ("without error feedback", torch.float16),
+        ("errors in bf16", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_five_steps_with_16_bit_gradients(name: str, dtype: torch.dtype, device: torch.device):
     compressor = check_five_steps(name, dtype, device)
     factors = compressor.compress(on(device, gradients(9, FEW, dtype))).factors()
     for P_hat, Q in factors.values():
         assert P_hat.dtype == Q.dtype == torch.float32
-        gram = P_hat.double().mT @ P_hat.double()
-        assert (gram - torch.eye(len(gram), device=device)).abs().max() <= 1e-5
+        # The alternating algorithm makes one side orthonormal at a time.
+        assert min(departure(P_hat[None].cpu()), departure(Q[None].cpu())) <= ORTHONORMAL
 
 
-@pytest.mark.parametrize("rank", [2, 40])
-def test_nothing_is_lost(rank: int, device: torch.device):
+@pytest.mark.parametrize(("rank", "algorithm"), [(2, "standard"), (33, "standard"), (2, "alternating")])
+def test_nothing_is_lost(rank: int, algorithm: str, device: torch.device):
     """E_T + Σ Ĝ_t = Σ G_t: each step rounds M three times, and Ĝ and P̂ Qᵀ by γ_r of |P̂| |Q|ᵀ each."""
     shapes = {"w": (max(24, rank), max(18, rank))}
-    compressor = triton(shapes, rank=rank)
+    compressor = triton(shapes, rank=rank, algorithm=algorithm)
     owed, bound = torch.zeros(shapes["w"], dtype=torch.float64), torch.zeros(shapes["w"], dtype=torch.float64)
     for seed in range(3):
         given = gradients(seed, shapes)
@@ -217,11 +231,17 @@ def test_zero_gradient_wakes_up(dtype: torch.dtype, device: torch.device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@over_dtypes("dtype", GRADIENTS)
-@pytest.mark.parametrize(("where", "value"), [("linear", INF), ("column", NAN), ("bias", -INF)])
-def test_non_finite_element_spoils_one_step_only(
-    where: str, value: float, dtype: torch.dtype, device: torch.device
-):  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "value", "dtype"),
+    [
+        ("linear", INF, torch.float32),
+        ("linear", NAN, torch.float16),
+        ("column", -INF, torch.bfloat16),
+        ("bias", INF, torch.bfloat16),
+        ("scalar", NAN, torch.float32),
+    ],
+)
+def test_non_finite_element_spoils_one_step_only(where: str, value: float, dtype: torch.dtype, device: torch.device):
     compressor = triton(FEW)
     step(compressor, gradients(0, FEW, dtype), device)
     error, basis = on(torch.device("cpu"), compressor.error()), bases(compressor)
@@ -246,9 +266,13 @@ def test_non_finite_element_spoils_one_step_only(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("fields", [{"error_feedback": False}, {"warm_start": False}, {"rank": 40}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"error_feedback": False}, {"warm_start": False}, {"rank": 33}, {"algorithm": "alternating"}],
+    ids=str,
+)
 def test_non_finite_with_other_settings(fields: dict[str, Any], device: torch.device):
-    shapes = {"linear": (45, 42), "bias": (5,)}
+    shapes = {"linear": (35, 34), "bias": (5,)}
     compressor = triton(shapes, **fields)
     step(compressor, gradients(0, shapes), device)
     now = gradients(1, shapes)
@@ -296,7 +320,7 @@ def test_state_goes_from_one_backend_to_the_other(source: str, rank: int, device
 
 
 @over_dtypes("dtype", [*GRADIENTS, torch.float64])
-@over_dtypes("gradient", GRADIENTS)
+@over_dtypes("gradient", GRADIENTS[:2])
 def test_decompress_into_any_dtype(gradient: torch.dtype, dtype: torch.dtype, device: torch.device):
     compressor = triton(FEW)
     compressed = compressor.compress(on(device, gradients(0, FEW, gradient)))
@@ -333,10 +357,11 @@ def test_decompress_into_several_dtypes_and_into_new_tensors(device: torch.devic
     assert all(tensor.isfinite().all() for tensor in new.values())
 
 
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 @pytest.mark.parametrize("shape", [(), (0, 5), (1, 1), (1, 9), (9, 1)], ids=str)
-def test_a_tensor_by_itself(shape: tuple[int, ...], device: torch.device):
-    compressor = triton({"w": shape})
-    truth = Truth({"w": shape}, everything(), device)
+def test_a_tensor_by_itself(shape: tuple[int, ...], algorithm: str, device: torch.device):
+    config = everything(algorithm=algorithm)
+    compressor, truth = triton({"w": shape}, config), Truth({"w": shape}, config, device)
     for seed in range(2):
         given = gradients(seed, {"w": shape})
         assert_close(step(compressor, given, device), *truth.step(given))
@@ -363,39 +388,3 @@ def test_compressor_refuses_what_the_kernels_do_not_take(device: torch.device):
     compressor = triton(FEW)
     with pytest.raises(ValueError, match="backend 'triton' cannot be used: gradients of one bucket must be of one"):
         compressor.compress(mixed)
-
-
-# DistributedDataParallel --------------------------------------------------------------------------------------------
-
-
-def hook(worker: int, world_size: int) -> dict[str, Any]:
-    """DDP alone, the hook at full rank, and the hook at rank 2 with either backend, in several buckets."""
-    width = 16
-    options: dict[str, Any] = {"steps": range(2), "bucket_cap_mb": 0.001, "width": width}
-    runs = {}
-    for name, settings in (
-        ("full", {"backend": "triton"}),
-        ("triton", {"matrix_approximation_rank": 2, "backend": "triton"}),
-        ("torch", {"matrix_approximation_rank": 2, "backend": "torch"}),
-    ):
-        model = linear_stack(3, width)
-        runs[name] = train(model, worker, state_for(model, **settings), **options)
-    exact = train(linear_stack(3, width), worker, None, **options)
-    return {
-        **summary(runs["full"], exact),
-        "low rank": step_differences(runs["triton"].gradients, runs["torch"].gradients),
-        "loss": step_differences(runs["triton"].gradients, exact.gradients),
-        "low rank digests": runs["triton"].digests,
-    }
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo workers, whose kernels run in the interpreter")
-def test_ddp_hook_on_two_workers():
-    found = run(hook, 2)
-    check(found, steps=2)
-    for seen in found:
-        assert len(seen["buckets"][-1]) > 1
-        assert max(seen["low rank"]) <= 1e-5
-        # At rank 2 something is left out.
-        assert min(seen["loss"]) > 0.01
-        assert seen["low rank digests"] == found[0]["low rank digests"], "workers hold different bits"
