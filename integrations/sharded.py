@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import io
 import math
 from collections.abc import Hashable, Iterable, Mapping
@@ -33,7 +34,7 @@ def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
     return min(worker * each, rows), min((worker + 1) * each, rows)
 
 
-class ShardedState:
+class ShardedState(abc.ABC):
     """Configuration and memory of one sharded model's compression, usable as a ``Stateful`` of DCP.
 
     Args:
@@ -178,17 +179,17 @@ class ShardedState:
 
     # What an adapter knows --------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         """{name: shape} of all trainable parameters of two or more dimensions, as this worker compresses them."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _place(self, name: str, error: Tensor) -> DTensor:
         """The mean error as a tensor of the parameter's shape, sharded like it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _take(self, name: str, error: DTensor) -> Tensor:
         """The inverse of ``_place``: the matrix [n, m] that this worker compresses."""
-        raise NotImplementedError
 
     def _shard(self) -> tuple[int, int]:
         """(index, number) of shards that have factors of their own."""
