@@ -155,7 +155,7 @@ class PowerSGDState:
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step when its last bucket is done, and say in the log when compression begins."""
         if bucket.is_last():
-            self._core.end_step()
+            self._prepare().end_step()
             if self.iter == self.config.start_iter:
                 logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
 
@@ -380,6 +380,8 @@ def _reduce(
     future: torch.futures.Future[torch.Tensor],
 ) -> torch.futures.Future[torch.Tensor]:
     reducer, buffer = state._prepare(), bucket.buffer()
+    if not reducer.checked:
+        reducer.check({segment.name: segment.shape for segment in layout.segments}, buffer.device)
     if bucket.index() == 0:
         reducer.begin_step()
     if state.iter < state.config.start_iter:

@@ -146,7 +146,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     unit = state._unit_of(gradient)
-    if not state._begin(unit):
+    if not state._begin(unit, gradient.device):
         if output is None:
             state._reducer.average(gradient, last=True, done=lambda: None)
         else:

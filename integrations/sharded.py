@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import io
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,18 +41,23 @@ class ShardedState(abc.ABC):
     Args:
         config: what to compress and how.
         group: whom to average with.
+        others: further workers that compress the same model, see ``Reducer``.
 
     Raises:
         TypeError: ``config`` is no configuration.
     """
 
-    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, config: PowerSGDConfig, group: dist.ProcessGroup | None, others: Sequence[Communicator] = ()
+    ) -> None:
         check_config(config)
         self.config = config
         self._communicator = Communicator(group)
         self._core = State(config)
-        self._reducer = Reducer(self._core, self._communicator)
+        self._others = tuple(others)
+        self._reducer = Reducer(self._core, self._communicator, others)
         self._seen: set[Hashable] = set()
+        self._device: torch.device | None = None
         # Errors that a checkpoint brought for tensors that are not compressed here; added once to their gradients.
         self._carried: dict[str, Tensor] = {}
         self._before = self._after = 0
@@ -79,10 +84,11 @@ class ShardedState(abc.ABC):
         self._core.attach(scaler)
 
     def error(self) -> dict[str, Tensor]:
-        """{name: E as a matrix}: what this worker still owes, without loss scale; copies.
+        """{name: E as a matrix}: what this worker still owes, without loss scale; copies. Collective.
 
         Empty without error feedback.
         """
+        self._end_step()
         errors = self._core.error()
         for name, error in self._carried.items():
             errors[name] = error.clone()
@@ -90,8 +96,11 @@ class ShardedState(abc.ABC):
 
     # A step -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, unit: Hashable) -> bool:
+    def _begin(self, unit: Hashable, device: torch.device) -> bool:
         """Whether the gradients of a unit are to be compressed. A unit that comes again begins a new step."""
+        if self._device is None:
+            self._reducer.check(self._matrices(), device)
+            self._device = device
         if unit in self._seen:
             self._end_step()
         self._seen.add(unit)
@@ -100,7 +109,11 @@ class ShardedState(abc.ABC):
     def _end_step(self) -> None:
         if self._seen:
             self._seen.clear()
-            self._core.end_step()
+            if self._device is not None and self._core.iteration >= self.config.start_iter:
+                # Who shares sums sees the same; others may have seen another gradient overflow.
+                for other in self._others:
+                    other.minimum(self._core.verdict(self._device))
+            self._reducer.end_step()
 
     def _compress(
         self,

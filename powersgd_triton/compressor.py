@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.agreement import Agreement
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
@@ -121,6 +122,7 @@ class Compressor:
         self.config = config
         self._communicator = Communicator(group)
         self._state = State(config)
+        self._agreement = Agreement(self._state, [self._communicator])
         self._compressing = Layout.build(shapes, config)
         self._exact = Layout.build(shapes, config, compress=False)
         self._before = self._after = 0
@@ -147,12 +149,16 @@ class Compressor:
 
         Raises:
             TypeError, ValueError: the gradients are not those the compressor was made for. Nothing was changed.
+            DisagreementError: in the first step, another worker has other tensors or another configuration.
         """
         named = self._named(gradients)
         self._kinds = {name: (tensor.dtype, tensor.device) for name, tensor in named.items()}
+        if not self._agreement.begun:
+            device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
+            self._agreement.begin({segment.name: segment.shape for segment in self._compressing.segments}, device)
         layout = self._exact if self._state.iteration < self.config.start_iter else self._compressing
         if not layout.segments:
-            self._state.end_step()
+            self._end_step()
             nothing = BucketState(layout, torch.float32, torch.device("cpu"), self.config, TorchOperations)
             return Compressed(nothing, self._state.iteration, torch.ones(()))
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
@@ -163,9 +169,13 @@ class Compressor:
             self._state.void_step()
             raise
         self._after += layout.sent_numel(self.config, self._state.iteration)
-        self._state.end_step()
+        self._end_step()
         self._before += layout.numel
         return Compressed(compression.bucket, self._state.iteration, compression.verdict)
+
+    def _end_step(self) -> None:
+        self._state.end_step()
+        self._agreement.end_step()
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
         """Write the averaged gradients Ĝ.

@@ -202,6 +202,10 @@ class State:
                     self._restore(matrix, self._restored.pop(segment.name))
             tensors.M = errors if feedback else None
 
+    def buckets(self) -> list[BucketState]:
+        """Those bound now, in the order of their first tensors' names."""
+        return sorted(self._buckets.values(), key=lambda bucket: bucket.layout.segments[0].name)
+
     # The error --------------------------------------------------------------------------------------------------
 
     def materialize(self) -> None:
