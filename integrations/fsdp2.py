@@ -149,11 +149,7 @@ class HybridShardState(ShardedState):
             self._reducer.average(buffer, last=True, done=lambda: None)
             return
         views = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
-        gradients = self._add_carried(layout, views)
-        self._compress(layout, gradients)
-        if gradients is not views:
-            for name, view in views.items():
-                view.copy_(gradients[name])
+        self._compress(layout, views)
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return {s.name: s.shape for unit in self._units for s in unit.layout(padded=True).segments if len(s.shape) > 1}
@@ -222,7 +218,7 @@ class FullShardState(FullSizeState):
             mine = output[part.offset : part.offset + part.numel]
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
-        self._compress(layout, self._add_carried(layout, gradients), ranges)
+        self._compress(layout, gradients, ranges)
         if how["op"] == dist.ReduceOp.SUM:
             output.mul_(self._workers)
 

@@ -19,7 +19,8 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.reducer import Reducer
-from powersgd_triton.state import FORMAT_VERSION, State
+from powersgd_triton.saved_state import FORMAT_VERSION, Size
+from powersgd_triton.state import State
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -58,8 +59,6 @@ class ShardedState(abc.ABC):
         self._reducer = Reducer(self._core, self._communicator, others)
         self._seen: set[Hashable] = set()
         self._device: torch.device | None = None
-        # Errors that a checkpoint brought for tensors that are not compressed here; added once to their gradients.
-        self._carried: dict[str, Tensor] = {}
         self._before = self._after = 0
 
     @property
@@ -89,10 +88,7 @@ class ShardedState(abc.ABC):
         Empty without error feedback.
         """
         self._end_step()
-        errors = self._core.error()
-        for name, error in self._carried.items():
-            errors[name] = error.clone()
-        return errors
+        return self._core.error()
 
     # A step -----------------------------------------------------------------------------------------------------
 
@@ -126,16 +122,6 @@ class ShardedState(abc.ABC):
         self._after += layout.sent_numel(self.config, self._core.iteration)
         self._reducer.reduce(layout, gradients, last=True, done=_nothing, ranges=ranges)
 
-    def _add_carried(self, layout: Layout, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients with what a checkpoint brought for them; copies in fp32 where there is something."""
-        if not any(segment.name in self._carried for segment in layout.segments):
-            return gradients
-        gradients = {name: gradient.float() for name, gradient in gradients.items()}
-        for segment in layout.segments:
-            if segment.name in self._carried:
-                gradients[segment.name] = gradients[segment.name] + self._carried.pop(segment.name).view(segment.shape)
-        return gradients
-
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,8 +136,6 @@ class ShardedState(abc.ABC):
         if self.config.error_feedback:
             for name, shape in self._matrices().items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
-                if name in self._carried:
-                    error = self._carried[name]
                 errors[name] = self._place(name, torch.zeros(shape) if error is None else error)
         parts = {
             name: {key: part.cpu() for key, part in parts.items()} for name, parts in sorted(saved["matrices"].items())
@@ -177,29 +161,33 @@ class ShardedState(abc.ABC):
         shards = factors["shards"]
         # The saved shard in which this one's first rows were; the same one on all replicas.
         nearest = shards[worker * len(shards) // workers]
+        tensors: dict[str, Size] = {}
         matrices: dict[str, dict[str, Tensor]] = {}
-        carried: dict[str, Tensor] = {}
         for name, shape in self._matrices().items():
             rank = compressed_rank(shape, self.config)
+            tensors[name] = (*matrix_shape(shape), rank)
             error = None
             if self.config.error_feedback:
                 if name not in state_dict["error"]:
                     raise ValueError(f"the saved state has no error of {name!r}; is it of another model?")
                 error = self._take(name, state_dict["error"][name]).float()
-                if rank == 0:
-                    if error.any():
-                        carried[name] = error
-                    continue
+                if rank == 0 and error.any():
+                    matrices[name] = {"error": error}
             if rank:
                 bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(name, {}).items()}
                 # Left bases have the rows of a shard.
                 parts = bases if len(shards) == workers else {}
                 parts["basis"] = bases.get("basis", _random_basis(shape, rank))
                 matrices[name] = parts if error is None else {**parts, "error": error}
-        shapes = {name: matrix_shape(shape) for name, shape in self._matrices().items() if name in matrices}
-        core = {"format_version": FORMAT_VERSION, "iteration": state_dict["iteration"], "matrices": matrices}
-        self._core.load_state_dict(core, shapes)
-        self._carried = carried
+        self._core.load_state_dict(
+            {
+                "format_version": FORMAT_VERSION,
+                "iteration": state_dict["iteration"],
+                "tensors": tensors,
+                "matrices": matrices,
+            },
+            tensors,
+        )
         self._seen.clear()
 
     # What an adapter knows --------------------------------------------------------------------------------------

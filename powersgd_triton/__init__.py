@@ -3,6 +3,7 @@
 from powersgd_triton.agreement import DisagreementError
 from powersgd_triton.compressor import Compressed, Compressor
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.saved_state import LoadReport
 
-__all__ = ["Compressed", "Compressor", "DisagreementError", "PowerSGDConfig"]
+__all__ = ["Compressed", "Compressor", "DisagreementError", "LoadReport", "PowerSGDConfig"]
 __version__ = "0.1.0"

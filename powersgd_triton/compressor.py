@@ -18,6 +18,7 @@ from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.ops import BucketState, TorchOperations
 from powersgd_triton.ops.reference import subtract_product_reference
+from powersgd_triton.saved_state import LoadReport
 from powersgd_triton.state import State
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
@@ -39,11 +40,11 @@ class Compression:
     ) -> None:
         device = gradients[layout.segments[0].name].device
         self._state = state
-        self._gradients = gradients
         self._communicator = communicator
         self.verdict = state.verdict(device)
         self._step = state.step(communicator.world_size)
         self.bucket = state.bind(layout, {gradient.dtype for gradient in gradients.values()}, device)
+        self._gradients = state.add_carried(layout, gradients)
 
     def run(self) -> Iterator[None]:
         """Do the step up to the averaged factors; each time this yields, a collective is under way.
@@ -274,13 +275,27 @@ class Compressor:
         """
         return self._state.state_dict(self._communicator.mean)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+    ) -> LoadReport:
         """Go on from a saved state, of any world size and rank.
+
+        A tensor that is compressed no longer gets what it is owed with its next gradient.
+
+        Args:
+            state_dict: from ``state_dict``.
+            strict: refuse a state that has errors of other tensors, or lacks matrices of these. Otherwise what fits is
+                taken over.
+            rename: {name in the state: name here}.
+
+        Returns:
+            What was and what was not used.
 
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
         """
-        self._state.load_state_dict(state_dict, {s.name: (s.n, s.m) for s in self._compressing.compressed})
+        tensors = {s.name: (s.n, s.m, s.rank) for s in self._compressing.segments}
+        return self._state.load_state_dict(state_dict, tensors, strict=strict, rename=rename)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before, elements after) over all steps so far; rate 0 before the first."""
