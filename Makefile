@@ -12,9 +12,6 @@ demo: $(INSTALLED)
 # each imports torch: more than eight files at a time would only wait for memory.
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile
 
-# One thread each: the processes share the cores.
-test test-all: export OMP_NUM_THREADS = 1
-
 test: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 300 -m "not slow and not gpu"
 
