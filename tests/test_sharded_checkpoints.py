@@ -216,7 +216,7 @@ def refused(worker: int, world_size: int) -> dict[str, str]:
 def four() -> dict[str, list[Any]]:
     warnings.filterwarnings("ignore")
     cases = {"meshes": hybrid_meshes, "resumed": resumed, "modes": between_modes, "refused": refused}
-    return in_one_group(cases, 4, timeout=120)
+    return in_one_group(cases, 4)
 
 
 @pytest.mark.parametrize(("saved_on", "shape"), [(saved, shape) for saved, shapes in LOADS.items() for shape in shapes])
