@@ -39,14 +39,15 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     tensors, rest = flatten(state_dict)
-    rest["checksum"] = _checksum(tensors)
+    text = json.dumps(rest)
+    checksum = str(_checksum(tensors, text))
     if path.suffix == SAFETENSORS:
         from safetensors.torch import save as to_bytes
 
-        content = to_bytes(tensors, metadata={FORMAT: json.dumps(rest)})
+        content = to_bytes(tensors, metadata={FORMAT: text, "checksum": checksum})
     else:
         file = io.BytesIO()
-        torch.save({"format": FORMAT, "tensors": tensors, "rest": json.dumps(rest)}, file)
+        torch.save({FORMAT: text, "checksum": checksum, "tensors": tensors}, file)
         content = file.getvalue()
     _write(path, content)
 
@@ -61,13 +62,13 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
     content = path.read_bytes()
     try:
-        tensors, rest = (_from_safetensors if path.suffix == SAFETENSORS else _from_torch)(content)
+        tensors, values = (_from_safetensors if path.suffix == SAFETENSORS else _from_torch)(content)
+        if values["checksum"] != str(_checksum(tensors, values[FORMAT])):
+            raise ValueError("its checksum does not fit")
+        return unflatten(tensors, json.loads(values[FORMAT]))
     # Whatever a damaged file makes the readers do.
     except Exception as error:
-        raise ValueError(f"{path} is not a saved PowerSGD state, or it is damaged: {error}") from error
-    if rest.pop("checksum", None) != _checksum(tensors):
-        raise ValueError(f"{path} is damaged: its checksum does not fit")
-    return unflatten(tensors, rest)
+        raise ValueError(f"{path} is not a saved PowerSGD state, or it is damaged: {error!r}") from error
 
 
 def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -96,24 +97,22 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[st
     return {**rest, "matrices": matrices}
 
 
-def _from_torch(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _from_torch(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise ValueError("it holds something else")
-    return saved["tensors"], json.loads(saved["rest"])
+    return saved.pop("tensors"), saved
 
 
-def _from_safetensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _from_safetensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors.torch import load as from_bytes
 
     tensors: dict[str, Tensor] = from_bytes(content)
     # Eight bytes of length and a JSON header begin the file; the library's reader of bytes does not give the metadata.
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return tensors, json.loads(header["__metadata__"][FORMAT])
+    return tensors, header["__metadata__"]
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
-    total = 0
+def _checksum(tensors: Mapping[str, Tensor], text: str) -> int:
+    total = zlib.crc32(text.encode())
     for key in sorted(tensors):
         total = zlib.crc32(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode(), total)
         total = zlib.crc32(tensors[key].contiguous().view(-1).view(torch.uint8).numpy().data, total)
