@@ -109,9 +109,9 @@ class HybridShardState(ShardedState):
                 "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
             )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
         """As for every state; gradients of micro-batches that were not averaged yet are forgotten."""
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, rename=rename)
         self._unreduced.clear()
 
     @torch.no_grad()

@@ -145,8 +145,26 @@ class ShardedState(abc.ABC):
         # Bytes, since the number of shards and the rank may be others when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def renamed(self, names: Mapping[str, str]) -> Renamed:
+        """This state as a checkpoint knows it in which parameters had other names, for ``dcp.load``.
+
+        Args:
+            names: {saved name: name here}.
+
+        Raises:
+            ValueError: a name is not a matrix of this model.
+        """
+        unknown = sorted(set(names.values()) - self._matrices().keys())
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no trainable parameter of two or more dimensions of this model")
+        return Renamed(self, names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
         """Go on from a saved state, of any mesh and rank. ``dcp.load`` calls it.
+
+        Args:
+            state_dict: from ``state_dict``.
+            rename: {saved name: name here}; for ``dcp.load`` see ``renamed``.
 
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
@@ -161,20 +179,21 @@ class ShardedState(abc.ABC):
         shards = factors["shards"]
         # The saved shard in which this one's first rows were; the same one on all replicas.
         nearest = shards[worker * len(shards) // workers]
+        saved_names = {new: old for old, new in (rename or {}).items()}
         tensors: dict[str, Size] = {}
         matrices: dict[str, dict[str, Tensor]] = {}
         for name, shape in self._matrices().items():
-            rank = compressed_rank(shape, self.config)
+            rank, saved = compressed_rank(shape, self.config), saved_names.get(name, name)
             tensors[name] = (*matrix_shape(shape), rank)
             error = None
             if self.config.error_feedback:
-                if name not in state_dict["error"]:
-                    raise ValueError(f"the saved state has no error of {name!r}; is it of another model?")
-                error = self._take(name, state_dict["error"][name]).float()
+                if saved not in state_dict["error"]:
+                    raise ValueError(f"the saved state has no error of {saved!r}; is it of another model?")
+                error = self._take(name, state_dict["error"][saved]).float()
                 if rank == 0 and error.any():
                     matrices[name] = {"error": error}
             if rank:
-                bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(name, {}).items()}
+                bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(saved, {}).items()}
                 # Left bases have the rows of a shard.
                 parts = bases if len(shards) == workers else {}
                 parts["basis"] = bases.get("basis", _random_basis(shape, rank))
@@ -211,6 +230,23 @@ class ShardedState(abc.ABC):
     def _gather(self, factors: Any) -> list[Any]:
         """The factors of all shards in their order."""
         return [factors]
+
+
+class Renamed:
+    """A sharded state whose parameters had other names when it was saved; see ``ShardedState.renamed``."""
+
+    def __init__(self, state: ShardedState, names: Mapping[str, str]) -> None:
+        self._state, self._names = state, dict(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As it was saved. Collective."""
+        saved_names = {new: old for old, new in self._names.items()}
+        found = self._state.state_dict()
+        return {**found, "error": {saved_names.get(name, name): error for name, error in found["error"].items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from it."""
+        self._state.load_state_dict(state_dict, rename=self._names)
 
 
 class FullSizeState(ShardedState):
