@@ -30,7 +30,7 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """Number of workers; asked anew each time, since a program that lost a peer may set up another default group."""
+        """Number of workers, asked anew each time: a program that lost a peer may set up another default group."""
         return dist.get_world_size(self.group) if self._ready else 1
 
     @property
