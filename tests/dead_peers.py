@@ -262,7 +262,7 @@ def start_group(folder: str, name: str, worker: int, world_size: int, seconds: f
 def bare(worker: int, folder: str) -> dict[str, Any]:
     """The same with DDP alone, which shows no all-reduce to Python: the peer dies in the backward pass."""
     model = stack()
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
+    replicas = [DistributedDataParallel(model, bucket_cap_mb=MANY)]
 
     def die(gradient: Tensor) -> None:
         if worker == PEER:
@@ -270,13 +270,13 @@ def bare(worker: int, folder: str) -> dict[str, Any]:
 
     def step(number: int) -> None:
         inputs, targets = batch(worker, number, width=WIDTH)
-        squared_error(replica(inputs), targets).backward()
+        squared_error(replicas[0](inputs), targets).backward()
 
     for number in range(TOGETHER):
         step(number)
     model[2].weight.register_hook(die)  # type: ignore[operator]
     found = interruption(lambda: step(TOGETHER), worker, 0, silent=False)
-    del replica, step
+    replicas.clear()
     gc.collect()
     dist.destroy_process_group()
     return found
