@@ -51,6 +51,18 @@ class Communicator:
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
+    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
+        """Start giving row w of ``sent`` to worker w; row w of ``received`` is what worker w gave. [workers, …]."""
+        work: dist.Work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
+        """Start collecting every worker's ``tensor`` in ``gathered`` [workers, …]."""
+        # Its name before torch 2.13 is deprecated since.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work: dist.Work = gather(gathered.view(-1), tensor.view(-1), group=self.group, async_op=True)
+        return work
+
     def minimum(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor's elements by the smallest of all workers' ones."""
         if self.world_size > 1:

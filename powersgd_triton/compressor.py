@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.agreement import Agreement
-from powersgd_triton.communication import Communicator, wait
+from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.exchange import summed
 from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.ops import BucketState, TorchOperations
@@ -56,9 +57,7 @@ class Compression:
         if not step.warm_start:
             operations.redraw_bases(step)
         for message in operations.exchange(self._gradients, step, self.verdict):
-            work = self._communicator.all_reduce(message)
-            yield
-            wait(work)
+            yield from summed(self.bucket, message, self._communicator)
 
     def reconstruct(self, gradients: Mapping[str, Tensor]) -> None:
         """Ĝ, and the bypass tensors' means, into {name: contiguous tensor}."""

@@ -12,6 +12,18 @@ import torch
 
 BACKENDS = ("auto", "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
+WIRE_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "int8": "int8",
+    "int4": "int4",
+}
 ERROR_DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -39,6 +51,10 @@ class PowerSGDConfig:
         iterations: how often a step repeats that, each time on what the last time left over.
         orthogonalization_epsilon: a column is replaced by a random direction when what is left of it after projecting
             out its predecessors is at most max(epsilon, 2⁻²²) of its norm before.
+        wire_dtype: width of the factors in messages, a torch.dtype or its name: None for fp32 (fp64 for fp64
+            gradients), bf16, fp16, int8 or int4. What is narrower than fp32 is summed by one worker in fp32, rounded,
+            and returned; fp16 and integers have a bf16 scale for each 128 entries of a column. What rounding loses
+            stays in the error.
         error_dtype: dtype in which the error is kept between steps, a torch.dtype or its name: None for fp32 (fp64 for
             fp64 gradients), or bf16, which halves that memory.
         seed: seeds Q and the replacement directions, together with the parameter's name.
@@ -61,6 +77,7 @@ class PowerSGDConfig:
     algorithm: str = "standard"
     iterations: int = 1
     orthogonalization_epsilon: float = 0.0
+    wire_dtype: torch.dtype | str | None = None
     error_dtype: torch.dtype | str | None = None
     seed: int = 0
     batch_by_shape: bool = True
@@ -95,6 +112,13 @@ class PowerSGDConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.algorithm == "alternating" and not self.warm_start:
             raise ValueError("algorithm 'alternating' starts from the last step's factors: it needs warm_start=True")
+        if self.wire_dtype is not None:
+            name = str(self.wire_dtype).removeprefix("torch.")
+            if name not in WIRE_DTYPES:
+                raise ValueError(
+                    f"wire_dtype must be None, float32, bfloat16, float16, int8 or int4; got {self.wire_dtype!r}"
+                )
+            object.__setattr__(self, "wire_dtype", WIRE_DTYPES[name])
         if self.error_dtype is not None:
             name = str(self.error_dtype).removeprefix("torch.")
             if name not in ERROR_DTYPES:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.wire_format import FORMATS, WireFormat
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -21,14 +22,22 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def compressed_rank(shape: Sequence[int], config: PowerSGDConfig) -> int:
     """Rank r = min(rank, n, m) if compressing is worth it, else 0 (bypass).
 
-    Worth it means (n + m) · r · min_compression_rate < n · m for a tensor of two or more dimensions, with as many
-    times (n + m) · r elements as travel for it in a step.
+    Worth it means that the bytes of its factors in a step, scales included, times min_compression_rate are fewer than
+    the 4 n m bytes that it has as an fp32 tensor. Without ``wire_dtype`` that is (n + m) · r · min_compression_rate <
+    n · m for each time that both factors travel.
     """
     if len(shape) < 2:
         return 0
     n, m = matrix_shape(shape)
     r = min(config.rank, n, m)
-    return r if (n + m) * r * factors_sent(config) * config.min_compression_rate < n * m else 0
+    width = wire_format(config)
+    sent = (width.factor_bytes(n, r) + width.factor_bytes(m, r)) * factors_sent(config)
+    return r if sent * config.min_compression_rate < 4 * n * m else 0
+
+
+def wire_format(config: PowerSGDConfig) -> WireFormat:
+    """How factors are written into messages."""
+    return FORMATS[str(config.wire_dtype or "float32")]
 
 
 def factors_sent(config: PowerSGDConfig) -> float:
@@ -168,9 +177,17 @@ class Layout:
         return tuple(itertools.accumulate((segment.numel for segment in self.bypass), initial=start))[:-1]
 
     def sent_numel(self, config: PowerSGDConfig, iteration: int) -> int:
-        """Elements that travel in the step of that number."""
-        if config.algorithm == "standard":
-            return config.iterations * (self.p_numel + self.q_numel) + self.bypass_numel
-        first = first_turn(config, iteration)
-        lefts = sum(turn % 2 == 0 for turn in range(first, first + config.iterations))
-        return lefts * self.q_numel + (config.iterations - lefts) * self.p_numel + self.bypass_numel
+        """Elements that travel in the step of that number; narrower factors count as fp32 ones of as many bytes."""
+        width = wire_format(config)
+        left = sum(len(g.segments) * width.factor_bytes(g.n, g.rank) for g in self.groups)
+        right = sum(len(g.segments) * width.factor_bytes(g.m, g.rank) for g in self.groups)
+        lefts = rights = config.iterations
+        if config.algorithm == "alternating":
+            first = first_turn(config, iteration)
+            rights = sum(turn % 2 == 0 for turn in range(first, first + config.iterations))
+            lefts = config.iterations - rights
+        return -(-(lefts * left + rights * right) // 4) + self.bypass_numel
+
+    def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
+        """(matrices, rows, rank) of the factors of each group, in their order."""
+        return [(len(g.segments), g.n if left else g.m, g.rank) for g in self.groups]

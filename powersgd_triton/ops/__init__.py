@@ -10,13 +10,14 @@ import torch
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
 from powersgd_triton.ops.bucket import BucketState
-from powersgd_triton.ops.operations import Operations, Step
+from powersgd_triton.ops.operations import Message, Operations, Step
 from powersgd_triton.ops.ranges import reconstruct_ranges
 from powersgd_triton.ops.torch_backend import TorchAlternating, TorchOperations
 
 __all__ = [
     "Backend",
     "BucketState",
+    "Message",
     "Operations",
     "Step",
     "TorchAlternating",

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
-from powersgd_triton.ops.operations import Operations
+from powersgd_triton.layout import Layout, wire_format
+from powersgd_triton.ops.operations import Message, Operations
+from powersgd_triton.ops.wire import Wire
+from powersgd_triton.wire_format import WirePlan
 
 Product = list[tuple[Tensor, Tensor]]
 """Σ L Rᵀ for all matrices: pairs of flat factors, one for each iteration of a step."""
@@ -49,6 +51,7 @@ class BucketState:
         applied: scalar of the last step that this bucket took part in, 0 if the optimizer skips that step; None where
             M holds no product that is still to be subtracted.
         scale: scalar, the loss scale that M contains; None for 1.
+        width: of the factors in messages.
         operations: the stages of a step on this bucket.
     """
 
@@ -78,7 +81,19 @@ class BucketState:
         for group in layout.groups:
             keys = [zlib.crc32(segment.name.encode()) ^ config.seed for segment in group.segments]
             self.groups.append(Group(None, torch.tensor(keys, dtype=torch.int64).to(device)))
+        self.width = wire_format(config)
+        self._wires: dict[tuple[bool, int, int], Wire] = {}
         self.operations = operations(self)
+
+    def wire(self, message: Message, workers: int) -> Wire:
+        """What writes and reads messages of this kind."""
+        factors = self.layout.p_numel if message.left else self.layout.q_numel
+        key = message.left, message.content.numel() - factors, workers
+        if key not in self._wires:
+            shapes = self.layout.factor_shapes(left=message.left)
+            plan = WirePlan.build(self.width, shapes, key[1], self.message_P.element_size(), workers)
+            self._wires[key] = self.operations.wire(plan)
+        return self._wires[key]
 
     def left(self, factors: Tensor) -> list[Tensor]:
         """Views [B, n, r] of flat left factors, group by group."""

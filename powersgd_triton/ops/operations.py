@@ -8,6 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from powersgd_triton.ops.wire import Wire
+from powersgd_triton.wire_format import WirePlan
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -36,13 +39,29 @@ class Step:
         return (self.turn + repetition) % 2 == 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What is to be summed over the workers, in place.
+
+    Attributes:
+        content: [factors | bypass tensors], the latter once a step.
+        left: whether the factors are left ones.
+        own: what this worker's factors contribute to the average, to be corrected where they are rounded; None where
+            only their span is used.
+    """
+
+    content: Tensor
+    left: bool
+    own: Tensor | None
+
+
 class Operations(Protocol):
     """One algorithm on one bucket, whose memory it reads and writes.
 
     Gradients are {name: contiguous tensor} with all of the layout's tensors.
     """
 
-    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
+    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Message]:
         """Do a step up to the averaged factors. What is yielded must be summed over the workers before going on.
 
         M ← G + growth · (M − what is pending), then products and messages. At the end the bucket's ``product`` is what
@@ -61,3 +80,6 @@ class Operations(Protocol):
 
     def orthogonalize_bases(self, step: Step) -> None:
         """Make the bases orthonormal again."""
+
+    def wire(self, plan: WirePlan) -> Wire:
+        """What writes the bucket's messages narrower than fp32, and reads them."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.ops.bucket import BucketState, Product
-from powersgd_triton.ops.operations import Step
+from powersgd_triton.ops.operations import Message, Step
 from powersgd_triton.ops.reference import (
     backproject_reference,
     compensate_backproject_reference,
@@ -20,6 +20,8 @@ from powersgd_triton.ops.reference import (
     rollback_reference,
     subtract_product_reference,
 )
+from powersgd_triton.ops.wire import TorchWire, Wire
+from powersgd_triton.wire_format import WirePlan
 
 
 class TorchOperations:
@@ -29,7 +31,7 @@ class TorchOperations:
         self._bucket = bucket
         self._finite: Tensor | None = None
 
-    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
+    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Message]:
         bucket = self._bucket
         product: Product = []
         average: Product = []
@@ -37,12 +39,12 @@ class TorchOperations:
             last = repetition == step.repetitions - 1
             self.project(gradients, product, step)
             message = self._packed(gradients, bucket.message_P, bucket.layout.p_numel, repetition)
-            yield message
+            yield Message(message, left=True, own=None)
             self._look_at(message, repetition)
             if repetition == 0:
                 bucket.bypass_means.div_(step.workers)
             self.backproject(gradients, product, step)
-            yield bucket.message_Q
+            yield Message(bucket.message_Q, left=False, own=bucket.Q)
             bucket.message_Q.div_(step.workers)
             self._look_at(bucket.message_Q)
             _append(product, bucket.P_hat, bucket.Q, copy=not last)
@@ -88,6 +90,9 @@ class TorchOperations:
     def orthogonalize_bases(self, step: Step) -> None:
         for bases in self._bases():
             self._orthogonalize(bases, step, out=bases)
+
+    def wire(self, plan: WirePlan) -> Wire:
+        return TorchWire(plan, self._bucket.message_P.dtype)
 
     def _bases(self) -> list[list[Tensor]]:
         """What steps start from."""
@@ -191,7 +196,7 @@ class TorchOperations:
 class TorchAlternating(TorchOperations):
     """The alternating algorithm: Q = Mᵀ P̂ and P = M Q̂ by turns, with P̂ and Q̂ the last turn's orthonormal mean."""
 
-    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
+    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Message]:
         bucket = self._bucket
         product: Product = []
         average: Product = []
@@ -206,7 +211,7 @@ class TorchAlternating(TorchOperations):
             mean = message[: own.numel()]
             mean.copy_(own)
             sent = self._packed(gradients, message, own.numel(), repetition)
-            yield sent
+            yield Message(sent, left=not left, own=own)
             sent.div_(step.workers)
             self._look_at(sent, repetition)
             if left:

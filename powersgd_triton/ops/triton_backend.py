@@ -17,8 +17,10 @@ from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
 from powersgd_triton.ops.bucket import BucketState
-from powersgd_triton.ops.operations import Step
+from powersgd_triton.ops.operations import Message, Step
 from powersgd_triton.ops.torch_backend import TorchOperations
+from powersgd_triton.ops.wire import Wire
+from powersgd_triton.wire_format import WirePlan
 
 
 class Workspace:
@@ -63,18 +65,18 @@ class TritonOperations:
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         self._never, self._same = torch.zeros((), device=device), torch.ones((), device=device)
 
-    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
+    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Message]:
         bucket, table = self._bucket, self._table
         G = self._pointers(gradients)
         self._project(G, step, own=None)
-        yield bucket.message_P
+        yield Message(bucket.message_P, left=True, own=None)
         self._orthogonalize(table.P, bucket.message_P, step, out=bucket.P_hat)
         parts = self._get("parts", table.q_parts_numel)
         backproject_triton(table, self._errors() or G, bucket.P_hat, self._launches.backproject, out=parts)
         pack_and_average_triton(
             table, parts, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
         )  # fmt: skip
-        yield bucket.message_Q
+        yield Message(bucket.message_Q, left=False, own=bucket.Q)
         # Also without warm start: this is what finds values that are not finite.
         self._commit(G, table.Q, bucket.message_Q, bucket.basis, step, verdict)
         self._finish((bucket.P_hat, bucket.Q), (bucket.P_hat, bucket.message_Q), verdict)
@@ -143,6 +145,9 @@ class TritonOperations:
         for factors, basis in self._bases():
             self._orthogonalize(factors, basis, step, out=basis)
 
+    def wire(self, plan: WirePlan) -> Wire:
+        return self._reference.wire(plan)
+
     def _bases(self) -> list[tuple[FactorTable, Tensor]]:
         """What steps start from."""
         return [(self._table.Q, self._bucket.basis)]
@@ -177,7 +182,7 @@ class TritonOperations:
 class TritonAlternating(TritonOperations):
     """The alternating algorithm on one bucket: eight launches a step up to rank 32."""
 
-    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
+    def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Message]:
         bucket, table = self._bucket, self._table
         G = self._pointers(gradients)
         if step.multiplies_left(0):
@@ -189,14 +194,14 @@ class TritonAlternating(TritonOperations):
             pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
             bucket.bypass_means = bucket.message_Q[bucket.layout.q_numel :]
             bucket.applied = None
-            yield bucket.message_Q
+            yield Message(bucket.message_Q, left=False, own=bucket.Q)
             average_triton(table, table.pack_left, bucket.message_Q, step.workers, self._finite)
             mean = bucket.message_Q[: bucket.layout.q_numel]
             self._commit(G, table.Q, mean, bucket.basis, step, verdict)
             self._finish((bucket.P_hat, bucket.Q), (bucket.P_hat, mean), verdict)
         else:
             self._project(G, step, own=bucket.P)
-            yield bucket.message_P
+            yield Message(bucket.message_P, left=True, own=bucket.P)
             average_triton(table, table.pack_P, bucket.message_P, step.workers, self._finite)
             mean = bucket.message_P[: bucket.layout.p_numel]
             self._commit(G, table.P, mean, bucket.P_hat, step, verdict)
