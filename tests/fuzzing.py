@@ -226,7 +226,7 @@ class Follower:
             if self.config.error_feedback
         }
         passages = self.fleet.step(given, self.buckets, case.overlapping)
-        finite = [self.check_outputs(passage, given) for passage in passages]
+        finite = [self.check_outputs(passage, given, before) for passage in passages]
         for passage, counts in zip(passages, finite, strict=True):
             for segment in passage.layout.compressed:
                 self.check_bases(passage, segment, counts)
@@ -242,7 +242,9 @@ class Follower:
 
     # Outputs --------------------------------------------------------------------------------------------------------
 
-    def check_outputs(self, passage: Passage, given: list[Values]) -> bool:
+    def check_outputs(
+        self, passage: Passage, given: list[Values], before: dict[str, list[tuple[Tensor, Tensor]]]
+    ) -> bool:
         """Equal bits everywhere, means of what is not compressed; whether the bucket was finite."""
         layout = passage.layout
         names = [segment.name for segment in layout.segments]
@@ -254,6 +256,15 @@ class Follower:
         received = all(own[name].isfinite().all() for own in given for name in names)
         if not received:
             assert not finite, "a gradient that is not finite did not reach the output"
+        elif not finite:
+            # Neither a product with orthonormal columns nor a sum over workers is larger than these norms.
+            largest = max(
+                sum(float(own[name].double().norm()) for own in given)
+                + sum(float(size.norm()) for _, size in before.get(name, []))
+                for name in names
+            )
+            limit = float(torch.finfo(averages[names[0]].dtype).max)
+            assert largest >= limit / 64, f"gradients and errors of norm {largest} were called not finite"
         for segment in layout.bypass:
             self.check_mean(segment, averages[segment.name], [own[segment.name] for own in given])
         if not finite:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -121,18 +122,21 @@ class Fleet:
         """``fn(state, mean)`` of each worker, where ``mean`` averages over them. ``fn`` is called twice."""
         given: list[list[Tensor]] = [[] for _ in self.states]
 
-        def note(own: list[Tensor], tensor: Tensor) -> Tensor:
-            own.append(tensor.clone())
-            return tensor
+        def noting(own: list[Tensor]) -> Callable[[Tensor], Tensor]:
+            def note(tensor: Tensor) -> Tensor:
+                own.append(tensor.clone())
+                return tensor
+
+            return note
+
+        def replaying(means: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+            following = iter(means)
+            return lambda _: next(following).clone()
 
         for own, state in zip(given, self.states, strict=True):
-            fn(state, lambda tensor, own=own: note(own, tensor))  # type: ignore[misc]
+            fn(state, noting(own))
         means = [torch.stack(tensors).sum(0) / len(tensors) for tensors in zip(*given, strict=True)]
-        results = []
-        for state in self.states:
-            following = iter(means)
-            results.append(fn(state, lambda tensor, following=following: next(following).clone()))  # type: ignore[misc]
-        return results
+        return [fn(state, replaying(means)) for state in self.states]
 
     def _layout(self, names: tuple[str, ...], compress: bool) -> Layout:
         if (names, compress) not in self._layouts:
@@ -165,7 +169,7 @@ class Fleet:
                 passage.written.append(given[worker])
             return going_on
 
-        return [lambda worker=worker: stage(worker) for worker in range(len(compressions))]  # type: ignore[misc]
+        return [functools.partial(stage, worker) for worker in range(len(compressions))]
 
 
 def packed(gradients: Values, layout: Layout) -> Values:
