@@ -36,6 +36,7 @@ def test_many_steps_follow_the_method(case: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @examples(4)
 @given(cases("triton", max_steps=3))
 def test_steps_follow_the_method_in_triton(case: Case) -> None:
@@ -44,6 +45,7 @@ def test_steps_follow_the_method_in_triton(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @examples(150)
 @given(cases("triton"))
 def test_many_steps_follow_the_method_in_triton(case: Case) -> None:
