@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given
 
 from tests.conftest import INTERPRETED
 from tests.fp64_model import total
-from tests.fuzzing import NOT_FINITE, Case, Fault, Follower, cases, gamma, gradients, owed
+from tests.fuzz_cases import NOT_FINITE, Case, Fault, cases, gradients
+from tests.fuzzing import Follower, gamma, owed
 
 
 def examples(count: int) -> hypothesis.settings:
