@@ -26,10 +26,10 @@ PARALLELISMS = {
 """Name: what it is."""
 
 GRADIENT_COLLECTIVES = {
-    "fsdp1": ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"),
-    "fsdp2": ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"),
+    "fsdp1": ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    "fsdp2": ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"),
     # Reduce-scatters stay inside a replica.
-    "hsdp": ("all_reduce",),
+    "hsdp": ("all_reduce", "all_to_all_single"),
 }
 """What carries gradients between workers, or between replicas; all-gathers carry parameters."""
 

@@ -36,6 +36,10 @@ MODES: dict[str, dict[str, Any]] = {
     "alternating": {"algorithm": "alternating"},
     "twice": {"iterations": 2},
     "bf16error": {"error_dtype": "bf16"},
+    "bf16": {"wire_dtype": "bf16"},
+    "fp16": {"wire_dtype": "fp16"},
+    "int8": {"wire_dtype": "int8"},
+    "int4": {"wire_dtype": "int4"},
 }
 """Modes of our hook by the names that arms give them."""
 
