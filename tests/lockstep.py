@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 class Line(Communicator):
-    """One worker's end: it notes what is to be summed, and goes on once ``add_up`` has done so."""
+    """One worker's end: it notes what is to be communicated, and goes on once ``communicate`` has done so."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self._rank, self._world_size = rank, world_size
-        self.message: Tensor | None = None
+        self.message: tuple[str, Tensor, Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -41,26 +41,41 @@ class Line(Communicator):
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         if self.world_size > 1 and tensor.numel():
-            assert self.message is None, "two messages at once"
-            self.message = tensor
+            self._note("sum", tensor, tensor)
         return None
 
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        self._note("exchange", received, sent)
 
-def add_up(lines: Sequence[Line]) -> None:
-    """Sum the messages, one worker after the other in the message's dtype; all workers get the same bits."""
-    messages = [line.message for line in lines]
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
+        self._note("gather", gathered, tensor)
+
+    def _note(self, kind: str, received: Tensor, sent: Tensor) -> None:
+        assert self.message is None, "two messages at once"
+        self.message = kind, received, sent
+
+
+def communicate(lines: Sequence[Line]) -> None:
+    """Do what all workers wait for. Sums are made one worker after the other in the message's dtype."""
+    messages = [line.message for line in lines if line.message is not None]
     for line in lines:
         line.message = None
-    sent = [message for message in messages if message is not None]
-    if not sent:
+    if not messages:
         return
-    assert len(sent) == len(lines), "some workers sent a message and others did not"
-    assert len({(message.shape, message.dtype) for message in sent}) == 1, "workers sent different messages"
+    assert len(messages) == len(lines), "some workers sent a message and others did not"
+    kinds = {(kind, received.shape, sent.shape, sent.dtype) for kind, received, sent in messages}
+    assert len(kinds) == 1, "workers sent different messages"
+    ((kind, *_),) = kinds
+    sent = [tensor.clone() for _, _, tensor in messages]
     total = sent[0].clone()
-    for message in sent[1:]:
-        total += message
-    for message in sent:
-        message.copy_(total)
+    if kind == "sum":
+        for tensor in sent[1:]:
+            total += tensor
+    for worker, (_, received, _) in enumerate(messages):
+        if kind == "sum":
+            received.copy_(total)
+        else:
+            received.copy_(torch.stack(sent if kind == "gather" else [tensor[worker] for tensor in sent]))
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,7 +132,7 @@ class Fleet:
                 for stages in list(under_way):
                     going_on = [stage() for stage in stages]
                     assert len(set(going_on)) == 1, "workers are at different stages"
-                    add_up(self._lines)
+                    communicate(self._lines)
                     if not going_on[0]:
                         under_way.remove(stages)
                 if overlapping and passage is not passages[-1]:

@@ -14,8 +14,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
-# Collective: position and name of the argument that holds what this worker sends. An all-to-all whose sums an all-gather
-# then gives to all counts as the all-reduce that it stands for: its bytes once.
+# Collective: position and name of the argument that holds what this worker sends. An all-to-all whose sums an
+# all-gather then gives to all counts as the all-reduce that it stands for: its bytes once.
 _SENT_ARGUMENT = {
     "all_reduce": (0, "tensor"),
     "all_gather": (1, "tensor"),
