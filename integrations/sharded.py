@@ -34,21 +34,21 @@ def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
     return min(worker * each, rows), min((worker + 1) * each, rows)
 
 
-class ShardedState(abc.ABC):
-    """Configuration and memory of one sharded model's compression, usable as a ``Stateful`` of DCP.
+class StepState:
+    """Configuration and memory of one model's compression: what needs no knowledge of how the model is sharded.
 
     Args:
         config: what to compress and how.
-        group: whom to average with.
+        communicator: whom to average with.
 
     Raises:
         TypeError: ``config`` is no configuration.
     """
 
-    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: PowerSGDConfig, communicator: Communicator) -> None:
         check_config(config)
         self.config = config
-        self._communicator = Communicator(group)
+        self._communicator = communicator
         self._core = State(config)
         self._reducer = Reducer(self._core, self._communicator)
         self._seen: set[Hashable] = set()
@@ -111,6 +111,21 @@ class ShardedState(abc.ABC):
                 gradients[segment.name] = gradients[segment.name] + self._carried.pop(segment.name).view(segment.shape)
         return gradients
 
+
+class ShardedState(StepState, abc.ABC):
+    """A sharded model's state, usable as a ``Stateful`` of DCP.
+
+    Args:
+        config: what to compress and how.
+        group: whom to average with.
+
+    Raises:
+        TypeError: ``config`` is no configuration.
+    """
+
+    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup | None) -> None:
+        super().__init__(config, Communicator(group))
+
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +184,7 @@ class ShardedState(abc.ABC):
                 bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(name, {}).items()}
                 # Left bases have the rows of a shard.
                 parts = bases if len(shards) == workers else {}
-                parts["basis"] = bases.get("basis", _random_basis(shape, rank))
+                parts["basis"] = bases.get("basis", random_basis(shape, rank))
                 matrices[name] = parts if error is None else {**parts, "error": error}
         shapes = {name: matrix_shape(shape) for name, shape in self._matrices().items() if name in matrices}
         core = {"format_version": FORMAT_VERSION, "iteration": state_dict["iteration"], "matrices": matrices}
@@ -243,8 +258,8 @@ def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
-    """The same on all workers, for a matrix that was not compressed where the state was saved."""
+def random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
+    """[m, rank], the same on all workers, for a matrix that was not compressed where the state was saved."""
     generator = torch.Generator().manual_seed(0)
     basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
     return basis

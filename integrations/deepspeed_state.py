@@ -1,0 +1,223 @@
+"""DeepSpeed: one engine's configuration and memory, whatever its ZeRO stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powersgd_triton.communication import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.sharded import StepState, plain_name, random_basis
+from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.state import FORMAT_VERSION
+
+CHECKPOINT_KEYS = ("version", "core", "carried", "shapes")
+
+
+@dataclasses.dataclass
+class Gradient:
+    """One parameter's gradient on its way through DeepSpeed.
+
+    Attributes:
+        name: the parameter's.
+        shape: the whole parameter's.
+        tensor: this worker's own gradient, contiguous, of as many elements as ``shape`` has.
+        part: (first element, where to write the average from there on); None to overwrite ``tensor``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+    part: tuple[int, Tensor] | None = None
+
+
+class LoggedCommunicator(Communicator):
+    """Sends through ``deepspeed.comm``, whose logger then counts the factors too."""
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+        """Start summing ``tensor`` over the workers in place."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return None
+        work: dist.Work | None = deepspeed.comm.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+
+class DeepSpeedState(StepState):
+    """What ``engine.powersgd`` is: the compression of one engine's gradients.
+
+    Args:
+        config: what to compress and how.
+        engine: a ``DeepSpeedEngine``.
+        group: the workers that average gradients with each other.
+    """
+
+    def __init__(self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(config, LoggedCommunicator(group))
+        self.group = group
+        self._engine = engine
+        self._names = {id(parameter): plain_name(name) for name, parameter in engine.module.named_parameters()}
+        sparse = {id(module.weight) for module in engine.module.modules() if getattr(module, "sparse", False) is True}
+        # Of what DeepSpeed averages densely; it sends sparse gradients by itself.
+        self.shapes = {
+            self._names[id(parameter)]: whole_shape(parameter)
+            for parameter in engine.module.parameters()
+            if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
+        }
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._reached = False
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The parameter's name in the module.
+
+        Raises:
+            RuntimeError: it was not in the module when compression was switched on.
+        """
+        try:
+            return self._names[id(parameter)]
+        except KeyError:
+            raise RuntimeError(
+                f"DeepSpeed reduces the gradient of a parameter of shape {whole_shape(parameter)} that the module did "
+                "not have when powersgd was enabled; change the model before deepspeed.initialize"
+            ) from None
+
+    def compressing(self) -> bool:
+        """Whether the seam's gradients are to be compressed now. Notes that DeepSpeed has come through the seam."""
+        self._reached = True
+        return bool(self._engine.global_steps >= self.config.start_iter)
+
+    @torch.no_grad()
+    def average(self, gradients: Sequence[Gradient], factor: float = 1.0) -> None:
+        """Replace gradients, or parts of them, by ``factor`` times their averages over the workers."""
+        if not gradients:
+            return
+        names = tuple(gradient.name for gradient in gradients)
+        if not self._seen.isdisjoint(names):
+            # ZeRO 2 and 3 reduce in every micro-batch; each is a step of the compression.
+            self._end_step()
+        self._seen.update(names)
+        layout = self._layouts.get(names)
+        if layout is None:
+            shapes = ((gradient.name, gradient.shape) for gradient in gradients)
+            layout = self._layouts[names] = Layout.build(shapes, self.config)
+        views = {gradient.name: gradient.tensor.view(gradient.shape) for gradient in gradients}
+        targets = [g.tensor.view(-1) if g.part is None else g.part[1] for g in gradients]
+        ranges = {
+            gradient.name: (0 if gradient.part is None else gradient.part[0], target)
+            for gradient, target in zip(gradients, targets, strict=True)
+            if target.numel()
+        }
+        whole = all(gradient.part is None for gradient in gradients)
+        given = self._add_carried(layout, views)
+        self._compress(layout, given, None if whole and given is views else ranges)
+        if factor != 1.0:
+            for target in targets:
+                target.mul_(factor)
+
+    def check_reached(self) -> None:
+        """Before the optimizer's step.
+
+        Raises:
+            RuntimeError: no gradient has come through the seam since the last one.
+        """
+        if self.shapes and not self._reached:
+            raise RuntimeError(
+                f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
+                f"{self._engine.global_steps} without it. This release may have another way of reducing gradients: use "
+                "one that the README lists, or take the section 'powersgd' out. (The same happens where "
+                "deepspeed.enable is called between backward() and step().)"
+            )
+
+    def close_step(self) -> None:
+        """After the optimizer's step, applied or skipped."""
+        if not self._reached:
+            return
+        if getattr(self._engine.optimizer, "overflow", False) and self._seen:
+            # Skipped, maybe for a reason that no bucket of this worker shows: what was sent is still owed.
+            self._core.verdict(torch.device(self._engine.device)).zero_()
+        self._reached = False
+        self._seen.clear()
+        self._core.end_step()
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors on the CPU and numbers: the mean error, the bases, the step. Collective; the same everywhere."""
+        self._end_step()
+        core = self._core.state_dict(lambda error: self._communicator.mean(error).cpu())
+        for parts in core["matrices"].values():
+            parts.update({key: part.cpu() for key, part in parts.items()})
+        return {
+            "version": FORMAT_VERSION,
+            "core": core,
+            "carried": {name: error.cpu() for name, error in self._carried.items()},
+            "shapes": {name: tuple(shape) for name, shape in self.shapes.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved state, of any number of workers and any rank.
+
+        Raises:
+            ValueError: it is of another model or format. Nothing was changed.
+        """
+        matrices, carried = self._fitted(state_dict)
+        shapes = {name: matrix_shape(self.shapes[name]) for name in matrices}
+        self._core.load_state_dict({**state_dict["core"], "matrices": matrices}, shapes)
+        self._carried = carried
+        self._seen.clear()
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what ``load_state_dict`` would raise about names and shapes, before anything is loaded."""
+        self._fitted(state_dict)
+
+    def forget(self) -> None:
+        """Drop all errors: the weights are others now."""
+        self._core.forget_errors()
+        self._carried.clear()
+        self._seen.clear()
+
+    def _fitted(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+        """The saved matrices as they are compressed here, and the errors of those that are not."""
+        missing = [key for key in CHECKPOINT_KEYS if not isinstance(state_dict, Mapping) or key not in state_dict]
+        if missing:
+            raise ValueError(f"expected a state that engine.save_checkpoint wrote; {missing} are missing")
+        if state_dict["version"] != FORMAT_VERSION:
+            raise ValueError(f"expected a state of format {FORMAT_VERSION}; got {state_dict['version']!r}")
+        device = torch.device(self._engine.device)
+        matrices: dict[str, dict[str, Tensor]] = {}
+        carried: dict[str, Tensor] = {}
+        for name, shape in self.shapes.items():
+            saved_shape = state_dict["shapes"].get(name)
+            if saved_shape is None or tuple(saved_shape) != tuple(shape):
+                found = "it is not in the saved state" if saved_shape is None else f"in the saved state {saved_shape}"
+                raise ValueError(f"parameter {name!r} has shape {tuple(shape)}; {found}. Is it of another model?")
+            saved = dict(state_dict["core"]["matrices"].get(name, {}))
+            if name in state_dict["carried"]:
+                saved["error"] = state_dict["carried"][name]
+            rank = compressed_rank(shape, self.config)
+            if rank:
+                if "basis" not in saved:
+                    saved["basis"] = random_basis(shape, rank)
+                if self.config.error_feedback and "error" not in saved:
+                    saved["error"] = torch.zeros(matrix_shape(shape))
+                matrices[name] = saved
+            elif self.config.error_feedback and "error" in saved and saved["error"].any():
+                carried[name] = saved["error"].to(device, torch.float32)
+        return matrices, carried
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """A parameter's shape, also where ZeRO 3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Number of a parameter's elements, also where ZeRO 3 has partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
