@@ -149,7 +149,7 @@ class DeepSpeedState(StepState):
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors on the CPU and numbers: the mean error, the bases, the step. Collective; the same everywhere."""
+        """Plain tensors on the CPU and numbers: the mean error, the bases, the step. Collective, the same for all."""
         self._end_step()
         core = self._core.state_dict(lambda error: self._communicator.mean(error).cpu())
         for parts in core["matrices"].values():
