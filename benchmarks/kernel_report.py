@@ -112,15 +112,15 @@ def _launches(
     label = f"rank {rank}, {names[0]}/{names[1]}{', unaligned' if unaligned else ''}"
     with _recording() as recorded:
         compensate_project.compensate_project_triton(
-            table, G, M, factor, factor, scalar, factor, launches.compensate_project, out=factor
+            table, G, M, factor, factor, scalar, scalar, factor, launches.compensate_project, out=factor
         )
         compensate_backproject.compensate_backproject_triton(
-            table, G, M, factor, factor, scalar, factor,
+            table, G, M, factor, factor, scalar, scalar, factor,
             launches.compensate_backproject, launches.backproject, out=factor,
         )  # fmt: skip
         if M_dtype == torch.float32:
             compensate_project.compensate_project_triton(
-                table, G, None, factor, factor, scalar, factor, launches.compensate_project, out=factor
+                table, G, None, factor, factor, scalar, scalar, factor, launches.compensate_project, out=factor
             )
             reconstruct.reconstruct_triton(table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G)
             pack.pack_triton(table.pack_P, factor, G, flag, own=None, message=factor)

@@ -21,6 +21,7 @@ from powersgd_triton.compressor import GRADIENT_DTYPES
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.parameter_names import ParameterNames, memory_shape
 from powersgd_triton.layout import Layout
+from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.reducer import Reducer
 from powersgd_triton.state import State
 
@@ -163,8 +164,21 @@ class PowerSGDState:
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
+    def attach(self, scaler: LossScaleSource) -> None:
+        """Let the error follow the loss scale of a ``torch.amp.GradScaler``, or one that a function returns.
+
+        Call it once, before training. Nothing waits for the device.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        self._core.attach(scaler)
+
     def error(self) -> dict[str, Tensor]:
-        """{parameter's name: E [n, m]}: what this worker still owes; copies. Empty without error feedback."""
+        """{parameter's name: E [n, m]}: what this worker still owes, without loss scale; copies.
+
+        Empty without error feedback.
+        """
         return self._core.error()
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,7 +381,7 @@ def _reduce(
 ) -> torch.futures.Future[torch.Tensor]:
     reducer, buffer = state._prepare(), bucket.buffer()
     if bucket.index() == 0:
-        reducer.abandon()
+        reducer.begin_step()
     if state.iter < state.config.start_iter:
         reducer.average(buffer, last=bucket.is_last(), done=lambda: future.set_result(buffer))
     else:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.reducer import Reducer
 from powersgd_triton.state import FORMAT_VERSION, State
 
@@ -69,8 +70,19 @@ class StepState:
         """Elements of this worker's error buffers, as far as they have been made."""
         return sum(matrix.error.numel() for matrix in self._core.matrices.values() if matrix.error is not None)
 
+    def attach(self, scaler: LossScaleSource) -> None:
+        """Let the error follow the loss scale of a gradient scaler, or one that a function returns.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        self._core.attach(scaler)
+
     def error(self) -> dict[str, Tensor]:
-        """{name: E as a matrix}: what this worker still owes; copies. Empty without error feedback."""
+        """{name: E as a matrix}: what this worker still owes, without loss scale; copies.
+
+        Empty without error feedback.
+        """
         errors = self._core.error()
         for name, error in self._carried.items():
             errors[name] = error.clone()

@@ -14,6 +14,7 @@ from torch import Tensor
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
+from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.ops import BucketState, TorchOperations
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.state import State
@@ -36,6 +37,7 @@ class Compression:
         self, state: State, layout: Layout, gradients: Mapping[str, Tensor], communicator: Communicator
     ) -> None:
         device = gradients[layout.segments[0].name].device
+        self._state = state
         self._gradients = gradients
         self._communicator = communicator
         self.verdict = state.verdict(device)
@@ -48,9 +50,10 @@ class Compression:
         Every worker must advance all its buckets in the same order, since that is the order of the collectives.
         """
         operations = self.bucket.operations
-        if not self._step.warm_start:
-            operations.redraw_bases(self._step)
-        for message in operations.exchange(self._gradients, self._step, self.verdict):
+        step = dataclasses.replace(self._step, growth=self._state.rescale(self.bucket))
+        if not step.warm_start:
+            operations.redraw_bases(step)
+        for message in operations.exchange(self._gradients, step, self.verdict):
             work = self._communicator.all_reduce(message)
             yield
             wait(work)
@@ -154,7 +157,11 @@ class Compressor:
             return Compressed(nothing, self._state.iteration, torch.ones(()))
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         compression = Compression(self._state, layout, contiguous, self._communicator)
-        collections.deque(compression.run(), maxlen=0)
+        try:
+            collections.deque(compression.run(), maxlen=0)
+        except BaseException:
+            self._state.void_step()
+            raise
         self._after += layout.sent_numel(self.config, self._state.iteration)
         self._state.end_step()
         self._before += layout.numel
@@ -234,8 +241,19 @@ class Compressor:
                 f"the last step was {self._state.iteration}"
             )
 
+    def attach(self, scaler: LossScaleSource) -> None:
+        """Let the error follow the loss scale of a ``torch.amp.GradScaler``, or one that a function returns.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        self._state.attach(scaler)
+
     def error(self) -> dict[str, Tensor]:
-        """{name: E}: what this worker still owes, of the gradients' shapes; copies. Empty without error feedback."""
+        """{name: E}: what this worker still owes, of the gradients' shapes and without loss scale; copies.
+
+        Empty without error feedback.
+        """
         shapes = {segment.name: segment.shape for segment in self._compressing.segments}
         return {name: error.view(shapes[name]) for name, error in self._state.error().items()}
 

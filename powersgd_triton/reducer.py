@@ -58,10 +58,14 @@ class Reducer:
         """Average one bucket's flat buffer in place, exactly. Arguments as for ``reduce``."""
         self._advance(self._exact(buffer, done), last or buffer.device.type != "cpu")
 
-    def abandon(self) -> None:
-        """Forget buckets of a backward pass that did not come to its end, once their messages have arrived."""
-        while self._under_way:
-            self._under_way.popleft()
+    def begin_step(self) -> None:
+        """Where the backward pass before did not come to its end: forget its buckets, see ``State.void_step``."""
+        if self._under_way or self._state.interrupted:
+            self._void()
+
+    def _void(self) -> None:
+        self._under_way.clear()
+        self._state.void_step()
 
     def _advance(self, newcomer: Iterator[None], to_the_end: bool) -> None:
         try:
@@ -74,7 +78,8 @@ class Reducer:
                 if next(steps, self) is not self:
                     self._under_way.append(steps)
         except BaseException:
-            self._under_way.clear()
+            # A peer may be gone: nothing that is on its way is waited for.
+            self._void()
             raise
 
     def _compressed(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, first_turn
+from powersgd_triton.loss_scale import LossScale, LossScaleSource
 from powersgd_triton.ops import Backend, BucketState, Step, select_backend
 
 logger = logging.getLogger("powersgd_triton")
@@ -50,6 +51,10 @@ class State:
         self._homes: dict[str, Layout] = {}
         self._verdict: Tensor | None = None
         self._verdicts: list[Tensor] = []
+        self._loss_scale: LossScale | None = None
+        # This step's, and the quotients in use: one for each scale that a bucket's M may have.
+        self._scale: Tensor | None = None
+        self._growths: list[tuple[Tensor | None, Tensor]] = []
         self._restored: dict[str, dict[str, Tensor]] = {}
         self._restored_own = False
 
@@ -62,6 +67,35 @@ class State:
                 self._verdicts = list(torch.ones(VERDICTS, device=device).unbind())
             self._verdict = self._verdicts.pop()
         return self._verdict
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a step has begun that is not closed."""
+        return self._verdict is not None
+
+    def attach(self, source: LossScaleSource) -> None:
+        """Let the error follow a loss scale, see ``LossScale``. It is read once a step, at its first bucket."""
+        self._loss_scale = LossScale(source)
+
+    def rescale(self, bucket: BucketState) -> Tensor | None:
+        """Note that a bucket's M gets this step's loss scale; what that multiplies it by, None for 1."""
+        if self._loss_scale is None or not any(group.M for group in bucket.groups):
+            return None
+        if self._scale is None:
+            self._scale = self._loss_scale.read(bucket.message_P.device)
+        before, bucket.scale = bucket.scale, self._scale
+        if before is self._scale:
+            return None
+        for known, growth in self._growths:
+            if known is before:
+                return growth
+        if self._scale is None:
+            assert before is not None
+            growth = before.reciprocal()
+        else:
+            growth = self._scale if before is None else self._scale / before
+        self._growths.append((before, growth))
+        return growth
 
     def step(self, workers: int) -> Step:
         """What the operations need to know of the current step."""
@@ -77,8 +111,21 @@ class State:
 
     def end_step(self) -> None:
         """Close the current step: what follows belongs to the next one."""
-        self._verdict = None
+        self._forget_step()
         self.iteration += 1
+
+    def void_step(self) -> None:
+        """The current step will never be applied: it is begun anew, and what it has been given so far is still owed.
+
+        Its messages may still be on their way, so every bucket gets new memory.
+        """
+        if self._verdict is not None:
+            self._verdict.zero_()
+        self._forget_step()
+        self._homes = {}
+
+    def _forget_step(self) -> None:
+        self._verdict, self._scale, self._growths = None, None, []
 
     # Buckets ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +205,7 @@ class State:
     # The error --------------------------------------------------------------------------------------------------
 
     def materialize(self) -> None:
-        """Subtract from every error buffer the product that lazy error feedback still owes it."""
+        """Turn every error buffer into E: without the product that is still to be subtracted, or loss scale."""
         self._materialize({matrix.bucket for matrix in self.matrices.values()})
 
     def _materialize(self, buckets: Iterable[BucketState]) -> None:
@@ -166,9 +213,13 @@ class State:
             if bucket.applied is not None:
                 bucket.operations.subtract_product()
                 bucket.applied = None
+            if bucket.scale is not None:
+                for error in [error for group in bucket.groups for error in group.M or []]:
+                    error.div_(bucket.scale)
+                bucket.scale = None
 
     def error(self) -> dict[str, Tensor]:
-        """{name: E [n, m]}, this worker's own, copied; empty without error feedback."""
+        """{name: E [n, m]}, this worker's own, copied, not scaled by a loss scale; empty without error feedback."""
         if not self.config.error_feedback:
             return {}
         self.materialize()
@@ -236,7 +287,7 @@ class State:
             if saved != (n, m) and saved != (None, m):
                 raise ValueError(f"matrix {name!r} is {n} × {m}; in the saved state it is {saved[0]} × {saved[1]}")
         self.iteration = state["iteration"]
-        self._verdict = None
+        self._forget_step()
         self._restored = {name: {key: part.clone() for key, part in parts.items()} for name, parts in matrices.items()}
         self._restored_own = own
         # What is bound is bound anew, which takes over what was restored.

@@ -21,6 +21,8 @@ NAN, INF = float("nan"), float("inf")
 RANKS = [1, 2, 3, 4, 8, 16, 17, 32, 40, 64, 128]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 ERRORS = [torch.float32, torch.bfloat16]
+GROWTH = 0.75
+"""How much a loss scale grew; no power of two, so that it rounds."""
 Shape = tuple[int, int, int]
 Shapes = Callable[[int], list[Shape]]
 

@@ -11,6 +11,7 @@ from powersgd_triton.ops.reference import compensate_backproject_reference
 from tests.kernel_cases import (
     ERRORS,
     GRADIENTS,
+    GROWTH,
     INF,
     NAN,
     RANKS,
@@ -27,7 +28,7 @@ from tests.kernel_cases import (
 from tests.test_reference import assert_within
 
 
-def compensate_backproject(bucket: Bucket, P: Memory, applied: float = 0.0) -> Memory:
+def compensate_backproject(bucket: Bucket, P: Memory, applied: float = 0.0, growth: float = 1.0) -> Memory:
     """Run the kernel and the packing behind it; Q in the second message, and once more as this worker's own."""
     parts, own = bucket.parts(bucket.table.q_parts_numel), bucket.columns()
     compensate_backproject_triton(
@@ -37,6 +38,7 @@ def compensate_backproject(bucket: Bucket, P: Memory, applied: float = 0.0) -> M
         bucket.P_hat.flat,
         bucket.Q.flat,
         bucket.scalar(applied),
+        bucket.scalar(growth),
         P.flat,
         bucket.launches.compensate_backproject,
         bucket.launches.backproject,
@@ -59,15 +61,16 @@ def check(bucket: Bucket, applied: float) -> None:
     M = [torch.zeros_like(x) for x in G] if bucket.M is None else bucket.matrices(bucket.M)
     P, inputs = bucket.row_factors(basis), [bucket.G, bucket.P_hat, bucket.Q, basis]
     before = [memory.cpu() for memory in inputs]
-    Q = bucket.column_factors(compensate_backproject(bucket, basis, applied))
+    Q = bucket.column_factors(compensate_backproject(bucket, basis, applied, GROWTH))
     applied = 0.0 if bucket.M is None else applied
     M_after = G if bucket.M is None else bucket.matrices(bucket.M)
     panel = bucket.launches.compensate_backproject.panel
     for i, (n, m, r) in enumerate(bucket.shapes):
-        truth = G[i] + M[i] - applied * (P_prev[i] @ Q_prev[i].mT)
-        # r products and their sum, one subtraction, one addition.
-        size = G[i].abs() + M[i].abs() + applied * (P_prev[i].abs() @ Q_prev[i].abs().mT)
-        error, lost = rounding(r + 2, bucket.device) * size, torch.zeros_like(size)
+        growth = 1.0 if bucket.M is None else GROWTH
+        truth = G[i] + growth * (M[i] - applied * (P_prev[i] @ Q_prev[i].mT))
+        # r products and their sum, one subtraction, one multiplication, one addition.
+        size = G[i].abs() + growth * (M[i].abs() + applied * (P_prev[i].abs() @ Q_prev[i].abs().mT))
+        error, lost = rounding(r + 3, bucket.device) * size, torch.zeros_like(size)
         if bucket.M is not None:
             lost = stored(truth.abs() + error, bucket.M.flat.dtype, bucket.device)
             assert_within(M_after[i], truth, error + lost)
@@ -80,7 +83,7 @@ def check(bucket: Bucket, applied: float) -> None:
             out = torch.full((1, m, r), NAN)
             compensate_backproject_reference(
                 [G[i].float()], [M[i].float()], P_prev[i][None].float(), Q_prev[i][None].float(),
-                torch.tensor(applied), P[i][None].float(), out=out,
+                torch.tensor(applied), P[i][None].float(), growth=torch.tensor(GROWTH), out=out,
             )  # fmt: skip
             assert_within(out[0], truth.mT @ P[i], slack.mT)
     for memory, old in zip(inputs, before, strict=True):

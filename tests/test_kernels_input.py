@@ -164,8 +164,8 @@ def check_large(n: int, m: int, device: torch.device, edge: int = 16) -> None:
     message = torch.full_like(basis, NAN)
     pointers, parts = made.pointers([G]), torch.full((max(made.p_parts_numel, made.q_parts_numel),), NAN, device=device)
     compensate_project_triton(
-        made, pointers, made.pointers([M], bypass=False), P_hat, basis, bucket.scalar(1.0), basis,
-        launches.compensate_project, out=parts,
+        made, pointers, made.pointers([M], bypass=False), P_hat, basis, bucket.scalar(1.0),
+        bucket.scalar(1.0), basis, launches.compensate_project, out=parts,
     )  # fmt: skip
     pack_triton(made.pack_P, parts, pointers, bucket.finite, own=None, message=P)
     product = P_hat[ends].double() @ basis[columns].double().mT

@@ -17,6 +17,7 @@ from powersgd_triton.ops.reference import (
 from tests.kernel_cases import (
     ERRORS,
     GRADIENTS,
+    GROWTH,
     INF,
     NAN,
     RANKS,
@@ -35,7 +36,7 @@ from tests.test_reference import assert_within
 BYPASS = [1, 0, 1500, 3]
 
 
-def compensate_project(bucket: Bucket, applied: float = 0.0) -> Memory:
+def compensate_project(bucket: Bucket, applied: float = 0.0, growth: float = 1.0) -> Memory:
     """Run the kernel and the packing behind it; P in the first message."""
     parts = bucket.parts(bucket.table.p_parts_numel)
     compensate_project_triton(
@@ -45,6 +46,7 @@ def compensate_project(bucket: Bucket, applied: float = 0.0) -> Memory:
         bucket.P_hat.flat,
         bucket.Q.flat,
         bucket.scalar(applied),
+        bucket.scalar(growth),
         bucket.basis.flat,
         bucket.launches.compensate_project,
         out=parts.flat,
@@ -61,16 +63,17 @@ def check_compensate_project(bucket: Bucket, applied: float) -> None:
     M = [torch.zeros_like(x) for x in G] if bucket.M is None else bucket.matrices(bucket.M)
     basis, inputs = bucket.column_factors(bucket.basis), [bucket.G, bucket.P_hat, bucket.Q, bucket.basis]
     before = [memory.cpu() for memory in inputs]
-    P = bucket.row_factors(compensate_project(bucket, applied))
+    P = bucket.row_factors(compensate_project(bucket, applied, GROWTH))
     if bucket.M is None:
         applied = 0.0
     M_after = G if bucket.M is None else bucket.matrices(bucket.M)
     panel = bucket.launches.compensate_project.panel
     for i, (n, m, r) in enumerate(bucket.shapes):
-        truth = G[i] + M[i] - applied * (P_hat[i] @ Q[i].mT)
-        # r products and their sum, one subtraction, one addition.
-        size = G[i].abs() + M[i].abs() + applied * (P_hat[i].abs() @ Q[i].abs().mT)
-        error = rounding(r + 2, bucket.device) * size
+        growth = 1.0 if bucket.M is None else GROWTH
+        truth = G[i] + growth * (M[i] - applied * (P_hat[i] @ Q[i].mT))
+        # r products and their sum, one subtraction, one multiplication, one addition.
+        size = G[i].abs() + growth * (M[i].abs() + applied * (P_hat[i].abs() @ Q[i].abs().mT))
+        error = rounding(r + 3, bucket.device) * size
         lost = torch.zeros_like(size)
         if bucket.M is not None:
             lost = stored(truth.abs() + error, bucket.M.flat.dtype, bucket.device)
@@ -83,7 +86,7 @@ def check_compensate_project(bucket: Bucket, applied: float) -> None:
             out = torch.full((1, n, r), NAN)
             compensate_project_reference(
                 [G[i].float()], [M[i].float()], P_hat[i][None].float(), Q[i][None].float(), torch.tensor(applied),
-                basis[i][None].float(), out=out,
+                basis[i][None].float(), growth=torch.tensor(GROWTH), out=out,
             )  # fmt: skip
             assert_within(out[0], truth @ basis[i], slack)
     for memory, old in zip(inputs, before, strict=True):

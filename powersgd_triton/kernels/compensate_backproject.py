@@ -11,9 +11,9 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
 
 
-@triton.jit(do_not_specialize=["applied"])
+@triton.jit(do_not_specialize=["applied", "growth"])
 def _compensate_backproject_kernel(
-    G, G_offsets, M, M_offsets, P_prev, Q_prev, applied, basis, parts, records, tiles,
+    G, G_offsets, M, M_offsets, P_prev, Q_prev, applied, growth, basis, parts, records, tiles,
     WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -37,6 +37,7 @@ def _compensate_backproject_kernel(
     Q_prev += tl.load(record + 4) + tl.cast(col, tl.int64) * r
     parts += tl.load(record + 6) + (split * tl.load(record + 1) + col) * r
     pending = tl.load(applied)
+    scale = tl.load(growth)
 
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
@@ -68,6 +69,7 @@ def _compensate_backproject_kernel(
                 P_more = tl.where(pending > 0, P_more, 0.0)
                 Q_more = tl.where(pending > 0, Q_more, 0.0)
                 value -= tl.dot(P_more, Q_more, input_precision=PRECISION)
+        value *= scale
         # NaN and ±inf fail the comparison: they enter Q, but not M.
         finite = tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
         tl.store(M + first * m + tile, (finite + value).to(M.dtype.element_ty), ok)
@@ -84,13 +86,14 @@ def compensate_backproject_triton(
     P_prev: Tensor,
     Q_prev: Tensor,
     applied: Tensor,
+    growth: Tensor,
     P: Tensor,
     launch: Launch,
     launch_backproject: Launch,
     *,
     out: Tensor,
 ) -> None:
-    """M ← G + (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P; see ``compensate_backproject_reference``.
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P; see ``compensate_backproject_reference``.
 
     Args:
         table: the bucket's.
@@ -98,6 +101,7 @@ def compensate_backproject_triton(
         M: error buffers of fp32 or bf16, updated; None for M = G.
         P_prev, Q_prev, P: all matrices' factors, fp32, flat.
         applied: fp32 scalar on the device, 0 where the product was never applied.
+        growth: fp32 scalar on the device by which the loss scale has grown since M was written.
         launch, launch_backproject: tile, warps and stages; of the latter for columns of P beyond the first panel.
         out: fp32, ``table.q_parts_numel`` elements: each split's part of each Q [m, r].
     """
@@ -114,6 +118,7 @@ def compensate_backproject_triton(
         P_prev,
         Q_prev,
         applied,
+        growth,
         P,
         out,
         table.records,

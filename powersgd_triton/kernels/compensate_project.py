@@ -1,4 +1,4 @@
-"""M ← G + (M − P̂ Qᵀ) and P = M · basis, in one pass over G and M."""
+"""M ← G + growth · (M − P̂ Qᵀ) and P = M · basis, in one pass over G and M."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
 
 
-@triton.jit(do_not_specialize=["first_panel", "applied"])
+@triton.jit(do_not_specialize=["first_panel", "applied", "growth"])
 def _compensate_project_kernel(
-    G, G_offsets, M, M_offsets, P_hat, Q, applied, basis, parts, records, tiles, first_panel,
+    G, G_offsets, M, M_offsets, P_hat, Q, applied, growth, basis, parts, records, tiles, first_panel,
     COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +41,7 @@ def _compensate_project_kernel(
     basis += tl.load(record + 4)
     parts += tl.load(record + 5) + (split * tl.load(record) + first) * r
     pending = tl.load(applied)
+    scale = tl.load(growth)
 
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
@@ -73,6 +74,7 @@ def _compensate_project_kernel(
                     P_more = tl.where(pending > 0, P_more, 0.0)
                     Q_more = tl.where(pending > 0, Q_more, 0.0)
                     value -= tl.dot(P_more, Q_more, input_precision=PRECISION)
+            value *= scale
             # NaN and ±inf fail the comparison: they enter P, but not M.
             finite = tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
             tl.store(M + col + tile, (finite + value).to(M.dtype.element_ty), ok)
@@ -89,12 +91,13 @@ def compensate_project_triton(
     P_prev: Tensor,
     Q_prev: Tensor,
     applied: Tensor,
+    growth: Tensor,
     Q: Tensor,
     launch: Launch,
     *,
     out: Tensor,
 ) -> None:
-    """M ← G + (M − P_prev Q_prevᵀ), out = parts of P = M Q; see ``compensate_project_reference``.
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of P = M Q; see ``compensate_project_reference``.
 
     Args:
         table: the bucket's.
@@ -102,6 +105,7 @@ def compensate_project_triton(
         M: error buffers of fp32 or bf16, updated; None for M = G.
         P_prev, Q_prev, Q: all matrices' factors, fp32, flat.
         applied: fp32 scalar on the device, 0 where the product was never applied.
+        growth: fp32 scalar on the device by which the loss scale has grown since M was written.
         launch: tile, warps and stages.
         out: fp32, ``table.p_parts_numel`` elements: each split's part of each P [n, r].
     """
@@ -119,6 +123,7 @@ def compensate_project_triton(
             P_prev,
             Q_prev,
             applied,
+            growth,
             Q,
             out,
             table.records,

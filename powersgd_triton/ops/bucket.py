@@ -48,6 +48,7 @@ class BucketState:
         bypass_means: where the bypass tensors' means are.
         applied: scalar of the last step that this bucket took part in, 0 if the optimizer skips that step; None where
             M holds no product that is still to be subtracted.
+        scale: scalar, the loss scale that M contains; None for 1.
         operations: the stages of a step on this bucket.
     """
 
@@ -71,6 +72,7 @@ class BucketState:
         self.product: Product = []
         self.average: Product = []
         self.applied: Tensor | None = None
+        self.scale: Tensor | None = None
         self.bypass_means = self.message_P[layout.p_numel :]
         self.groups = []
         for group in layout.groups:

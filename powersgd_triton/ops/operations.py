@@ -20,6 +20,7 @@ class Step:
         epsilon: share of a column below which it carries nothing, see ``orthogonalize_reference``.
         warm_start: whether the next step starts from this one's Q̄.
         repetitions: how often it is done, each time on what is left.
+        growth: positive scalar by which the loss scale has grown since the bucket's M was written; None for 1.
     """
 
     iteration: int
@@ -28,6 +29,7 @@ class Step:
     epsilon: float
     warm_start: bool
     repetitions: int
+    growth: Tensor | None = None
 
     def multiplies_left(self, repetition: int) -> bool:
         """Whether the alternating algorithm computes Mᵀ P̂ rather than M Q̂ in this repetition."""
@@ -43,9 +45,9 @@ class Operations(Protocol):
     def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
         """Do a step up to the averaged factors. What is yielded must be summed over the workers before going on.
 
-        M ← G + (M − what is pending), then products and messages. At the end the bucket's ``product`` is what this
-        worker contributed and ``average`` is Ĝ. Where a sum is not finite, M gets back what it had, the bases stay,
-        the average becomes NaN and ``verdict`` 0.
+        M ← G + growth · (M − what is pending), then products and messages. At the end the bucket's ``product`` is what
+        this worker contributed and ``average`` is Ĝ. Where a sum is not finite, M gets back what it had, the bases
+        stay, the average becomes NaN and ``verdict`` 0.
         """
 
     def reconstruct(self, out: Mapping[str, Tensor]) -> None:

@@ -34,9 +34,10 @@ def compensate_project_reference(
     applied: Tensor | None,
     Q: Tensor,
     *,
+    growth: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """M ← G + (M − P_prev Q_prevᵀ), out = P = M Q.
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = P = M Q.
 
     Only the finite elements of G enter M, all of them enter P: a non-finite element makes its row of P non-finite.
 
@@ -46,10 +47,11 @@ def compensate_project_reference(
         P_prev, Q_prev: [B, n, k], [B, m, k], the product not yet subtracted from M.
         applied: scalar, 0 where that product was never applied; None where there is no such product.
         Q: basis [B, m, r].
+        growth: positive scalar by which the loss scale has grown since M was written; None for 1.
         out: P, [B, n, r].
     """
     Qt = Q.mT.contiguous()
-    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, Q):
+    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, Q):
         P = out[members, rows]
         _multiply(block, Qt[members].mT, out=P)
         if spoiled is not None:
@@ -64,14 +66,15 @@ def compensate_backproject_reference(
     applied: Tensor | None,
     P: Tensor,
     *,
+    growth: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """M ← G + (M − P_prev Q_prevᵀ), out = Q = Mᵀ P. As ``compensate_project_reference``, from the left.
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P. As ``compensate_project_reference``, from the left.
 
     P: basis [B, n, r]. out: Q, [B, m, r]; a non-finite element of G makes the row of its column non-finite.
     """
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
-    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, P):
+    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, P):
         _add_product(Qt[members], P[members, rows].mT, block)
         if spoiled is not None:
             Qt[members] += spoiled.sum(-2, keepdim=True)
@@ -84,6 +87,7 @@ def _compensated(
     P_prev: Tensor,
     Q_prev: Tensor,
     applied: Tensor | None,
+    growth: Tensor | None,
     basis: Tensor,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Update M block by block. Yields which matrices and rows, their M, and what of G is not finite, if anything is."""
@@ -92,6 +96,8 @@ def _compensated(
         if not _on_host(applied):
             P_prev, Q_prev = torch.where(applied > 0, P_prev, 0), torch.where(applied > 0, Q_prev, 0)
         Qt_prev = Q_prev.mT.contiguous()
+    if growth is not None and _on_host(growth) and growth == 1:
+        growth = None
     for members, rows, (G_block, M_block) in _blocks(basis.shape[-1], G, G if M is None else M):
         if M is None:
             yield members, rows, G_block.to(basis.dtype), None
@@ -99,6 +105,8 @@ def _compensated(
         block = M_block.to(basis.dtype)
         if Qt_prev is not None:
             _add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
+        if growth is not None:
+            block.mul_(growth)
         spoiled = None
         if _on_host(G_block) and G_block.sum(dtype=basis.dtype).isfinite():
             block.add_(G_block)

@@ -35,7 +35,7 @@ class TorchOperations:
         average: Product = []
         for repetition in range(step.repetitions):
             last = repetition == step.repetitions - 1
-            self.project(gradients, product)
+            self.project(gradients, product, step)
             message = self._packed(gradients, bucket.message_P, bucket.layout.p_numel, repetition)
             yield message
             self._look_at(message, repetition)
@@ -51,10 +51,10 @@ class TorchOperations:
                 self._advance(bucket.right(bucket.message_Q), step, bucket.right(bucket.basis))
         self._finish(gradients, verdict, product, average, [mean for _, mean in average])
 
-    def project(self, gradients: Mapping[str, Tensor], product: Product) -> None:
+    def project(self, gradients: Mapping[str, Tensor], product: Product, step: Step) -> None:
         """P = (M − product) · basis; before the first product M is compensated."""
         bucket = self._bucket
-        self._multiply(gradients, product, bucket.left(bucket.message_P), bucket.right(bucket.basis), left=False)
+        self._multiply(gradients, product, step, bucket.left(bucket.message_P), bucket.right(bucket.basis), left=False)
 
     def backproject(self, gradients: Mapping[str, Tensor], product: Product, step: Step) -> None:
         """P̂ = orthogonalize(P), Q = (M − product)ᵀ P̂."""
@@ -103,6 +103,7 @@ class TorchOperations:
         self,
         gradients: Mapping[str, Tensor],
         product: Product,
+        step: Step,
         out: Sequence[Tensor],
         bases: Sequence[Tensor],
         *,
@@ -121,7 +122,7 @@ class TorchOperations:
         applied = bucket.applied if bucket.product else None
         parts = zip(bucket.groups, bucket.matrices(gradients), pending, bases, out, strict=True)
         for group, G, (P, Q), basis, result in parts:
-            compensate(G, group.M, P, Q, applied, basis, out=result)
+            compensate(G, group.M, P, Q, applied, basis, growth=step.growth, out=result)
         bucket.applied = None
 
     def _leave_out(self, product: Product, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
@@ -201,7 +202,7 @@ class TorchAlternating(TorchOperations):
             own, message = (bucket.Q, bucket.message_Q) if left else (bucket.P, bucket.message_P)
             lefts, rights = bucket.left(bucket.P_hat), bucket.right(bucket.basis)
             views = bucket.right if left else bucket.left
-            self._multiply(gradients, product, views(own), lefts if left else rights, left=left)
+            self._multiply(gradients, product, step, views(own), lefts if left else rights, left=left)
             mean = message[: own.numel()]
             mean.copy_(own)
             sent = self._packed(gradients, message, own.numel(), repetition)

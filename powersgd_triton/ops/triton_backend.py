@@ -61,12 +61,12 @@ class TritonOperations:
         self._names = [segment.name for group in layout.groups for segment in group.segments]
         self._names += [segment.name for segment in layout.bypass]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
-        self._never = torch.zeros((), device=device)
+        self._never, self._same = torch.zeros((), device=device), torch.ones((), device=device)
 
     def exchange(self, gradients: Mapping[str, Tensor], step: Step, verdict: Tensor) -> Iterator[Tensor]:
         bucket, table = self._bucket, self._table
         G = self._pointers(gradients)
-        self._project(G, own=None)
+        self._project(G, step, own=None)
         yield bucket.message_P
         self._orthogonalize(table.P, bucket.message_P, step, out=bucket.P_hat)
         parts = self._get("parts", table.q_parts_numel)
@@ -79,23 +79,24 @@ class TritonOperations:
         self._commit(G, table.Q, bucket.message_Q, bucket.basis, step, verdict)
         self._finish((bucket.P_hat, bucket.Q), (bucket.P_hat, bucket.message_Q), verdict)
 
-    def _project(self, G: Pointers, *, own: Tensor | None) -> None:
-        """M ← G + (M − product), P = M · basis, packed with the bypass tensors."""
+    def _project(self, G: Pointers, step: Step, *, own: Tensor | None) -> None:
+        """M ← G + growth · (M − product), P = M · basis, packed with the bypass tensors."""
         bucket, table = self._bucket, self._table
         parts = self._get("parts", table.p_parts_numel)
         compensate_project_triton(
-            table, G, self._errors(), *self._pending(), bucket.basis, self._launches.compensate_project, out=parts
+            table, G, self._errors(), *self._pending(step), bucket.basis, self._launches.compensate_project, out=parts
         )  # fmt: skip
         pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
         bucket.bypass_means = bucket.message_P[bucket.layout.p_numel :]
         bucket.applied = None
 
-    def _pending(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(L, R, applied): the product that M still holds."""
+    def _pending(self, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(L, R, applied, growth): the product that M still holds, and what M is to be multiplied by."""
         bucket = self._bucket
+        growth = self._same if step.growth is None else step.growth
         if bucket.applied is None:
-            return bucket.P_hat, bucket.Q, self._never
-        return *bucket.product[0], bucket.applied
+            return bucket.P_hat, bucket.Q, self._never, growth
+        return *bucket.product[0], bucket.applied, growth
 
     def _commit(
         self, G: Pointers, factors: FactorTable, mean: Tensor, basis: Tensor, step: Step, verdict: Tensor
@@ -182,7 +183,7 @@ class TritonAlternating(TritonOperations):
         if step.multiplies_left(0):
             parts = self._get("parts", table.q_parts_numel)
             compensate_backproject_triton(
-                table, G, self._errors(), *self._pending(), bucket.P_hat,
+                table, G, self._errors(), *self._pending(step), bucket.P_hat,
                 self._launches.compensate_backproject, self._launches.backproject, out=parts,
             )  # fmt: skip
             pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
@@ -194,7 +195,7 @@ class TritonAlternating(TritonOperations):
             self._commit(G, table.Q, mean, bucket.basis, step, verdict)
             self._finish((bucket.P_hat, bucket.Q), (bucket.P_hat, mean), verdict)
         else:
-            self._project(G, own=bucket.P)
+            self._project(G, step, own=bucket.P)
             yield bucket.message_P
             average_triton(table, table.pack_P, bucket.message_P, step.workers, self._finite)
             mean = bucket.message_P[: bucket.layout.p_numel]
