@@ -35,7 +35,7 @@ from powersgd_triton.integrations.deepspeed_refusals import (
     refuse,
     section_of,
 )
-from powersgd_triton.integrations.deepspeed_seams import averaging_group, seam_class
+from powersgd_triton.integrations.deepspeed_seams import averaging_group, loss_scale_source, seam_class
 from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
 from powersgd_triton.integrations.deepspeed_traffic import describe, expected_traffic
 
@@ -88,6 +88,7 @@ def enable(engine: Any) -> DeepSpeedState | None:
         return None
     refuse(problems + engine_problems(engine))
     state = engine.powersgd = DeepSpeedState(config, engine, averaging_group(engine))
+    state.attach(loss_scale_source(engine))
     seam_class(engine)(engine, state)
     _attach_guard(engine, state)
     attach_checkpoints(engine, state)

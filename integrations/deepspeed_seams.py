@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.integrations.deepspeed_state import DeepSpeedState, Gradient, whole_shape
+from powersgd_triton.loss_scale import LossScaleSource
 
 STAGE_3_METHOD = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
@@ -195,6 +196,24 @@ def averaging_group(engine: Any) -> Any:
     if engine.pipeline_parallelism:
         return engine.mpu.get_data_parallel_group()
     return engine.seq_data_parallel_group
+
+
+def loss_scale_source(engine: Any) -> LossScaleSource:
+    """Where the engine keeps the factor by which it scales the loss, hence gradients."""
+    optimizer = engine.optimizer
+    for owner, name in ((engine, "torch_autocast_z0_gradscaler"), (optimizer, "torch_autocast_gradscaler")):
+        scaler: torch.amp.GradScaler | None = getattr(owner, name, None)
+        if scaler is not None:
+            return scaler
+
+    def current() -> float | None:
+        if getattr(optimizer, "custom_loss_scaler", False):
+            return float(optimizer.external_loss_scale)
+        # At stage 0 there is a record of it, at the others a property.
+        scale = getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None)
+        return None if scale is None else float(scale)
+
+    return current
 
 
 def is_bf16_optimizer(optimizer: Any) -> bool:

@@ -120,7 +120,9 @@ class StepState:
         gradients = {name: gradient.float() for name, gradient in gradients.items()}
         for segment in layout.segments:
             if segment.name in self._carried:
-                gradients[segment.name] = gradients[segment.name] + self._carried.pop(segment.name).view(segment.shape)
+                gradient, error = gradients[segment.name], self._carried.pop(segment.name).view(segment.shape)
+                scale = self._core.loss_scale(gradient.device)
+                gradients[segment.name] = gradient + (error if scale is None else error * scale)
         return gradients
 
 

@@ -77,13 +77,17 @@ class State:
         """Let the error follow a loss scale, see ``LossScale``. It is read once a step, at its first bucket."""
         self._loss_scale = LossScale(source)
 
+    def loss_scale(self, device: torch.device) -> Tensor | None:
+        """This step's loss scale; None for 1."""
+        if self._scale is None and self._loss_scale is not None:
+            self._scale = self._loss_scale.read(device)
+        return self._scale
+
     def rescale(self, bucket: BucketState) -> Tensor | None:
         """Note that a bucket's M gets this step's loss scale; what that multiplies it by, None for 1."""
         if self._loss_scale is None or not any(group.M for group in bucket.groups):
             return None
-        if self._scale is None:
-            self._scale = self._loss_scale.read(bucket.message_P.device)
-        before, bucket.scale = bucket.scale, self._scale
+        before, bucket.scale = bucket.scale, self.loss_scale(bucket.message_P.device)
         if before is self._scale:
             return None
         for known, growth in self._growths:
