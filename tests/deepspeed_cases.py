@@ -23,6 +23,9 @@ ACCUMULATE: dict[str, Any] = {"gradient_accumulation_steps": 2}
 # 4 bytes a scalar of fp32 rounded to 16 bits on DeepSpeed's wire, not on ours.
 COMMUNICATION: dict[str, Any] = {"communication_data_type": "bf16"}
 
+OVERSIZE = zero(2, reduce_bucket_size=900, overlap_comm=True)
+SMALL = zero(3, reduce_bucket_size=2000)
+
 # In `make test`.
 QUICK: list[Case] = [Case(f"stage {stage}", stage) for stage in range(4)]
 QUICK += [Case(f"stage {stage}, bf16", stage, BF16, BF16_LIMIT) for stage in range(4)]
@@ -33,11 +36,11 @@ QUICK += [
     Case("stage 0, pipeline", 0, {}, train="pipeline_losses", pipeline_stages=1),
     Case("stage 1, BF16_Optimizer", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, BF16_LIMIT),
     Case("stage 1, small buckets", 1, zero(1, reduce_bucket_size=2000)),
-    Case("stage 2, oversize, overlap, accumulation", 2, {**ACCUMULATE, **zero(2, reduce_bucket_size=900, overlap_comm=True)}),
+    Case("stage 2, oversize, overlap, accumulation", 2, {**ACCUMULATE, **OVERSIZE}),
     Case("stage 2, offload", 2, OFFLOAD, own_adamw=True),
-    Case("stage 3, small buckets, clipping, accumulation", 3, {**ACCUMULATE, **zero(3, reduce_bucket_size=2000), "gradient_clipping": 0.3}),
+    Case("stage 3, small buckets, clipping, accumulation", 3, {**ACCUMULATE, **SMALL, "gradient_clipping": 0.3}),
     Case("stage 3, no reduce-scatter", 3, zero(3, reduce_scatter=False)),
-]  # fmt: skip
+]
 
 # In `make test-all`.
 WIDE: list[Case] = []

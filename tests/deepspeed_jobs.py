@@ -301,7 +301,7 @@ def resume(stage: int, folder: str, options: Mapping[str, Any], own_adamw: bool 
         engine.save_checkpoint(folder, client_state={"mine": 1})
         expected = losses(engine, range(5, 10))
     with engine_for(case, RANK_4) as engine:
-        path, client = engine.load_checkpoint(folder)
+        _, client = engine.load_checkpoint(folder)
         iteration = engine.powersgd.iteration
         got = losses(engine, range(5, 10))
     with engine_for(case, RANK_4) as engine:
@@ -332,10 +332,15 @@ def commit_order(stage: int, folder: str) -> dict[str, bool]:
     with engine_for(Case("", stage), RANK_4) as engine:
         losses(engine, range(2))
         seen = []
-        engine.checkpoint_engine.commit = lambda info: seen.append(sorted(f.name for f in Path(folder, "a").iterdir()))
+        commit = engine.checkpoint_engine.commit
+
+        def watched(*args: Any) -> Any:
+            seen.append([len(list(Path(folder, "a").glob("powersgd_*"))), Path(folder, "latest").exists()])
+            return commit(*args)
+
+        engine.checkpoint_engine.commit = watched
         engine.save_checkpoint(folder, "a")
-        del engine.checkpoint_engine.commit
-        found = {"first": not seen or all(any(name.startswith("powersgd_") for name in names) for names in seen)}
+        found = {"first": seen == [[1, False]]}
         latest = Path(folder, "latest").read_text() if dist.get_rank() == 0 else "a"
         found["latest"] = latest == "a"
         before = _weights(engine)
@@ -358,3 +363,22 @@ def commit_order(stage: int, folder: str) -> dict[str, bool]:
             found["refused"] = "head.weight" in str(error)
         found["unchanged"] = _largest(_weights(engine), before) == 0
     return found
+
+
+def weights_only(folder: str) -> dict[str, float]:
+    """Sizes of the errors of a trained engine after it loads weights alone, or a checkpoint without the state."""
+
+    def size(engine: Any) -> float:
+        return sum(float(error.abs().sum()) for error in engine.powersgd.error().values())
+
+    with engine_for(Case("", 0), RANK_4) as engine:
+        losses(engine, range(2))
+        engine.load_checkpoint(folder, "saved", load_module_only=True)
+        found = {"loaded": size(engine)}
+    with engine_for(Case("", 0)) as engine:
+        losses(engine, range(2))
+        engine.save_checkpoint(folder + "-plain")
+    with engine_for(Case("", 0), RANK_4) as engine:
+        losses(engine, range(2))
+        engine.load_checkpoint(folder + "-plain")
+        return {**found, "absent": size(engine)}
