@@ -8,11 +8,15 @@ INSTALLED := .venv/.installed
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
 
+# A file is one process's work, since its tests share results of spawned workers. Those are up to four processes, and
+# each imports torch: more than eight files at a time would only wait for memory.
+PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile
+
 test: $(INSTALLED)
-	$(PYTHON) -m pytest --timeout 300 -m "not slow and not gpu"
+	$(PYTHON) -m pytest $(PARALLEL) --timeout 300 -m "not slow and not gpu"
 
 test-all: $(INSTALLED)
-	$(PYTHON) -m pytest --timeout 900 -m "not gpu"
+	$(PYTHON) -m pytest $(PARALLEL) --timeout 900 -m "not gpu"
 
 check: $(INSTALLED)
 	$(PYTHON) -m ruff check .

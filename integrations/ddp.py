@@ -23,6 +23,7 @@ from powersgd_triton.integrations.parameter_names import ParameterNames, memory_
 from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.reducer import Reducer
+from powersgd_triton.saved_state import LoadReport
 from powersgd_triton.state import State
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -155,7 +156,7 @@ class PowerSGDState:
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step when its last bucket is done, and say in the log when compression begins."""
         if bucket.is_last():
-            self._core.end_step()
+            self._prepare().end_step()
             if self.iter == self.config.start_iter:
                 logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
 
@@ -191,20 +192,34 @@ class PowerSGDState:
         self._drop_foreign_errors(communicator)
         return {**self._core.state_dict(communicator.mean), "buckets": self._names.record()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state, of any world size and rank.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+    ) -> LoadReport:
+        """Go on from a saved state, of any world size, bucket size and rank.
+
+        A parameter that is compressed no longer gets what it is owed with its next gradient.
+
+        Args:
+            state_dict: from ``state_dict``.
+            strict: refuse a state that has errors of other parameters, or lacks matrices of these. Otherwise what fits
+                is taken over.
+            rename: {parameter's name in the state: name in the module given as ``module=``}.
+
+        Returns:
+            What was and what was not used. Without ``module=`` the rest is matched in the first step.
 
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
         """
         if not isinstance(state_dict, Mapping) or "buckets" not in state_dict:
             raise ValueError("expected what state_dict() of a PowerSGDState gave; the key 'buckets' is missing")
-        record = self._names.check(state_dict["buckets"])
+        record = self._names.check(state_dict["buckets"], strict=strict, rename=rename)
         # Without a record it is batched_powerSGD_hook's, which knows no parameters.
-        shapes = self._names.matrix_shapes(self.config) if record or not state_dict.get("matrices") else None
-        self._core.load_state_dict(state_dict, shapes)
+        sizes = self._names.sizes(self.config) if record or not state_dict.get("matrices") else None
+        report = self._core.load_state_dict(state_dict, sizes, strict=strict, rename=rename)
         self._names.expect(record)
         self._pickled_on = None
+        return report
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: everything but the process group, with this worker's own error. Prefer ``state_dict``."""
@@ -380,6 +395,8 @@ def _reduce(
     future: torch.futures.Future[torch.Tensor],
 ) -> torch.futures.Future[torch.Tensor]:
     reducer, buffer = state._prepare(), bucket.buffer()
+    if not reducer.checked:
+        reducer.check({segment.name: segment.shape for segment in layout.segments}, buffer.device)
     if bucket.index() == 0:
         reducer.begin_step()
     if state.iter < state.config.start_iter:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from powersgd_triton.checkpoint import load as load_file
+from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
 
 logger = logging.getLogger("powersgd_triton")
@@ -35,7 +35,7 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
     def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         weights_only = _argument(load, "load_module_only", (load_dir, tag, *args), kwargs)
         folder = None if weights_only else _folder(engine, load_dir, tag)
-        saved = None if folder is None else _read(engine, folder)
+        saved = None if folder is None else _read(engine, state, folder)
         if saved is not None:
             state.check(saved)
         found = load(load_dir, tag, *args, **kwargs)
@@ -56,15 +56,12 @@ def _write(engine: Any, state: DeepSpeedState, folder: Path) -> None:
     saved = state.state_dict()
     if dist.get_rank(state.group) == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _file(engine)
-        # Whoever reads it sees all of it or nothing.
-        unfinished = path.with_suffix(".unfinished")
-        torch.save(saved, unfinished)
-        os.replace(unfinished, path)
+        stage, part = _place(engine)
+        save_file(saved, folder / FILE.format(stage=stage, slice=part))
 
 
-def _read(engine: Any, folder: Path) -> dict[str, Any] | None:
-    """The saved state; with pipeline stages what all of them saved, since layers may have moved. None without files.
+def _read(engine: Any, state: DeepSpeedState, folder: Path) -> dict[str, Any] | None:
+    """The saved state; None where there is none.
 
     Raises:
         ValueError: it is a universal checkpoint without the state.
@@ -77,16 +74,16 @@ def _read(engine: Any, folder: Path) -> dict[str, Any] | None:
             f"checkpoint that was converted: cp CHECKPOINT/powersgd_*_state.pt {folder}/. Or load without the section "
             "'powersgd', save, and go on from there"
         )
-    merged: dict[str, Any] | None = None
-    for file in files:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
-        if merged is None:
-            merged = saved
-        else:
-            merged["core"]["matrices"].update(saved["core"]["matrices"])
-            merged["carried"].update(saved["carried"])
-            merged["shapes"].update(saved["shapes"])
-    return merged
+    saved = [load_file(file) for file in files]
+    if len(saved) < 2 and not engine.pipeline_parallelism:
+        return saved[0] if saved else None
+    # Layers may have been on other pipeline stages.
+    merged: dict[str, Any] = {key: value for one in saved for key, value in one.items()}
+    for key in ("tensors", "matrices"):
+        entries = {name: entry for one in saved for name, entry in one[key].items()}
+        merged[key] = {name: entry for name, entry in entries.items() if name in state.shapes}
+    merged.pop("fingerprint", None)
+    return merged if saved else None
 
 
 def _folder(engine: Any, load_dir: Any, tag: Any) -> Path | None:
@@ -104,11 +101,6 @@ def _place(engine: Any) -> tuple[int, int]:
     """(pipeline stage, tensor-parallel slice) of this worker."""
     stage = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
     return int(stage), int(engine.checkpoint_mp_rank)
-
-
-def _file(engine: Any) -> str:
-    stage, part = _place(engine)
-    return FILE.format(stage=stage, slice=part)
 
 
 def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.sharded import StepState, plain_name, random_basis
+from powersgd_triton.integrations.sharded import StepState, plain_name
 from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
-from powersgd_triton.state import FORMAT_VERSION
-
-CHECKPOINT_KEYS = ("version", "core", "carried", "shapes")
+from powersgd_triton.saved_state import LoadReport, SavedState, Size, fingerprint
 
 
 @dataclasses.dataclass
@@ -99,6 +97,9 @@ class DeepSpeedState(StepState):
         if not gradients:
             return
         names = tuple(gradient.name for gradient in gradients)
+        if self._device is None:
+            self._device = gradients[0].tensor.device
+            self._reducer.check(self.shapes, self._device)
         if not self._seen.isdisjoint(names):
             # ZeRO 2 and 3 reduce in every micro-batch; each is a step of the compression.
             self._end_step()
@@ -115,8 +116,11 @@ class DeepSpeedState(StepState):
             if target.numel()
         }
         whole = all(gradient.part is None for gradient in gradients)
-        given = self._add_carried(layout, views)
-        self._compress(layout, given, None if whole and given is views else ranges)
+        try:
+            self._compress(layout, views, None if whole else ranges)
+        except BaseException:
+            self._seen.clear()
+            raise
         if factor != 1.0:
             for target in targets:
                 target.mul_(factor)
@@ -139,78 +143,49 @@ class DeepSpeedState(StepState):
         """After the optimizer's step, applied or skipped."""
         if not self._reached:
             return
-        if getattr(self._engine.optimizer, "overflow", False) and self._seen:
+        if self._seen and self._device is not None and getattr(self._engine.optimizer, "overflow", False):
             # Skipped, maybe for a reason that no bucket of this worker shows: what was sent is still owed.
-            self._core.verdict(torch.device(self._engine.device)).zero_()
+            self._core.verdict(self._device).zero_()
         self._reached = False
         self._seen.clear()
-        self._core.end_step()
+        self._reducer.end_step()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors on the CPU and numbers: the mean error, the bases, the step. Collective, the same for all."""
         self._end_step()
-        core = self._core.state_dict(lambda error: self._communicator.mean(error).cpu())
-        for parts in core["matrices"].values():
+        saved = self._core.state_dict(lambda error: self._communicator.mean(error).cpu())
+        for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
-        return {
-            "version": FORMAT_VERSION,
-            "core": core,
-            "carried": {name: error.cpu() for name, error in self._carried.items()},
-            "shapes": {name: tuple(shape) for name, shape in self.shapes.items()},
-        }
+        # Parameters that have had no gradient yet are of this model too.
+        idle = {name: [n, m, 0] for name, (n, m, _) in self._sizes().items()}
+        tensors = saved["tensors"] = {**idle, **saved["tensors"]}
+        return {**saved, "fingerprint": fingerprint(tensors)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> LoadReport:
         """Go on from a saved state, of any number of workers and any rank.
 
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
         """
-        matrices, carried = self._fitted(state_dict)
-        shapes = {name: matrix_shape(self.shapes[name]) for name in matrices}
-        self._core.load_state_dict({**state_dict["core"], "matrices": matrices}, shapes)
-        self._carried = carried
+        report = self._core.load_state_dict(state_dict, self._sizes())
         self._seen.clear()
+        return report
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what ``load_state_dict`` would raise about names and shapes, before anything is loaded."""
-        self._fitted(state_dict)
+        """Raise what ``load_state_dict`` would raise, before anything is loaded."""
+        feedback = self.config.error_feedback
+        saved = SavedState.parse(state_dict, needs_errors=feedback)
+        saved.compare(self._sizes(), complete=True, strict=True, feedback=feedback)
 
     def forget(self) -> None:
         """Drop all errors: the weights are others now."""
         self._core.forget_errors()
-        self._carried.clear()
         self._seen.clear()
 
-    def _fitted(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-        """The saved matrices as they are compressed here, and the errors of those that are not."""
-        missing = [key for key in CHECKPOINT_KEYS if not isinstance(state_dict, Mapping) or key not in state_dict]
-        if missing:
-            raise ValueError(f"expected a state that engine.save_checkpoint wrote; {missing} are missing")
-        if state_dict["version"] != FORMAT_VERSION:
-            raise ValueError(f"expected a state of format {FORMAT_VERSION}; got {state_dict['version']!r}")
-        device = torch.device(self._engine.device)
-        matrices: dict[str, dict[str, Tensor]] = {}
-        carried: dict[str, Tensor] = {}
-        for name, shape in self.shapes.items():
-            saved_shape = state_dict["shapes"].get(name)
-            if saved_shape is None or tuple(saved_shape) != tuple(shape):
-                found = "it is not in the saved state" if saved_shape is None else f"in the saved state {saved_shape}"
-                raise ValueError(f"parameter {name!r} has shape {tuple(shape)}; {found}. Is it of another model?")
-            saved = dict(state_dict["core"]["matrices"].get(name, {}))
-            if name in state_dict["carried"]:
-                saved["error"] = state_dict["carried"][name]
-            rank = compressed_rank(shape, self.config)
-            if rank:
-                if "basis" not in saved:
-                    saved["basis"] = random_basis(shape, rank)
-                if self.config.error_feedback and "error" not in saved:
-                    saved["error"] = torch.zeros(matrix_shape(shape))
-                matrices[name] = saved
-            elif self.config.error_feedback and "error" in saved and saved["error"].any():
-                carried[name] = saved["error"].to(device, torch.float32)
-        return matrices, carried
+    def _sizes(self) -> dict[str, Size]:
+        return {n: (*matrix_shape(shape), compressed_rank(shape, self.config)) for n, shape in self.shapes.items()}
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     unit = state._unit_of(gradient)
-    if not state._begin(unit):
+    if not state._begin(unit, gradient.device):
         if output is None:
             state._reducer.average(gradient, last=True, done=lambda: None)
         else:
@@ -156,12 +156,8 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel].view(s.shape)
         for s in unit.layout.segments
     }
-    gradients = state._add_carried(unit.layout, views)
     if output is None:
-        state._compress(unit.layout, gradients)
-        if gradients is not views:
-            for name, view in views.items():
-                view.copy_(gradients[name])
+        state._compress(unit.layout, views)
         return
     # Frozen parameters and padding have no part in it.
     output.zero_()
@@ -172,4 +168,4 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         first, behind = max(offset, low), min(offset + segment.numel, high)
         if first < behind:
             ranges[segment.name] = first - offset, output[first - low : behind - low]
-    state._compress(unit.layout, gradients, ranges)
+    state._compress(unit.layout, views, ranges)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2_units import Unit, find_units
 from powersgd_triton.integrations.replicas import broadcast_from_first, unequal_tensors
@@ -90,9 +91,9 @@ class HybridShardState(ShardedState):
     def __init__(
         self, model: nn.Module, config: PowerSGDConfig, units: list[Unit], replicate_group: dist.ProcessGroup
     ) -> None:
-        super().__init__(config, replicate_group)
-        self._model, self._units, self._group = model, units, replicate_group
         self._shard_group = units[0].shard_group
+        super().__init__(config, replicate_group, [Communicator(self._shard_group)])
+        self._model, self._units, self._group = model, units, replicate_group
         self._unreduced: dict[Unit, Tensor] = {}
 
     def check_replicas(self) -> None:
@@ -108,9 +109,9 @@ class HybridShardState(ShardedState):
                 "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
             )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
         """As for every state; gradients of micro-batches that were not averaged yet are forgotten."""
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict, rename=rename)
         self._unreduced.clear()
 
     @torch.no_grad()
@@ -144,15 +145,11 @@ class HybridShardState(ShardedState):
         layout = unit.layout(padded=True)
         # Where a parameter had no gradient, FSDP leaves it out and does not say which one it was.
         whole = layout.numel == buffer.numel()
-        if not self._begin(unit) or not whole:
+        if not self._begin(unit, buffer.device) or not whole:
             self._reducer.average(buffer, last=True, done=lambda: None)
             return
         views = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
-        gradients = self._add_carried(layout, views)
-        self._compress(layout, gradients)
-        if gradients is not views:
-            for name, view in views.items():
-                view.copy_(gradients[name])
+        self._compress(layout, views)
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return {s.name: s.shape for unit in self._units for s in unit.layout(padded=True).segments if len(s.shape) > 1}
@@ -198,7 +195,7 @@ class FullShardState(FullSizeState):
     def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
         """``sent`` is [workers, shard], where a shard has each parameter's rows of one worker, padded."""
         padded = unit.layout(padded=True)
-        compressing = self._begin(unit)
+        compressing = self._begin(unit, output.device)
         if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 f"expected sums or means over workers, FSDP asks for {how['op']}; where set_gradient_divide_factor is "
@@ -221,7 +218,7 @@ class FullShardState(FullSizeState):
             mine = output[part.offset : part.offset + part.numel]
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
-        self._compress(layout, self._add_carried(layout, gradients), ranges)
+        self._compress(layout, gradients, ranges)
         if how["op"] == dist.ReduceOp.SUM:
             output.mul_(self._workers)
 

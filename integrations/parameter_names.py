@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import compressed_rank, matrix_shape
+from powersgd_triton.saved_state import Size
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
 """Buckets of the first backward pass: for each its parameters' names and shapes."""
@@ -60,31 +61,38 @@ class ParameterNames:
             names = [name for name, _ in saved]
         self._names.update(zip(parameters, names, strict=True))
 
-    def matrix_shapes(self, config: PowerSGDConfig) -> dict[str, tuple[int, int]] | None:
-        """(n, m) of all compressed matrices by name; None where names are numbers."""
+    def sizes(self, config: PowerSGDConfig) -> dict[str, Size] | None:
+        """(n, m, rank) of all trainable parameters by name; None where names are numbers."""
         if self._module is None:
             return None
         shapes = {name: memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
-        return {name: matrix_shape(shape) for name, shape in shapes.items() if compressed_rank(shape, config)}
+        return {name: (*matrix_shape(shape), compressed_rank(shape, config)) for name, shape in shapes.items()}
 
     def record(self) -> Record:
         """The buckets of the first backward pass."""
         return self._buckets or self._expected
 
-    def check(self, record: Any) -> Record:
-        """A saved record, compared with this model's.
+    def check(self, record: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> Record:
+        """A saved record, compared with this model's. Arguments as for ``State.load_state_dict``.
 
         Raises:
             ValueError: it is no record, or does not fit.
         """
         buckets = _parsed(record)
+        if rename:
+            if self._module is None:
+                raise ValueError("rename maps parameters' names, which are known where the state is given module=")
+            buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
         if self._module is not None:
-            unknown = {name for bucket in buckets for name, _ in bucket} - set(self._names.values())
-            if unknown:
+            known = set(self._names.values())
+            unknown = {name for bucket in buckets for name, _ in bucket} - known
+            if unknown and strict:
                 raise ValueError(
                     f"the saved state knows parameters as {sorted(unknown)[:3]}, which the module given as module= "
-                    "does not have; was it saved without module=?"
+                    "does not have. Was it saved without module=? load_state_dict(…, rename={saved name: new name}) "
+                    "maps names, strict=False takes over what fits"
                 )
+            buckets = [[(name, shape) for name, shape in bucket if name in known] for bucket in buckets]
         elif self._buckets and buckets != self._buckets:
             raise ValueError(
                 "the state was saved with other bucket boundaries or by parameters' names; give PowerSGDState module= "

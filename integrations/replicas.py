@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from powersgd_triton.agreement import fingerprint
+
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, this worker's part) of all parameters and buffers."""
@@ -35,19 +37,10 @@ def unequal_tensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     names, prints = [], []
     for name, tensor in local_tensors(model):
         names.append(name)
-        prints.append(_fingerprint(tensor))
+        prints.append(fingerprint(tensor))
     if not names:
         return []
     # The largest and, negated, the smallest value of each fingerprint.
     extremes = torch.stack([torch.stack(prints), -torch.stack(prints)])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return [name for name, equal in zip(names, (extremes[0] == -extremes[1]).tolist(), strict=True) if not equal]
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """int64 scalar of a tensor's bits, in which each byte's place counts."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for block in tensor.contiguous().view(-1).view(torch.uint8).split(1 << 24):
-        place = torch.arange(block.numel(), dtype=torch.int64, device=block.device)
-        total = total * 31 + ((block.long() + 1) * ((place * 0x9E3779B1 + 0x7F4A7C15) & 0x7FFFFFFF)).sum()
-    return total & (2**62 - 1)

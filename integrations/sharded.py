@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import io
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.reducer import Reducer
-from powersgd_triton.state import FORMAT_VERSION, State
+from powersgd_triton.saved_state import FORMAT_VERSION, Size
+from powersgd_triton.state import State
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -41,20 +42,21 @@ class StepState:
     Args:
         config: what to compress and how.
         communicator: whom to average with.
+        others: further workers that compress the same model, see ``Reducer``.
 
     Raises:
         TypeError: ``config`` is no configuration.
     """
 
-    def __init__(self, config: PowerSGDConfig, communicator: Communicator) -> None:
+    def __init__(self, config: PowerSGDConfig, communicator: Communicator, others: Sequence[Communicator] = ()) -> None:
         check_config(config)
         self.config = config
         self._communicator = communicator
         self._core = State(config)
-        self._reducer = Reducer(self._core, self._communicator)
+        self._others = tuple(others)
+        self._reducer = Reducer(self._core, self._communicator, others)
         self._seen: set[Hashable] = set()
-        # Errors that a checkpoint brought for tensors that are not compressed here; added once to their gradients.
-        self._carried: dict[str, Tensor] = {}
+        self._device: torch.device | None = None
         self._before = self._after = 0
 
     @property
@@ -79,28 +81,23 @@ class StepState:
         self._core.attach(scaler)
 
     def error(self) -> dict[str, Tensor]:
-        """{name: E as a matrix}: what this worker still owes, without loss scale; copies.
+        """{name: E as a matrix}: what this worker still owes, without loss scale; copies. Collective.
 
         Empty without error feedback.
         """
-        errors = self._core.error()
-        for name, error in self._carried.items():
-            errors[name] = error.clone()
-        return errors
+        self._end_step()
+        return self._core.error()
 
     # A step -----------------------------------------------------------------------------------------------------
-
-    def _begin(self, unit: Hashable) -> bool:
-        """Whether the gradients of a unit are to be compressed. A unit that comes again begins a new step."""
-        if unit in self._seen:
-            self._end_step()
-        self._seen.add(unit)
-        return self._core.iteration >= self.config.start_iter
 
     def _end_step(self) -> None:
         if self._seen:
             self._seen.clear()
-            self._core.end_step()
+            if self._device is not None and self._core.iteration >= self.config.start_iter:
+                # Who shares sums sees the same; others may have seen another gradient overflow.
+                for other in self._others:
+                    other.minimum(self._core.verdict(self._device))
+            self._reducer.end_step()
 
     def _compress(
         self,
@@ -113,18 +110,6 @@ class StepState:
         self._after += layout.sent_numel(self.config, self._core.iteration)
         self._reducer.reduce(layout, gradients, last=True, done=_nothing, ranges=ranges)
 
-    def _add_carried(self, layout: Layout, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients with what a checkpoint brought for them; copies in fp32 where there is something."""
-        if not any(segment.name in self._carried for segment in layout.segments):
-            return gradients
-        gradients = {name: gradient.float() for name, gradient in gradients.items()}
-        for segment in layout.segments:
-            if segment.name in self._carried:
-                gradient, error = gradients[segment.name], self._carried.pop(segment.name).view(segment.shape)
-                scale = self._core.loss_scale(gradient.device)
-                gradients[segment.name] = gradient + (error if scale is None else error * scale)
-        return gradients
-
 
 class ShardedState(StepState, abc.ABC):
     """A sharded model's state, usable as a ``Stateful`` of DCP.
@@ -132,13 +117,27 @@ class ShardedState(StepState, abc.ABC):
     Args:
         config: what to compress and how.
         group: whom to average with.
+        others: further workers that compress the same model, see ``Reducer``.
 
     Raises:
         TypeError: ``config`` is no configuration.
     """
 
-    def __init__(self, config: PowerSGDConfig, group: dist.ProcessGroup | None) -> None:
-        super().__init__(config, Communicator(group))
+    def __init__(
+        self, config: PowerSGDConfig, group: dist.ProcessGroup | None, others: Sequence[Communicator] = ()
+    ) -> None:
+        check_config(config)
+        super().__init__(config, Communicator(group), others)
+
+    def _begin(self, unit: Hashable, device: torch.device) -> bool:
+        """Whether the gradients of a unit are to be compressed. A unit that comes again begins a new step."""
+        if self._device is None:
+            self._reducer.check(self._matrices(), device)
+            self._device = device
+        if unit in self._seen:
+            self._end_step()
+        self._seen.add(unit)
+        return self._core.iteration >= self.config.start_iter
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -154,8 +153,6 @@ class ShardedState(StepState, abc.ABC):
         if self.config.error_feedback:
             for name, shape in self._matrices().items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
-                if name in self._carried:
-                    error = self._carried[name]
                 errors[name] = self._place(name, torch.zeros(shape) if error is None else error)
         parts = {
             name: {key: part.cpu() for key, part in parts.items()} for name, parts in sorted(saved["matrices"].items())
@@ -165,8 +162,26 @@ class ShardedState(StepState, abc.ABC):
         # Bytes, since the number of shards and the rank may be others when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def renamed(self, names: Mapping[str, str]) -> Renamed:
+        """This state as a checkpoint knows it in which parameters had other names, for ``dcp.load``.
+
+        Args:
+            names: {saved name: name here}.
+
+        Raises:
+            ValueError: a name is not a matrix of this model.
+        """
+        unknown = sorted(set(names.values()) - self._matrices().keys())
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no trainable parameter of two or more dimensions of this model")
+        return Renamed(self, names)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
         """Go on from a saved state, of any mesh and rank. ``dcp.load`` calls it.
+
+        Args:
+            state_dict: from ``state_dict``.
+            rename: {saved name: name here}; for ``dcp.load`` see ``renamed``.
 
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
@@ -181,29 +196,34 @@ class ShardedState(StepState, abc.ABC):
         shards = factors["shards"]
         # The saved shard in which this one's first rows were; the same one on all replicas.
         nearest = shards[worker * len(shards) // workers]
+        saved_names = {new: old for old, new in (rename or {}).items()}
+        tensors: dict[str, Size] = {}
         matrices: dict[str, dict[str, Tensor]] = {}
-        carried: dict[str, Tensor] = {}
         for name, shape in self._matrices().items():
-            rank = compressed_rank(shape, self.config)
+            rank, saved = compressed_rank(shape, self.config), saved_names.get(name, name)
+            tensors[name] = (*matrix_shape(shape), rank)
             error = None
             if self.config.error_feedback:
-                if name not in state_dict["error"]:
-                    raise ValueError(f"the saved state has no error of {name!r}; is it of another model?")
-                error = self._take(name, state_dict["error"][name]).float()
-                if rank == 0:
-                    if error.any():
-                        carried[name] = error
-                    continue
+                if saved not in state_dict["error"]:
+                    raise ValueError(f"the saved state has no error of {saved!r}; is it of another model?")
+                error = self._take(name, state_dict["error"][saved]).float()
+                if rank == 0 and error.any():
+                    matrices[name] = {"error": error}
             if rank:
-                bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(name, {}).items()}
+                bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(saved, {}).items()}
                 # Left bases have the rows of a shard.
                 parts = bases if len(shards) == workers else {}
-                parts["basis"] = bases.get("basis", random_basis(shape, rank))
+                parts["basis"] = bases.get("basis", _random_basis(shape, rank))
                 matrices[name] = parts if error is None else {**parts, "error": error}
-        shapes = {name: matrix_shape(shape) for name, shape in self._matrices().items() if name in matrices}
-        core = {"format_version": FORMAT_VERSION, "iteration": state_dict["iteration"], "matrices": matrices}
-        self._core.load_state_dict(core, shapes)
-        self._carried = carried
+        self._core.load_state_dict(
+            {
+                "format_version": FORMAT_VERSION,
+                "iteration": state_dict["iteration"],
+                "tensors": tensors,
+                "matrices": matrices,
+            },
+            tensors,
+        )
         self._seen.clear()
 
     # What an adapter knows --------------------------------------------------------------------------------------
@@ -227,6 +247,23 @@ class ShardedState(StepState, abc.ABC):
     def _gather(self, factors: Any) -> list[Any]:
         """The factors of all shards in their order."""
         return [factors]
+
+
+class Renamed:
+    """A sharded state whose parameters had other names when it was saved; see ``ShardedState.renamed``."""
+
+    def __init__(self, state: ShardedState, names: Mapping[str, str]) -> None:
+        self._state, self._names = state, dict(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As it was saved. Collective."""
+        saved_names = {new: old for old, new in self._names.items()}
+        found = self._state.state_dict()
+        return {**found, "error": {saved_names.get(name, name): error for name, error in found["error"].items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from it."""
+        self._state.load_state_dict(state_dict, rename=self._names)
 
 
 class FullSizeState(ShardedState):
@@ -272,8 +309,8 @@ def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
-    """[m, rank], the same on all workers, for a matrix that was not compressed where the state was saved."""
+def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
+    """The same on all workers, for a matrix that was not compressed where the state was saved."""
     generator = torch.Generator().manual_seed(0)
     basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
     return basis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class Communicator:
         self.group = group
         self.world_size = dist.get_world_size(group) if ready else 1
         self.rank = dist.get_rank(group) if ready else 0
+        self.global_rank = dist.get_rank() if ready else 0
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         """Start summing ``tensor`` over the workers in place. Nothing is sent where there is nothing to add."""
@@ -35,6 +37,19 @@ class Communicator:
             return None
         work: dist.Work | None = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
+
+    def minimum(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor's elements by the smallest of all workers' ones."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor.view(-1), op=dist.ReduceOp.MIN, group=self.group)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[workers, …]: every worker's ``tensor``, all of one shape and dtype."""
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor, group=self.group)
+        return torch.stack(gathered)
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average ``tensor`` over the workers in place and return it."""

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.agreement import Agreement
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.ops import BucketState, TorchOperations
 from powersgd_triton.ops.reference import subtract_product_reference
+from powersgd_triton.saved_state import LoadReport
 from powersgd_triton.state import State
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
@@ -38,11 +40,11 @@ class Compression:
     ) -> None:
         device = gradients[layout.segments[0].name].device
         self._state = state
-        self._gradients = gradients
         self._communicator = communicator
         self.verdict = state.verdict(device)
         self._step = state.step(communicator.world_size)
         self.bucket = state.bind(layout, {gradient.dtype for gradient in gradients.values()}, device)
+        self._gradients = state.add_carried(layout, gradients)
 
     def run(self) -> Iterator[None]:
         """Do the step up to the averaged factors; each time this yields, a collective is under way.
@@ -121,6 +123,7 @@ class Compressor:
         self.config = config
         self._communicator = Communicator(group)
         self._state = State(config)
+        self._agreement = Agreement(self._state, [self._communicator])
         self._compressing = Layout.build(shapes, config)
         self._exact = Layout.build(shapes, config, compress=False)
         self._before = self._after = 0
@@ -147,12 +150,16 @@ class Compressor:
 
         Raises:
             TypeError, ValueError: the gradients are not those the compressor was made for. Nothing was changed.
+            DisagreementError: in the first step, another worker has other tensors or another configuration.
         """
         named = self._named(gradients)
         self._kinds = {name: (tensor.dtype, tensor.device) for name, tensor in named.items()}
+        if not self._agreement.begun:
+            device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
+            self._agreement.begin({segment.name: segment.shape for segment in self._compressing.segments}, device)
         layout = self._exact if self._state.iteration < self.config.start_iter else self._compressing
         if not layout.segments:
-            self._state.end_step()
+            self._end_step()
             nothing = BucketState(layout, torch.float32, torch.device("cpu"), self.config, TorchOperations)
             return Compressed(nothing, self._state.iteration, torch.ones(()))
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
@@ -163,9 +170,13 @@ class Compressor:
             self._state.void_step()
             raise
         self._after += layout.sent_numel(self.config, self._state.iteration)
-        self._state.end_step()
+        self._end_step()
         self._before += layout.numel
         return Compressed(compression.bucket, self._state.iteration, compression.verdict)
+
+    def _end_step(self) -> None:
+        self._state.end_step()
+        self._agreement.end_step()
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
         """Write the averaged gradients Ĝ.
@@ -264,13 +275,27 @@ class Compressor:
         """
         return self._state.state_dict(self._communicator.mean)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+    ) -> LoadReport:
         """Go on from a saved state, of any world size and rank.
+
+        A tensor that is compressed no longer gets what it is owed with its next gradient.
+
+        Args:
+            state_dict: from ``state_dict``.
+            strict: refuse a state that has errors of other tensors, or lacks matrices of these. Otherwise what fits is
+                taken over.
+            rename: {name in the state: name here}.
+
+        Returns:
+            What was and what was not used.
 
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
         """
-        self._state.load_state_dict(state_dict, {s.name: (s.n, s.m) for s in self._compressing.compressed})
+        tensors = {s.name: (s.n, s.m, s.rank) for s in self._compressing.segments}
+        return self._state.load_state_dict(state_dict, tensors, strict=strict, rename=rename)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before, elements after) over all steps so far; rate 0 before the first."""

@@ -44,6 +44,8 @@ class PowerSGDConfig:
         seed: seeds Q and the replacement directions, together with the parameter's name.
         batch_by_shape: treat matrices of equal shape in batched operations. The result does not depend on it
             beyond rounding.
+        check_every: number of steps after which workers compare configuration, step and factors, to raise a
+            ``DisagreementError`` instead of training on; the host waits for the device then. 0: only before the first.
         backend: "triton", "torch", or "auto", which is Triton where it can be used on a CUDA or ROCm device.
 
     Raises:
@@ -62,10 +64,11 @@ class PowerSGDConfig:
     error_dtype: torch.dtype | str | None = None
     seed: int = 0
     batch_by_shape: bool = True
+    check_every: int = 0
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, minimum in (("rank", 1), ("start_iter", 0), ("iterations", 1), ("seed", 0)):
+        for name, minimum in (("rank", 1), ("start_iter", 0), ("iterations", 1), ("seed", 0), ("check_every", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int; got {value!r}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from powersgd_triton.agreement import Agreement
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.compressor import Compression
 from powersgd_triton.layout import Layout
@@ -25,11 +27,13 @@ class Reducer:
     Args:
         state: the model's state.
         communicator: whom to average with.
+        others: groups of further workers that compress the same model, so that all together are compared.
     """
 
-    def __init__(self, state: State, communicator: Communicator) -> None:
+    def __init__(self, state: State, communicator: Communicator, others: Sequence[Communicator] = ()) -> None:
         self._state = state
         self._communicator = communicator
+        self._agreement = Agreement(state, [communicator, *others])
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
 
     def reduce(
@@ -47,7 +51,7 @@ class Reducer:
             layout: its tensors; the same object whenever it is the same bucket.
             gradients: {name: contiguous tensor}, which no one else touches before ``done`` is called.
             last: whether the step ends with this bucket; if so all buckets are done on return, and the caller closes
-                the step with ``state.end_step()``.
+                the step with ``end_step()``.
             done: called once the averages are written (or enqueued, on a device).
             ranges: what to write instead of all of the averages, see ``reconstruct_ranges``; the gradients stay.
         """
@@ -58,10 +62,24 @@ class Reducer:
         """Average one bucket's flat buffer in place, exactly. Arguments as for ``reduce``."""
         self._advance(self._exact(buffer, done), last or buffer.device.type != "cpu")
 
+    @property
+    def checked(self) -> bool:
+        """Whether ``check`` was done."""
+        return self._agreement.begun
+
+    def check(self, tensors: Mapping[str, Sequence[int]], device: torch.device) -> None:
+        """Before the first bucket: see ``Agreement.begin``."""
+        self._agreement.begin(tensors, device)
+
     def begin_step(self) -> None:
         """Where the backward pass before did not come to its end: forget its buckets, see ``State.void_step``."""
         if self._under_way or self._state.interrupted:
             self._void()
+
+    def end_step(self) -> None:
+        """Close a step whose buckets are all done."""
+        self._state.end_step()
+        self._agreement.end_step()
 
     def _void(self) -> None:
         self._under_way.clear()

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powersgd_triton.carried import CarriedErrors
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout, first_turn
+from powersgd_triton.layout import Layout, compressed_rank, first_turn
 from powersgd_triton.loss_scale import LossScale, LossScaleSource
 from powersgd_triton.ops import Backend, BucketState, Step, select_backend
+from powersgd_triton.saved_state import FORMAT_VERSION, LoadReport, SavedState, Size, fingerprint, listing
 
 logger = logging.getLogger("powersgd_triton")
 
-FORMAT_VERSION = 1
 VERDICTS = 1024
 """So many steps' verdicts are made at once: one launch on the device instead of one a step."""
 
@@ -57,6 +58,10 @@ class State:
         self._growths: list[tuple[Tensor | None, Tensor]] = []
         self._restored: dict[str, dict[str, Tensor]] = {}
         self._restored_own = False
+        # Sizes of the tensors in the loaded state, and whether there must be no others.
+        self._saved_tensors: dict[str, Size] = {}
+        self._strict = False
+        self._carried = CarriedErrors()
 
     # A step -----------------------------------------------------------------------------------------------------
 
@@ -77,29 +82,29 @@ class State:
         """Let the error follow a loss scale, see ``LossScale``. It is read once a step, at its first bucket."""
         self._loss_scale = LossScale(source)
 
-    def loss_scale(self, device: torch.device) -> Tensor | None:
-        """This step's loss scale; None for 1."""
-        if self._scale is None and self._loss_scale is not None:
-            self._scale = self._loss_scale.read(device)
-        return self._scale
-
     def rescale(self, bucket: BucketState) -> Tensor | None:
         """Note that a bucket's M gets this step's loss scale; what that multiplies it by, None for 1."""
         if self._loss_scale is None or not any(group.M for group in bucket.groups):
             return None
-        before, bucket.scale = bucket.scale, self.loss_scale(bucket.message_P.device)
-        if before is self._scale:
+        before, scale = bucket.scale, self._read_scale(bucket.message_P.device)
+        bucket.scale = scale
+        if before is scale:
             return None
         for known, growth in self._growths:
             if known is before:
                 return growth
-        if self._scale is None:
+        if scale is None:
             assert before is not None
             growth = before.reciprocal()
         else:
-            growth = self._scale if before is None else self._scale / before
+            growth = scale if before is None else scale / before
         self._growths.append((before, growth))
         return growth
+
+    def _read_scale(self, device: torch.device) -> Tensor | None:
+        if self._scale is None and self._loss_scale is not None:
+            self._scale = self._loss_scale.read(device)
+        return self._scale
 
     def step(self, workers: int) -> Step:
         """What the operations need to know of the current step."""
@@ -126,7 +131,7 @@ class State:
         if self._verdict is not None:
             self._verdict.zero_()
         self._forget_step()
-        self._homes = {}
+        self._buckets = {}
 
     def _forget_step(self) -> None:
         self._verdict, self._scale, self._growths = None, None, []
@@ -145,9 +150,10 @@ class State:
         backend = self._select_backend(layout, dtypes, device)
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         for segment in layout.compressed:
-            if self._restored and segment.name not in self._restored and segment.name not in self.matrices:
+            saved = self._saved_tensors
+            if self._strict and segment.name not in saved and segment.name not in self.matrices:
                 raise RuntimeError(
-                    f"the loaded state has no matrix named {segment.name!r}; it has {_listing(self._restored)}. "
+                    f"the loaded state has no matrix named {segment.name!r}; it has {listing(saved)}. "
                     "Was it saved from another model or with another configuration?"
                 )
         bucket = BucketState(layout, dtype, device, self.config, backend.operations)
@@ -156,7 +162,22 @@ class State:
         homes = set(self._homes.values())
         self._buckets = {home: kept for home, kept in self._buckets.items() if home in homes}
         self._buckets[layout] = bucket
+        for segment in layout.bypass:
+            # In the first steps, which are exact, nothing is compressed yet.
+            if segment.name in self._restored and not compressed_rank(segment.shape, self.config):
+                parts = self._restored.pop(segment.name)
+                if "error" in parts and self.config.error_feedback:
+                    self._carried.owed[segment.name] = parts["error"].to(device)
         return bucket
+
+    def add_carried(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The gradients with what is still owed for tensors that are no longer compressed; copies if there is any."""
+        self._carried.settle(self._verdict)
+        names = self._carried.names(segment.name for segment in layout.bypass)
+        if not names:
+            return gradients
+        device = gradients[names[0]].device
+        return self._carried.add(names, gradients, self.verdict(device), self._read_scale(device))
 
     def _select_backend(self, layout: Layout, dtypes: Collection[torch.dtype], device: torch.device) -> Backend:
         """The backend for a bucket; the same one for all buckets for which the choice has the same reason."""
@@ -206,6 +227,10 @@ class State:
                     self._restore(matrix, self._restored.pop(segment.name))
             tensors.M = errors if feedback else None
 
+    def buckets(self) -> list[BucketState]:
+        """Those bound now, in the order of their first tensors' names."""
+        return sorted(self._buckets.values(), key=lambda bucket: bucket.layout.segments[0].name)
+
     # The error --------------------------------------------------------------------------------------------------
 
     def materialize(self) -> None:
@@ -227,7 +252,9 @@ class State:
         if not self.config.error_feedback:
             return {}
         self.materialize()
+        self._carried.settle()
         errors = {name: parts["error"].clone() for name, parts in self._restored.items()}
+        errors |= {name: error.clone() for name, error in self._carried.owed.items()}
         return errors | {name: m.error.clone() for name, m in self.matrices.items() if m.error is not None}
 
     def forget_errors(self) -> None:
@@ -238,12 +265,14 @@ class State:
         for parts in self._restored.values():
             if "error" in parts:
                 parts["error"].zero_()
+        self._carried = CarriedErrors()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Plain numbers and tensors. ``mean`` averages a tensor over workers (or returns it as it is)."""
         self.materialize()
+        self._carried.settle()
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in self._restored.items()}
         if self._restored_own:
             for name in sorted(name for name, parts in matrices.items() if "error" in parts):
@@ -255,80 +284,67 @@ class State:
                 # Sums of 16-bit values are no 16-bit values.
                 wide = torch.promote_types(matrix.error.dtype, torch.float32)
                 matrices[name]["error"] = mean(matrix.error.to(wide, copy=True))
+        for name in sorted(self._carried.owed):
+            matrices[name] = {"error": mean(self._carried.owed[name].clone())}
+        # As they were compressed last, here or where the loaded state was saved.
+        tensors = self._saved_tensors | self._bound_sizes() | {n: self._saved_tensors[n] for n in self._restored}
         return {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
             "config": self.config.to_dict(),
+            "fingerprint": fingerprint(tensors),
+            "tensors": {name: list(size) for name, size in sorted(tensors.items())},
             "matrices": matrices,
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]] | None = None, *, own: bool = False
-    ) -> None:
+        self,
+        state: Mapping[str, Any],
+        tensors: Mapping[str, Size] | None = None,
+        *,
+        own: bool = False,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
+    ) -> LoadReport:
         """Take over a saved state; matrices that are not bound yet take theirs when they are.
 
         Args:
             state: from ``state_dict``. Its rank may be another one.
-            shapes: (n, m) of every compressed matrix, where all are known; default those bound so far.
+            tensors: size of every tensor, where all are known; default those bound so far.
             own: whether the errors in it are this worker's own instead of the mean.
+            strict: whether all matrices must be in both, the state and this model.
+            rename: {saved name: name here}.
+
+        Returns:
+            What has become of the state's matrices.
 
         Raises:
             ValueError: the state is of another format, configuration or model. Nothing was changed.
         """
-        matrices = self._checked_matrices(state)
-        complete = shapes is not None
-        if shapes is None:
-            shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
-        missing = shapes.keys() - matrices.keys()
-        unexpected = matrices.keys() - shapes.keys() if complete else set()
-        if matrices and (missing or unexpected):
-            raise ValueError(
-                "the saved state is not of this model or configuration; "
-                f"matrices missing from it: {_listing(missing)}; only in it: {_listing(unexpected)}"
-            )
-        for name, (n, m) in shapes.items():
-            saved = _saved_shape(matrices[name]) if matrices else (n, m)
-            if saved != (n, m) and saved != (None, m):
-                raise ValueError(f"matrix {name!r} is {n} × {m}; in the saved state it is {saved[0]} × {saved[1]}")
-        self.iteration = state["iteration"]
+        feedback = self.config.error_feedback
+        saved = SavedState.parse(state, needs_errors=feedback, rename=rename)
+        complete = tensors is not None
+        if tensors is None:
+            tensors = self._bound_sizes()
+        report = saved.compare(tensors, complete=complete, strict=strict, feedback=feedback)
+        unused = {*report.unused, *report.added}
+        self.iteration = saved.iteration
         self._forget_step()
-        self._restored = {name: {key: part.clone() for key, part in parts.items()} for name, parts in matrices.items()}
-        self._restored_own = own
+        self._restored = {
+            name: {key: part.clone() for key, part in parts.items()}
+            for name, parts in saved.matrices.items()
+            if name not in unused
+        }
+        self._restored_own, self._carried = own, CarriedErrors()
+        self._strict = strict and bool(saved.matrices)
+        self._saved_tensors = {name: size for name, size in saved.tensors.items() if name not in unused}
         # What is bound is bound anew, which takes over what was restored.
         self.matrices, self._homes, self._buckets = {}, {}, {}
+        logger.info("Loaded PowerSGD state of step %s: %s", self.iteration, report)
+        return report
 
-    def _checked_matrices(self, state: Mapping[str, Any]) -> Mapping[str, dict[str, Tensor]]:
-        """The matrices of a saved state.
-
-        Raises:
-            ValueError: it is not a saved state, or has no error buffers although this configuration needs them.
-        """
-        if not isinstance(state, Mapping) or not {"format_version", "iteration", "matrices"} <= state.keys():
-            raise ValueError("expected a saved PowerSGD state with the keys format_version, iteration and matrices")
-        if state["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"expected format_version {FORMAT_VERSION}; got {state['format_version']!r}")
-        iteration, matrices = state["iteration"], state["matrices"]
-        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
-            raise ValueError(f"expected a non-negative number of steps as iteration; got {iteration!r}")
-        if not isinstance(matrices, Mapping) or not all(isinstance(parts, Mapping) for parts in matrices.values()):
-            raise ValueError(f"expected matrices as {{name: {{part: tensor}}}}; got {type(matrices).__name__}")
-        for name, parts in matrices.items():
-            for key in {"basis", *parts, *(["error"] if self.config.error_feedback else [])}:
-                part = parts.get(key)
-                if not isinstance(part, Tensor) or part.dim() != 2 or not part.is_floating_point():
-                    what = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-                    raise ValueError(f"{key!r} of matrix {name!r} must be a two-dimensional float tensor; got {what}")
-                if not part.isfinite().all():
-                    raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
-            (n, m), r = _saved_shape(parts), parts["basis"].shape[1]
-            left = parts["left_basis"].shape if "left_basis" in parts else None
-            if (
-                not 1 <= r <= m
-                or ("error" in parts and (r > parts["error"].shape[0] or parts["error"].shape[1] != m))
-                or (left is not None and left != (n or left[0], r))
-            ):
-                raise ValueError(f"matrix {name!r} of the saved state is {n} × {m} and its basis has {r} columns")
-        return matrices
+    def _bound_sizes(self) -> dict[str, Size]:
+        return {s.name: (s.n, s.m, s.rank) for layout in set(self._homes.values()) for s in layout.segments}
 
     def _restore(self, matrix: MatrixState, parts: dict[str, Tensor]) -> None:
         """Take over a matrix's error, and of its bases what was saved and fits; the rest stays random."""
@@ -341,15 +357,3 @@ class State:
             matrix.bucket.operations.orthogonalize_bases(self.step(1))
         if matrix.error is not None:
             matrix.error.copy_(parts["error"])
-
-
-def _saved_shape(parts: Mapping[str, Tensor]) -> tuple[int | None, int]:
-    """(n, m) of a saved matrix; n is not known without its error."""
-    return (parts["error"].shape[0] if "error" in parts else None), parts["basis"].shape[0]
-
-
-def _listing(names: Iterable[str]) -> str:
-    """The first few names, quoted."""
-    ordered = sorted(names)
-    shown = ", ".join(repr(name) for name in ordered[:5])
-    return f"{shown} and {len(ordered) - 5} more" if len(ordered) > 5 else shown or "none"

@@ -1,8 +1,11 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+"""What must be chosen before torch and triton are imported: one thread, and Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
 import os
+
+# Nearly all matrices are small: threads would only wait for each other, and for those of tests that run beside these.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

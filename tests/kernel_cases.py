@@ -19,6 +19,8 @@ from powersgd_triton.kernels.table import BucketTable, Matrix, Pointers
 NAN, INF = float("nan"), float("inf")
 # 40 ends within a second panel of columns.
 RANKS = [1, 2, 3, 4, 8, 16, 17, 32, 40, 64, 128]
+# Where 128 would only run what 64 runs, for more panels.
+RANKS_TO_64 = [*RANKS[:-1], pytest.param(128, marks=pytest.mark.slow)]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 ERRORS = [torch.float32, torch.bfloat16]
 GROWTH = 0.75
@@ -200,6 +202,23 @@ def uniform(rank: int) -> list[Shape]:
 
 
 SHAPES = pytest.mark.parametrize("shapes", [mixed, uniform], ids=["mixed", "uniform"])
+
+
+def every_second(ranks: Sequence[int], dtypes: Sequence[torch.dtype]) -> pytest.MarkDecorator:
+    """Rank, dtype and shapes: all pairs of a dtype and shapes, but half of them at each rank; the others are slow."""
+    cases = [
+        pytest.param(
+            rank,
+            dtype,
+            shapes,
+            id=f"{rank}-{named(dtype)}-{shapes.__name__}",
+            marks=[pytest.mark.slow] if (i + j + k) % 2 else [],
+        )
+        for i, rank in enumerate(ranks)
+        for j, dtype in enumerate(dtypes)
+        for k, shapes in enumerate((mixed, uniform))
+    ]
+    return pytest.mark.parametrize(("rank", "error", "shapes"), cases)
 
 
 def rounding(terms: int, device: torch.device) -> float:

@@ -49,6 +49,8 @@ def identical(one: list[Tensor], other: list[Tensor]) -> bool:
 def leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for key, inner in value.items() for leaf in (key, *leaves(inner))]
+    if isinstance(value, list):
+        return [leaf for inner in value for leaf in leaves(inner)]
     return [value]
 
 

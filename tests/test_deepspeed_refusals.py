@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-deepspeed = pytest.importorskip("deepspeed")
+pytest.importorskip("deepspeed")
+
+import deepspeed
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import deepspeed_refusals as refusals
@@ -44,7 +46,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def engine(group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An engine with which nothing is wrong, at stage 1."""
-    monkeypatch.setattr(refusals.dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     zero = SimpleNamespace(zero_quantized_gradients=False, zenflow=None, offload_optimizer=None, mics_shard_size=-1)
     made = SimpleNamespace(
         _config=SimpleNamespace(zero_config=zero, compile_config=SimpleNamespace(deepcompile=False)),
@@ -101,7 +103,7 @@ def test_each_problem_is_named_with_a_remedy(engine: Any, name: str) -> None:
 
 
 def test_one_worker_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals.dist, "get_world_size", lambda _: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 1)
     (problem,) = refusals.engine_problems(engine)
     assert "one worker" in problem
     assert '"enabled": false' in problem

@@ -25,6 +25,7 @@ from tests.kernel_cases import (
     Bucket,
     Memory,
     Shapes,
+    every_second,
     mixed,
     over_dtypes,
     rounding,
@@ -100,9 +101,7 @@ def check_compensate_project(bucket: Bucket, applied: float) -> None:
 # Compensate, project, pack ------------------------------------------------------------------------------------------
 
 
-@SHAPES
-@over_dtypes("error", ERRORS)
-@pytest.mark.parametrize("rank", RANKS)
+@every_second(RANKS, ERRORS)
 def test_compensate_project(rank: int, error: torch.dtype, shapes: Shapes, device: torch.device):
     bucket = Bucket(shapes(rank), device, bypass=BYPASS, gradient=error, error=error, seed=rank)
     check_compensate_project(bucket, applied=1.0)

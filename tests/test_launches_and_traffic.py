@@ -24,12 +24,13 @@ LEAST_UNITS = {"standard": 5, "alternating": 4}
 
 
 def steps(shapes: Sequence[tuple[int, ...]], rank: int, *, number: int = 2, run_kernels: bool = True, **fields: Any):
-    """Run so many steps in one bucket; what the last one did."""
+    """Run so many steps in one bucket; what each of them did."""
     from tests.interpreter import watched
 
     named = {str(index): shape for index, shape in enumerate(shapes)}
     config = everything(rank, backend="triton", **fields)
     state, layout, communicator = State(config), Layout.build(named, config), Communicator()
+    activities = []
     for seed in range(number):
         now = gradients(seed, named)
         with watched(run_kernels=run_kernels) as activity:
@@ -37,7 +38,8 @@ def steps(shapes: Sequence[tuple[int, ...]], rank: int, *, number: int = 2, run_
             collections.deque(compression.run(), maxlen=0)
             compression.reconstruct(now)
             state.end_step()
-    return activity
+        activities.append(activity)
+    return activities
 
 
 @pytest.mark.parametrize(
@@ -47,8 +49,11 @@ def steps(shapes: Sequence[tuple[int, ...]], rank: int, *, number: int = 2, run_
 )
 @pytest.mark.parametrize("rank", [1, 4, 32])
 def test_launches_do_not_depend_on_the_number_of_matrices(rank: int, fields: dict[str, Any]):
-    one = steps([(40, 36), (7,)], rank, **fields)
-    many = steps([(40 + i % 3, 36 - i % 2) for i in range(6)] + [(7,)] * 6, rank, **fields)
+    """Nothing on the host depends on a value: that the kernels run at one rank is enough."""
+    run_kernels = rank == 1
+    one = steps([(40, 36), (7,)], rank, run_kernels=run_kernels, **fields)[-1]
+    shapes = [(40 + i % 3, 36 - i % 2) for i in range(6)] + [(7,)] * 6
+    many = steps(shapes, rank, run_kernels=run_kernels, **fields)[-1]
     assert one.launches == many.launches
     assert one.operations == []
     assert len(one.launches) <= MOST_LAUNCHES
@@ -56,8 +61,7 @@ def test_launches_do_not_depend_on_the_number_of_matrices(rank: int, fields: dic
 
 @pytest.mark.parametrize("rank", [1, 4, 16, 32])
 def test_three_hundred_matrices(rank: int):
-    """Nothing on the host depends on a value, so the kernels need not run."""
-    one, many = (steps([(50, 40 + i % 7) for i in range(count)], rank, run_kernels=False) for count in (1, 300))
+    one, many = (steps([(50, 40 + i % 7) for i in range(count)], rank, run_kernels=False)[-1] for count in (1, 300))
     assert one.launches == many.launches
     assert len(one.launches) <= MOST_LAUNCHES
 
@@ -83,10 +87,10 @@ def test_a_step_that_is_not_finite_takes_no_more_launches():
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-@pytest.mark.parametrize("shape", [(512, 512), (512, 768), (1024, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(512, 512), (512, 768), pytest.param((1024, 512), marks=pytest.mark.slow)], ids=str)
 def test_a_step_moves_little_more_than_the_gradients_must(shape: tuple[int, int], algorithm: str):
     """Read G, read and write M, write Ĝ, in the standard algorithm read M again; and the factors."""
-    for number in (2, 3):
-        activity = steps([shape], 4, number=number, algorithm=algorithm)
+    # The first step has no error yet.
+    for activity in steps([shape], 4, number=3, algorithm=algorithm)[1:]:
         units = activity.moved / (4 * shape[0] * shape[1])
         assert LEAST_UNITS[algorithm] <= units <= MOST_UNITS[algorithm]

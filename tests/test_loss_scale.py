@@ -193,7 +193,7 @@ def train(worker: int, scaler: torch.amp.GradScaler | None) -> dict[str, Any]:
         loss = squared_error(replica(inputs), targets)
         if step in OVERFLOWS and worker == 1:
             # The first layer's bucket is the last one.
-            loss = loss + model[0].weight[0, 0] * INF
+            loss = loss + next(model.parameters())[0, 0] * INF
         if scaler is None:
             loss.backward()
             if flat(gradients_of(model)).isfinite().all():

@@ -133,8 +133,12 @@ def test_non_finite_elements_enter_P_but_not_M(dtype: torch.dtype, value: float)
 @pytest.mark.parametrize("blocks", [64, 1 << 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "m", "r"), SIZES)
-def test_backproject(n: int, m: int, r: int, dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("threads", [1, 3])
+def test_backproject(
+    threads: int, n: int, m: int, r: int, dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
+):
     block_bytes(monkeypatch, blocks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     case = Case(n, m, r, dtype)
     P = case.P.double()
     for matrices in (case.M, case.G):

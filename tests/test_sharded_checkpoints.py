@@ -202,6 +202,37 @@ def between_modes(worker: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+class Older(Net):
+    """The model when its head had another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = self.head
+        del self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.__dict__["head"] = self.top
+        return super().forward(tokens)
+
+
+def renamed(worker: int, world_size: int) -> dict[str, Any]:
+    """A checkpoint of a model whose parameters have other names now."""
+    module, state = hybrid(Older(), hybrid_mesh(2, 2), RANK_2)
+    train(module, worker, steps=range(3))
+    reference = errors_of(state)
+    _, other = hybrid(Net(), hybrid_mesh(2, 2), RANK_2)
+    with folder(worker) as path:
+        dcp_save({"powersgd": state}, checkpoint_id=path)
+        dcp_load({"powersgd": other.renamed({"top.weight": "head.weight"})}, checkpoint_id=path)
+    loaded = errors_of(other)
+    return {
+        "difference": float((loaded["head.weight"] - reference["top.weight"]).abs().max()),
+        "size": float(loaded["head.weight"].abs().max()),
+        "iteration": other.iteration,
+        "wrong": complaint(other.renamed, {"top.weight": "neck.weight"}),
+    }
+
+
 def refused(worker: int, world_size: int) -> dict[str, str]:
     _, state = hybrid(Net(), hybrid_mesh(2, 2), RANK_2)
     saved = state.state_dict()
@@ -215,8 +246,14 @@ def refused(worker: int, world_size: int) -> dict[str, str]:
 @functools.cache
 def four() -> dict[str, list[Any]]:
     warnings.filterwarnings("ignore")
-    cases = {"meshes": hybrid_meshes, "resumed": resumed, "modes": between_modes, "refused": refused}
-    return in_one_group(cases, 4, timeout=120)
+    cases = {
+        "meshes": hybrid_meshes,
+        "resumed": resumed,
+        "modes": between_modes,
+        "renamed": renamed,
+        "refused": refused,
+    }
+    return in_one_group(cases, 4)
 
 
 @pytest.mark.parametrize(("saved_on", "shape"), [(saved, shape) for saved, shapes in LOADS.items() for shape in shapes])
@@ -250,6 +287,14 @@ def test_a_resumed_run_goes_on(mode: str) -> None:
 def test_errors_fit_other_modes(mode: str) -> None:
     for found in outcome(four(), "modes"):
         assert found[mode] == 0
+
+
+def test_parameters_that_were_renamed() -> None:
+    for found in outcome(four(), "renamed"):
+        assert found["size"] > 0
+        assert found["difference"] == 0
+        assert found["iteration"] == 3
+        assert "'neck.weight' is no trainable parameter" in found["wrong"]
 
 
 def test_foreign_states_are_refused() -> None:

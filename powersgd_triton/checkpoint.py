@@ -1,0 +1,139 @@
+"""Files for those who save by hand: written whole or not at all, and refused where they are not what was written.
+
+from powersgd_triton import checkpoint
+saved = state.state_dict()                      # on all workers
+if worker == 0:
+    checkpoint.save(saved, "powersgd.pt")       # or "powersgd.safetensors"
+state.load_state_dict(checkpoint.load("powersgd.pt"))
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT = "powersgd_triton state"
+SAFETENSORS = ".safetensors"
+
+
+def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a saved state to a file, which then has all of it, or what it had before. One worker calls it.
+
+    Args:
+        state_dict: from ``state_dict()`` of any of this package's states but those for DCP.
+        path: in an existing folder. With the suffix .safetensors the file is of that format (which needs the package
+            safetensors), else what ``torch.save`` writes.
+
+    Raises:
+        TypeError: the state has values that are neither tensors nor plain.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    tensors, rest = flatten(state_dict)
+    text = json.dumps(rest)
+    checksum = str(_checksum(tensors, text))
+    if path.suffix == SAFETENSORS:
+        from safetensors.torch import save as to_bytes
+
+        content = to_bytes(tensors, metadata={FORMAT: text, "checksum": checksum})
+    else:
+        file = io.BytesIO()
+        torch.save({FORMAT: text, "checksum": checksum, "tensors": tensors}, file)
+        content = file.getvalue()
+    _write(path, content)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a file that ``save`` wrote; tensors are on the CPU. Nothing in it is executed.
+
+    Raises:
+        ValueError: it is another file, incomplete or damaged.
+        OSError: it cannot be read.
+    """
+    path = Path(path)
+    content = path.read_bytes()
+    try:
+        tensors, values = (_from_safetensors if path.suffix == SAFETENSORS else _from_torch)(content)
+        if values["checksum"] != str(_checksum(tensors, values[FORMAT])):
+            raise ValueError("its checksum does not fit")
+        return unflatten(tensors, json.loads(values[FORMAT]))
+    # Whatever a damaged file makes the readers do.
+    except Exception as error:
+        raise ValueError(f"{path} is not a saved PowerSGD state, or it is damaged: {error!r}") from error
+
+
+def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A saved state as ({"name/part": tensor}, everything else, which JSON can express).
+
+    Raises:
+        TypeError: something is neither.
+    """
+    matrices: Mapping[str, Mapping[str, Tensor]] = state_dict.get("matrices", {})
+    tensors = {
+        f"{name}/{part}": tensor.detach().cpu().contiguous()
+        for name, parts in matrices.items()
+        for part, tensor in parts.items()
+    }
+    rest = {key: value for key, value in state_dict.items() if key != "matrices"}
+    rest["matrices"] = list(matrices)
+    return tensors, json.loads(json.dumps(rest))
+
+
+def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of ``flatten``."""
+    matrices: dict[str, dict[str, Tensor]] = {name: {} for name in rest["matrices"]}
+    for key, tensor in tensors.items():
+        name, _, part = key.rpartition("/")
+        matrices[name][part] = tensor
+    return {**rest, "matrices": matrices}
+
+
+def _from_torch(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return saved.pop("tensors"), saved
+
+
+def _from_safetensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors.torch import load as from_bytes
+
+    tensors: dict[str, Tensor] = from_bytes(content)
+    # Eight bytes of length and a JSON header begin the file; the library's reader of bytes does not give the metadata.
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return tensors, header["__metadata__"]
+
+
+def _checksum(tensors: Mapping[str, Tensor], text: str) -> int:
+    total = zlib.crc32(text.encode())
+    for key in sorted(tensors):
+        total = zlib.crc32(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode(), total)
+        total = zlib.crc32(tensors[key].contiguous().view(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file in one move, once all of the new one is on the disk."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    if hasattr(os, "O_DIRECTORY"):
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

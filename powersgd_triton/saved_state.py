@@ -1,0 +1,190 @@
+"""What a saved state consists of: checked before it is used, and compared with the model that it is loaded into."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+FORMAT_VERSION = 2
+Parts = dict[str, Tensor]
+Size = tuple[int, int, int]
+"""(n, m, rank) of a tensor as a matrix; rank 0 where it is not compressed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a saved state's matrices have become, by name.
+
+    Attributes:
+        loaded: they go on with their error and basis.
+        carried: compressed no longer; their error is added once to their next gradient.
+        dropped: their error is not used, since error feedback is switched off.
+        unused: only in the saved state.
+        added: only in this model; they start without error.
+        waiting: taken over when their gradients come for the first time, since the model is not known before.
+    """
+
+    loaded: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return "; ".join(f"{len(names)} {what} ({listing(names)})" for what, names in fields if names) or "nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedState:
+    """A saved state that was checked.
+
+    Attributes:
+        iteration: number of steps done.
+        tensors: {name: size} of all tensors, as far as they were known.
+        matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}; of matrices that are not
+            compressed only an error, without error feedback none.
+    """
+
+    iteration: int
+    tensors: dict[str, Size]
+    matrices: dict[str, Parts]
+
+    @classmethod
+    def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> SavedState:
+        """Check a state.
+
+        Args:
+            state: what ``State.state_dict`` gave.
+            needs_errors: whether compressed matrices must have errors.
+            rename: {saved name: this model's}.
+
+        Raises:
+            ValueError: it is not a saved state, or inconsistent, or a name to be renamed is not in it.
+        """
+        keys = {"format_version", "iteration", "tensors", "matrices"}
+        if not isinstance(state, Mapping) or "format_version" not in state:
+            raise ValueError(f"expected a saved PowerSGD state with the keys {', '.join(sorted(keys))}")
+        if state["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"expected format_version {FORMAT_VERSION}; got {state['format_version']!r}")
+        if not keys <= state.keys():
+            raise ValueError(f"the saved state lacks {', '.join(sorted(keys - state.keys()))}")
+        iteration, tensors, matrices = state["iteration"], state["tensors"], state["matrices"]
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+            raise ValueError(f"expected a non-negative number of steps as iteration; got {iteration!r}")
+        if not isinstance(tensors, Mapping) or not all(_is_size(size) for size in tensors.values()):
+            raise ValueError("expected tensors as {name: [n, m, rank]}")
+        if not isinstance(matrices, Mapping) or not all(isinstance(parts, Mapping) for parts in matrices.values()):
+            raise ValueError(f"expected matrices as {{name: {{part: tensor}}}}; got {type(matrices).__name__}")
+        if "fingerprint" in state and state["fingerprint"] != fingerprint(tensors):
+            raise ValueError("the saved state's tensors are not those of its fingerprint")
+        compressed = {name for name, (_, _, rank) in tensors.items() if rank}
+        if not compressed <= matrices.keys() <= tensors.keys():
+            raise ValueError(f"the saved state's tensors and matrices differ in {listing({*matrices} ^ compressed)}")
+        for name, parts in matrices.items():
+            needed = {"basis"} if name in compressed else {"error"}
+            _check_parts(name, tuple(tensors[name]), parts, needed | ({"error"} if needs_errors else set()))
+        renamed = _renaming(rename or {}, tensors)
+        return cls(
+            iteration,
+            {renamed(name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
+            {renamed(name): dict(parts) for name, parts in matrices.items()},
+        )
+
+    def compare(self, tensors: Mapping[str, Size], *, complete: bool, strict: bool, feedback: bool) -> LoadReport:
+        """What would become of the matrices.
+
+        Args:
+            tensors: this model's, {name: size}.
+            complete: whether these are all there are.
+            strict: whether every matrix must be in both.
+            feedback: whether this model keeps errors.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        known = {name: self.tensors[name] for name in tensors.keys() & self.tensors.keys()}
+        other = {name for name, size in known.items() if size[:2] != tensors[name][:2]}
+        for name in sorted(other):
+            if strict and (name in self.matrices or tensors[name][2]):
+                (n, m, _), (saved_n, saved_m, _) = tensors[name], known[name]
+                raise ValueError(f"matrix {name!r} is {n} × {m}; in the saved state it is {saved_n} × {saved_m}")
+        fitting = {name for name in known if name in self.matrices} - other
+        added = {name for name, (_, _, rank) in tensors.items() if rank and (name not in known or name in other)}
+        unused = self.matrices.keys() - fitting
+        # A state that was saved before compression began knows no tensors.
+        if strict and self.matrices and (added or (complete and unused)):
+            raise ValueError(
+                "the saved state is not of this model or configuration; "
+                f"matrices missing from it: {listing(added)}; only in it: {listing(unused)}. "
+                "load_state_dict(…, rename={saved name: new name}) maps names, strict=False takes over what fits"
+            )
+        carried = {name for name in fitting if tensors[name][2] == 0}
+        with_error = {name for name in fitting if "error" in self.matrices[name]}
+        return LoadReport(
+            loaded=tuple(sorted(fitting - carried)),
+            carried=tuple(sorted(carried & with_error if feedback else ())),
+            dropped=tuple(sorted(() if feedback else with_error)),
+            unused=tuple(sorted(unused if complete else unused & other)),
+            added=tuple(sorted(added if self.matrices else ())),
+            waiting=tuple(sorted(() if complete else unused - other)),
+        )
+
+
+def fingerprint(tensors: Mapping[str, Iterable[int]]) -> str:
+    """Digest of {name: size}; the same for any order."""
+    text = json.dumps({name: list(size) for name, size in tensors.items()}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def listing(names: Iterable[str]) -> str:
+    """The first few names, quoted."""
+    ordered = sorted(names)
+    shown = ", ".join(repr(name) for name in ordered[:5])
+    return f"{shown} and {len(ordered) - 5} more" if len(ordered) > 5 else shown or "none"
+
+
+def _is_size(size: Any) -> bool:
+    if not isinstance(size, (list, tuple)) or len(size) != 3:
+        return False
+    return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in size)
+
+
+def _check_parts(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:
+    """Raises: ValueError: a part is missing, or not finite, or not of the matrix's size."""
+    n, m, _ = size
+    for key in sorted(needed | parts.keys()):
+        part = parts.get(key)
+        if not isinstance(part, Tensor) or part.dim() != 2 or not part.is_floating_point():
+            what = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+            raise ValueError(f"{key!r} of matrix {name!r} must be a two-dimensional float tensor; got {what}")
+        if not part.isfinite().all():
+            raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
+    r = parts["basis"].shape[1] if "basis" in parts else 1
+    expected = {"error": (n, m), "basis": (m, r), "left_basis": (n, r)}
+    if not 1 <= r <= max(1, min(n, m)) or any(
+        key not in expected or tuple(part.shape) != expected[key] for key, part in parts.items()
+    ):
+        shapes = {key: tuple(part.shape) for key, part in parts.items()}
+        raise ValueError(f"matrix {name!r} of the saved state is {n} × {m}, which its parts do not fit: {shapes}")
+
+
+def _renaming(rename: Mapping[str, str], tensors: Mapping[str, Any]) -> Any:
+    """A function from saved to new names.
+
+    Raises:
+        ValueError: a name is not in the saved state, or two tensors would have the same one.
+    """
+    absent = rename.keys() - tensors.keys()
+    if absent:
+        raise ValueError(f"rename names tensors that the saved state does not have: {listing(absent)}")
+    names = [rename.get(name, name) for name in tensors]
+    if len(set(names)) < len(names):
+        raise ValueError(f"with rename={dict(rename)!r} two tensors of the saved state would have the same name")
+    return lambda name: rename.get(name, name)
