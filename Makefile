@@ -3,10 +3,15 @@ PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all check bench bench-gpu clean
+.PHONY: demo demo-deepspeed test test-all check bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
+
+# ZeRO stage 0 to 3: make demo-deepspeed STAGE=3
+STAGE ?= 2
+demo-deepspeed: $(INSTALLED)
+	$(PYTHON) -m powersgd_triton demo --parallelism zero$(STAGE) --steps 200
 
 # A file is one process's work, since its tests share results of spawned workers. Those are up to four processes, and
 # each imports torch: more than eight files at a time would only wait for memory.

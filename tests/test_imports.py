@@ -13,7 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "powersgd_triton"
 # A module may import from those of a lower level, and from its own folder. What is not listed is at the top.
 LEVELS = {"config": 0, "layout": 0, "kernels": 1, "ops": 2, "state": 3, "communication": 4, "agreement": 5}
-LEVELS |= {"loss_scale": 0, "saved_state": 0, "carried": 0, "compressor": 6, "reducer": 7, "integrations": 8}
+LEVELS |= {
+    "loss_scale": 0,
+    "saved_state": 0,
+    "carried": 0,
+    "checkpoint": 0,
+    "compressor": 6,
+    "reducer": 7,
+    "integrations": 8,
+}
 TOP = 9
 MODULES = sorted(path for path in [*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py")])
 

@@ -22,10 +22,14 @@ PARALLELISMS = {
     "fsdp1": "FullyShardedDataParallel",
     "fsdp2": "fully_shard over all workers",
     "hsdp": f"fully_shard in each of {REPLICAS} replicas",
+    **{f"zero{stage}": f"DeepSpeed, ZeRO stage {stage}" for stage in range(4)},
 }
 """Name: what it is."""
 
+ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
+
 GRADIENT_COLLECTIVES = {
+    **dict.fromkeys(ZERO_STAGES, ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")),
     "fsdp1": ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"),
     "fsdp2": ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"),
     # Reduce-scatters stay inside a replica.
