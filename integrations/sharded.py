@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import datetime
 import io
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -281,7 +282,10 @@ class FullSizeState(ShardedState):
         ranks = dist.get_process_group_ranks(group)
         # A new group must be made by all workers there are. (With use_local_synchronization=True it need not, but then
         # members that know different numbers of groups wait for each other for ever.)
-        super().__init__(config, dist.new_group(ranks) if len(ranks) == dist.get_world_size() else group)
+        if len(ranks) == dist.get_world_size():
+            super().__init__(config, dist.new_group(ranks, timeout=_timeout(group, mesh.device_type)))
+        else:
+            super().__init__(config, group)
         self._worker, self._workers = dist.get_rank(group), dist.get_world_size(group)
         self._mesh = mesh
 
@@ -295,6 +299,13 @@ class FullSizeState(ShardedState):
 
     def _take(self, name: str, error: DTensor) -> Tensor:
         return error.full_tensor().reshape(matrix_shape(self._matrices()[name]))
+
+
+def _timeout(group: dist.ProcessGroup, device_type: str) -> datetime.timedelta | None:
+    """How long a group waits for a peer; None where its backend does not say, for torch's default."""
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def check_config(config: PowerSGDConfig) -> None:

@@ -27,9 +27,22 @@ class Communicator:
         if ready and dist.get_rank(group) < 0:
             raise RuntimeError("this process is not a member of the given process group")
         self.group = group
-        self.world_size = dist.get_world_size(group) if ready else 1
-        self.rank = dist.get_rank(group) if ready else 0
-        self.global_rank = dist.get_rank() if ready else 0
+        self._ready = ready
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, asked anew each time: a program that lost a peer may set up another default group."""
+        return dist.get_world_size(self.group) if self._ready else 1
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in the group."""
+        return dist.get_rank(self.group) if self._ready else 0
+
+    @property
+    def global_rank(self) -> int:
+        """This worker's number among all."""
+        return dist.get_rank() if self._ready else 0
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         """Start summing ``tensor`` over the workers in place. Nothing is sent where there is nothing to add."""

@@ -61,7 +61,7 @@ def run_cases(
             for worker in range(world_size)
         ]
         try:
-            with _environment(OMP_NUM_THREADS="1"):
+            with environment(OMP_NUM_THREADS="1"):
                 for process in processes:
                     process.start()
             deadline = time.monotonic() + timeout
@@ -136,7 +136,7 @@ def _load(folder: str, case: Worker, worker: int) -> Any:
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def environment(**variables: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

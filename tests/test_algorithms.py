@@ -1,4 +1,4 @@
-"""The alternating algorithm, iterations and 16-bit error buffers, against models written apart from the product."""
+"""The alternating algorithm, iterations and 16-bit error buffers, against a model written apart from the product."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.communication import Communicator
 from tests.checks import SHAPES, bases, everything, gradients, same_bits, step
 from tests.distributed import outcome, run_cases
+from tests.fp64_model import Model
 
 # Unit roundoff of fp32 arithmetic.
 U = 2.0**-24
@@ -23,42 +24,6 @@ MODES: dict[str, dict[str, Any]] = {
     "standard twice": {"iterations": 2},
 }
 modes = pytest.mark.parametrize("fields", MODES.values(), ids=MODES)
-
-
-class Model:
-    """The method in fp64 for one matrix and any number of workers, with eager error feedback."""
-
-    def __init__(self, workers: int, left: Tensor, right: Tensor, fields: dict[str, Any]) -> None:
-        self.errors = [torch.zeros(SHAPE, dtype=torch.float64) for _ in range(workers)]
-        self.left, self.right = left.double(), right.double()
-        self.repetitions = fields.get("iterations", 1)
-        self.alternating = fields.get("algorithm") == "alternating"
-        self.turn = 0
-
-    def step(self, given: list[Tensor]) -> Tensor:
-        rests = [G.double() + E for G, E in zip(given, self.errors, strict=True)]
-        average = torch.zeros(SHAPE, dtype=torch.float64)
-        for _ in range(self.repetitions):
-            if not self.alternating:
-                self.left = orthonormal(sum(rests) @ self.right)  # type: ignore[operator]
-            if self.alternating and self.turn % 2:
-                own = [rest @ self.right for rest in rests]
-                products = [P @ self.right.T for P in own]
-                self.left = orthonormal(sum(own))  # type: ignore[arg-type]
-            else:
-                own = [rest.T @ self.left for rest in rests]
-                products = [self.left @ Q.T for Q in own]
-                self.right = orthonormal(sum(own))  # type: ignore[arg-type]
-            rests = [rest - product for rest, product in zip(rests, products, strict=True)]
-            average += sum(products) / len(given)
-            self.turn += 1
-        self.errors = rests
-        return average
-
-
-def orthonormal(A: Tensor) -> Tensor:
-    Q: Tensor = torch.linalg.qr(A)[0]
-    return Q
 
 
 def started(rank: int, fields: dict[str, Any], workers: int = 1) -> tuple[Compressor, Model]:
@@ -75,7 +40,9 @@ def started(rank: int, fields: dict[str, Any], workers: int = 1) -> tuple[Compre
     if "left_basis" in parts:
         parts["left_basis"] = left
     compressor.load_state_dict(saved)
-    return compressor, Model(workers, left, right, fields)
+    errors = [torch.zeros(SHAPE)] * workers
+    alternating = fields.get("algorithm") == "alternating"
+    return compressor, Model(errors, left, right, fields.get("iterations", 1), alternating)
 
 
 def distance(one: Tensor, other: Tensor, size: float) -> float:

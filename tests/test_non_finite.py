@@ -92,3 +92,12 @@ def test_error_that_overflows_spoils_one_step_only():
     assert compressor.error()["w"].isfinite().all()
     step(compressor, {"w": torch.ones(4, 4)})
     assert step(compressor, {"w": torch.ones(4, 4)})["w"].isfinite().all()
+
+
+def test_error_that_overflows_when_it_is_written_down_stays_finite():
+    """M and the factors may be in range and M − P̂ Qᵀ not; every state that is saved must be one that can be loaded."""
+    compressor = Compressor(everything(rank=1, algorithm="alternating"), {"w": (13, 2)})
+    for sign in (1.0, -1.0, 1.0):
+        step(compressor, {"w": torch.full((13, 2), sign * 3.4e38)})
+        assert compressor.error()["w"].isfinite().all()
+        compressor.load_state_dict(compressor.state_dict())

@@ -84,9 +84,8 @@ def against_reference(worker: int, world_size: int) -> list[float]:
                 twin = PowerSGD(parameters, config)
                 twin._compressor._state.iteration = 3
                 twin._compressor.compress(zeros())
-                drawn = twin.state_dict()["matrices"]
-                start = PowerSGD(parameters, config).state_dict()
-                start["iteration"], start["matrices"] = 3, drawn
+                start = {**twin.state_dict(), "iteration": 3}
+                drawn = start["matrices"]
                 powersgd.load_state_dict(start)
                 reference = Reference(config, drawn)
             averages = powersgd.aggregate(inputs)

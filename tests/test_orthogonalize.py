@@ -100,6 +100,18 @@ def test_duplicate_columns(factor: float):
     assert_basis_of(orthogonalize(A), A)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1.0, 1e10, 1e15, 1e30])
+@pytest.mark.parametrize("r", [2, 3, 8])
+def test_dependent_columns_at_every_scale(r: int, scale: float):
+    """The factorization of their Gram matrix fails by an amount that grows with the scale."""
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(20, 12, r, generator=generator)
+    A[..., -1] = A[..., 0] * 0.5
+    A *= scale
+    for one in A:
+        assert_basis_of(orthogonalize(one.unsqueeze(0)), one.unsqueeze(0))
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("n", "k", "r"), [(3, 1, 2), (20, 1, 4), (20, 3, 4), (64, 5, 16), (16, 4, 16), (200, 20, 64)])
 def test_rank_deficient(n: int, k: int, r: int, seed: int):

@@ -234,9 +234,10 @@ def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, bo
     """
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     if _on_host(gram):
-        L, _ = torch.linalg.cholesky_ex(gram)
+        L, failed = torch.linalg.cholesky_ex(gram)
         left = (L.diagonal(dim1=-2, dim2=-1).square() / diagonal).min()
-        if left > threshold**2:
+        # Where it failed, what stands on the diagonal is no square root.
+        if left > threshold**2 and not failed.any():
             return L.mT, None, bool(left > WELL_CONDITIONED)
     R = torch.zeros_like(gram)
     alive = torch.zeros_like(diagonal, dtype=torch.bool)

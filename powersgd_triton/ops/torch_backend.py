@@ -76,8 +76,12 @@ class TorchOperations:
     def subtract_product(self) -> None:
         bucket = self._bucket
         for group, (P, Q) in zip(bucket.groups, bucket.joined(bucket.product), strict=True):
-            if group.M is not None and bucket.applied is not None:
-                subtract_product_reference(group.M, P, Q, bucket.applied)
+            if group.M is None or bucket.applied is None:
+                continue
+            subtract_product_reference(group.M, P, Q, bucket.applied)
+            for M in group.M:
+                # Next to the largest numbers the difference may be out of range, though M and the factors are not.
+                M.nan_to_num_(nan=0.0)
 
     def redraw_bases(self, step: Step) -> None:
         for bases in self._bases():
