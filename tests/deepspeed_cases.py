@@ -80,6 +80,14 @@ WIDE += [
     Case("stage 3, non-contiguous", 3, zero(3, contiguous_gradients=False)),
 ]  # fmt: skip
 
+# Two stages, each on two workers.
+PIPELINES = [
+    Case("pipeline", 0, {}, train="pipeline_losses", pipeline_stages=2),
+    Case("pipeline, accumulation", 0, ACCUMULATE, train="pipeline_losses", pipeline_stages=2),
+    Case("pipeline, stage 1", 1, {}, train="pipeline_losses", pipeline_stages=2),
+    Case("pipeline, stage 1, bf16", 1, BF16, BF16_LIMIT, train="pipeline_losses", pipeline_stages=2),
+]
+
 THREE_WORKERS = [
     Case(f"stage {stage}, small buckets", stage, zero(stage, reduce_bucket_size=2000)) for stage in range(4)
 ]

@@ -115,6 +115,7 @@ def prepare(worker: int, world_size: int) -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.init_distributed("gloo")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from tests import deepspeed_jobs as jobs
-from tests.deepspeed_cases import QUICK, THREE_WORKERS, WIDE
+from tests.deepspeed_cases import PIPELINES, QUICK, THREE_WORKERS, WIDE
 from tests.deepspeed_training import (
     BF16_LIMIT,
     FP32_LIMIT,
@@ -86,6 +86,17 @@ def test_full_rank_is_plain_deepspeed_on_three_workers(three: Results, case: Cas
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.name)
 def test_full_rank_is_plain_deepspeed_in_the_wide_matrix(wide: Results, case: Case) -> None:
     check_case(wide, case)
+
+
+@pytest.fixture(scope="module")
+def four() -> Results:
+    return run(run_all, 4, [(case.name, compare, (case,)) for case in PIPELINES], timeout=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES, ids=lambda case: case.name)
+def test_full_rank_is_plain_deepspeed_in_pipelines(four: Results, case: Case) -> None:
+    check_case(four, case)
 
 
 @pytest.mark.parametrize("stage", range(4))
