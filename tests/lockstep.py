@@ -27,9 +27,17 @@ class Line(Communicator):
     """One worker's end: it notes what is to be summed, and goes on once ``add_up`` has done so."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.group = None
-        self.rank, self.world_size = rank, world_size
+        super().__init__()
+        self._rank, self._world_size = rank, world_size
         self.message: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         if self.world_size > 1 and tensor.numel():

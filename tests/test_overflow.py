@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.fuzzing import gamma
 SHAPES = {"large": (8, 8), "twin": (8, 8), "other": (5, 7), "bias": (6,)}
 # The gradients are held for a while, then turned, then small: what was carried leaves again.
 FACTORS = [1.0, 1.0, 1.0, -0.9, -0.9, -0.9, 0.01, 0.01]
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "standard": {},
     "one by one": {"batch_by_shape": False},
     "alternating": {"algorithm": "alternating"},

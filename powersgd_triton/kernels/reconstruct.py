@@ -25,7 +25,10 @@ def _reconstruct_kernel(
     WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, COPY: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message; verdict 0 where out overflows. Grid: row tiles, then blocks of bypass tensors."""
+    """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message; verdict ← 0 where one overflows.
+
+    Grid: row tiles, then blocks of bypass tensors.
+    """
     program = tl.program_id(0)
     if program >= row_programs:
         entry = entries + (program - row_programs) * 6
