@@ -234,11 +234,16 @@ class State:
     # The error --------------------------------------------------------------------------------------------------
 
     def materialize(self) -> None:
-        """Turn every error buffer into E: without the product that is still to be subtracted, or loss scale."""
+        """Turn every error buffer into E: without the product that is still to be subtracted, or loss scale.
+
+        What a step has sent that is not closed is not subtracted: it is still owed if the step was interrupted.
+        """
         self._materialize({matrix.bucket for matrix in self.matrices.values()})
 
     def _materialize(self, buckets: Iterable[BucketState]) -> None:
         for bucket in buckets:
+            if bucket.applied is not None and bucket.applied is self._verdict:
+                continue
             if bucket.applied is not None:
                 bucket.operations.subtract_product()
                 bucket.applied = None
@@ -252,10 +257,9 @@ class State:
         if not self.config.error_feedback:
             return {}
         self.materialize()
-        self._carried.settle()
         errors = {name: parts["error"].clone() for name, parts in self._restored.items()}
-        errors |= {name: error.clone() for name, error in self._carried.owed.items()}
-        return errors | {name: m.error.clone() for name, m in self.matrices.items() if m.error is not None}
+        errors |= {name: error.clone() for name, error in self._carried.outstanding(self._verdict).items()}
+        return errors | {name: _owed(m.error, m.bucket) for name, m in self.matrices.items() if m.error is not None}
 
     def forget_errors(self) -> None:
         """Set every error to zero, also of matrices that a checkpoint brought and that are not bound yet."""
@@ -272,7 +276,6 @@ class State:
     def state_dict(self, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Plain numbers and tensors. ``mean`` averages a tensor over workers (or returns it as it is)."""
         self.materialize()
-        self._carried.settle()
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in self._restored.items()}
         if self._restored_own:
             for name in sorted(name for name, parts in matrices.items() if "error" in parts):
@@ -283,9 +286,9 @@ class State:
             if matrix.error is not None:
                 # Sums of 16-bit values are no 16-bit values.
                 wide = torch.promote_types(matrix.error.dtype, torch.float32)
-                matrices[name]["error"] = mean(matrix.error.to(wide, copy=True))
-        for name in sorted(self._carried.owed):
-            matrices[name] = {"error": mean(self._carried.owed[name].clone())}
+                matrices[name]["error"] = mean(_owed(matrix.error.to(wide), matrix.bucket))
+        for name, error in sorted(self._carried.outstanding(self._verdict).items()):
+            matrices[name] = {"error": mean(error.clone())}
         # As they were compressed last, here or where the loaded state was saved.
         tensors = self._saved_tensors | self._bound_sizes() | {n: self._saved_tensors[n] for n in self._restored}
         return {
@@ -357,3 +360,8 @@ class State:
             matrix.bucket.operations.orthogonalize_bases(self.step(1))
         if matrix.error is not None:
             matrix.error.copy_(parts["error"])
+
+
+def _owed(error: Tensor, bucket: BucketState) -> Tensor:
+    """A copy of a bucket's error buffer without loss scale."""
+    return error.clone() if bucket.scale is None else error / bucket.scale

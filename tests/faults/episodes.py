@@ -240,8 +240,15 @@ def accumulation(trainer: Trainer, folder: Path) -> None:
 
 
 def exception_in_backward(trainer: Trainer, folder: Path) -> None:
+    if trainer.dice.random() < 0.25:
+        _resume(trainer, folder, min_compression_rate=1e9)
     for _ in range(trainer.dice.choice((1, 1, 2))):
         trainer.fail(trainer.dice.choice(list(SHAPES)))
+
+
+def exception_then_save(trainer: Trainer, folder: Path) -> None:
+    trainer.fail(trainer.dice.choice(list(SHAPES)))
+    _resume(trainer, folder)
 
 
 def other_buckets(trainer: Trainer, folder: Path) -> None:
@@ -263,20 +270,22 @@ def _resume(trainer: Trainer, folder: Path, **fields: Any) -> None:
     trainer.state.load_state_dict(checkpoint.load(path))
     dist.barrier()
     trainer.ledger.load(trainer.state.config, trainer.workers)
-    trainer.step()
 
 
 def resumed(trainer: Trainer, folder: Path) -> None:
     _resume(trainer, folder)
+    trainer.step()
 
 
 def resumed_at_another_rank(trainer: Trainer, folder: Path) -> None:
     ranks = [rank for rank in (1, 2, 3, 5) if rank != trainer.setting.rank]
     _resume(trainer, folder, matrix_approximation_rank=trainer.dice.choice(ranks))
+    trainer.step()
 
 
 def resumed_uncompressed(trainer: Trainer, folder: Path) -> None:
     _resume(trainer, folder, min_compression_rate=1e9)
+    trainer.step()
 
 
 def _refused(trainer: Trainer, path: Path, original: dict[str, Any]) -> None:
@@ -359,11 +368,3 @@ def foreign_state(trainer: Trainer, folder: Path) -> None:
     if bytes_of(trainer.state.error()) != before:
         trainer.lost.append("a refused state has changed the running one")
     trainer.step()
-
-
-SKIPPED = "NaN on all workers, the step is skipped; errors are given back, other buckets carry the step in E"
-FAULTS = [
-    Fault("±inf or NaN in a matrix, on one worker", SKIPPED, infinite_in_a_matrix),
-    Fault("NaN in a bias, on one worker", SKIPPED, nan_in_a_bias),
-    Fault("inf in the last bucket, when the others are done", SKIPPED, overflow_in_the_last_bucket),
-]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,16 +43,19 @@ class Given(nn.Module):
         super().__init__()
         for name, shape in SHAPES.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-        self.fails_at: str | None = None
+        self.at: tuple[str, Callable[[Tensor], None]] | None = None
 
     def forward(self, given: Mapping[str, Tensor]) -> Tensor:
-        """Σ p · G over the parameters that are given a gradient; the others are unused."""
+        """Σ p · G over the parameters that are given a gradient; the others are unused.
+
+        Where the backward pass comes to the parameter ``self.at[0]`` it calls ``self.at[1]``.
+        """
         products = []
         for name, parameter in self.named_parameters():
             if name in given:
                 product = parameter * given[name]
-                if name == self.fails_at:
-                    product.register_hook(_fail)
+                if self.at is not None and name == self.at[0]:
+                    product.register_hook(self.at[1])
                 products.append(product.sum())
         return torch.stack(products).sum()
 
@@ -128,12 +131,23 @@ class Trainer:
 
     def wrap(self, cap: float) -> None:
         """Wrap the model anew, in buckets of other sizes."""
-        self.replica: DistributedDataParallel | None = None
-        # Whatever holds the old one, such as an exception's traceback, would keep its hooks alive.
-        gc.collect()
+        self.unwrap()
         self.replica = DistributedDataParallel(self.model, bucket_cap_mb=cap, find_unused_parameters=True)
         self.replica.register_comm_hook(self, _recorded)
         self._wrapped = cap
+
+    def unwrap(self) -> None:
+        """Let go of the wrapper, whose hooks would otherwise stay with the parameters."""
+        self.replica: DistributedDataParallel | None = None
+        gc.collect()
+
+    def regroup(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a saved state in the process group that is the default one now."""
+        self.workers = dist.get_world_size()
+        self.state = self.new_state()
+        self.state.load_state_dict(saved)
+        self.ledger.load(self.state.config, self.workers)
+        self.wrap(self.setting.cap)
 
     # A step -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +233,7 @@ class Trainer:
         assert self.replica is not None
         self.optimizer.zero_grad()
         self.buckets = []
-        with patched(self.model, "fails_at", name):
+        with patched(self.model, "at", (name, _fail)):
             try:
                 self.scaler.scale(self.replica(given)).backward()
             except InjectedError:
