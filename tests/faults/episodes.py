@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import random
 import time
@@ -54,6 +53,7 @@ class Fault:
         inject: does it, with its step.
         scaled: whether the loss is scaled; None for at random.
         early: whether half of the injections come in a state's first step.
+        algorithm: None for at random.
     """
 
     title: str
@@ -61,6 +61,7 @@ class Fault:
     inject: Callable[[Trainer, Path], None]
     scaled: bool | None = None
     early: bool = False
+    algorithm: str | None = None
 
     @property
     def __name__(self) -> str:
@@ -72,7 +73,7 @@ class Fault:
         dice = random.Random(self.title)
         trainer = Trainer(worker, dice)
         for _ in range(times):
-            setting = Setting.draw(dice, scaled=self.scaled)
+            setting = Setting.draw(dice, scaled=self.scaled, algorithm=self.algorithm)
             start = time.monotonic()
             try:
                 trainer.lost, trainer.poisoned = [], []

@@ -18,8 +18,8 @@ U = 2.0**-24
 UNITS = {None: U, "bfloat16": 2.0**-8}
 """Unit roundoffs: of arithmetic, and of what an error buffer is rounded to on every write."""
 
-TINY = 2.0**-149
-"""The least fp32 number: what an operation may lose where its result is no normal number."""
+TINY = {None: 2.0**-149, "bfloat16": 2.0**-133}
+"""The least number of either: what an operation may lose where its result is no normal number."""
 
 SECOND_ORDER = 1.01
 
@@ -87,8 +87,9 @@ class Ledger:
             self._slack_of_elements[name] += SECOND_ORDER * rounds * unit * magnitude
         if fate is not Fate.DROPPED:
             self._size[name] = size
-        operations = (rank + 1) * (2 + self.workers) * self.workers
-        self._slack[name] += operations * TINY * math.sqrt(self._owed[name].numel())
+        operations, writes = (rank + 1) * (2 + self.workers) * self.workers, rounds * self.workers
+        tiny = operations * TINY[None] + writes * (self._tiny if rank else TINY[None])
+        self._slack[name] += tiny * math.sqrt(self._owed[name].numel())
 
     def load(self, config: PowerSGDConfig, workers: int) -> None:
         """Every worker goes on from the mean error, as ``state_dict`` saved it, perhaps at another rank or number."""
@@ -102,7 +103,7 @@ class Ledger:
     def _adopt(self, config: PowerSGDConfig, workers: int) -> None:
         self.workers = workers
         self.ranks = {name: compressed_rank(shape, config) for name, shape in self._shapes.items()}
-        self._unit = UNITS[config.error_dtype]
+        self._unit, self._tiny = UNITS[config.error_dtype], TINY[config.error_dtype]
 
     def differences(self, errors: Sequence[Named]) -> list[str]:
         """Parameters whose Σ E is not what it must be; from here on it is taken for given.

@@ -57,7 +57,8 @@ def _disagree(trainer: Trainer, fields: dict[str, Any], steps: int) -> None:
     trainer.state.iter += steps
     try:
         assert trainer.replica is not None
-        trainer.replica(trainer.gradients()).sum().backward()
+        trainer.optimizer.zero_grad()
+        trainer.replica(trainer.gradients()).backward()
     except DisagreementError:
         pass
     else:
@@ -153,6 +154,7 @@ class Loss:
         at = trainer.dice.choice(list(SHAPES))
         before = {name: error.double() for name, error in trainer.state.error().items()}
         given = trainer.gradients()
+        trainer.optimizer.zero_grad()
         trainer.buckets = []
         start = time.monotonic()
         if trainer.worker == victim:

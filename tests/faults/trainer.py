@@ -79,10 +79,10 @@ class Setting:
     cap: float
 
     @classmethod
-    def draw(cls, dice: random.Random, *, scaled: bool | None) -> Setting:
+    def draw(cls, dice: random.Random, *, scaled: bool | None = None, algorithm: str | None = None) -> Setting:
         return cls(
             rank=dice.choice((1, 2, 3)),
-            algorithm=dice.choice(("standard", "alternating")),
+            algorithm=dice.choice(("standard", "alternating")) if algorithm is None else algorithm,
             error_dtype=dice.choice((None, None, None, "bf16")),
             scaled=dice.random() < 0.3 if scaled is None else scaled,
             cap=dice.choice(CAPS[:2]),
