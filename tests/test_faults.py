@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.communication import Communicator
+from powersgd_triton.layout import Layout
+from powersgd_triton.reducer import Reducer
+from powersgd_triton.state import State
+from tests.checks import everything
 from tests.faults import table
 from tests.faults.episodes import Tally
 from tests.faults.ledger import Fate, Ledger
@@ -58,3 +63,33 @@ def test_the_ledger_notices_what_is_missing(dtype: str | None):
     assert missing(Fate.APPLIED, nothing, [nothing, nothing]) == 2
     assert missing(Fate.CARRIED, mean, [nothing, nothing]) == 2
     assert missing(Fate.DROPPED, mean, given) == 2
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_what_an_interrupted_step_sent_is_owed_at_once(algorithm: str, scale: float | None):
+    """Not only when the next step begins: whoever catches an exception may save the state first."""
+    state = State(everything(algorithm=algorithm))
+    state.attach(lambda: scale)
+    reducer = Reducer(state, Communicator())
+    layouts = {name: Layout.build({name: (12, 10)}, state.config) for name in "abc"}
+    owed: dict[str, torch.Tensor] = {}
+    torch.manual_seed(0)
+    for end in (True, False):
+        reducer.begin_step()
+        before = state.error()
+        given = {name: torch.randn(12, 10) for name in layouts}
+        for name, layout in layouts.items():
+            buffer = {name: given[name] * (scale or 1.0)}
+            reducer.reduce(layout, buffer, last=end and name == "c", done=lambda: None)
+        if end:
+            reducer.end_step()
+        else:
+            owed = {name: before[name] + given[name] for name in layouts}
+    saved = state.state_dict(lambda error: error)
+    for name, expected in owed.items():
+        assert torch.equal(state.error()[name], expected)
+        assert torch.equal(saved["matrices"][name]["error"], expected)
+    reducer.begin_step()
+    for name, expected in owed.items():
+        assert torch.equal(state.error()[name], expected)

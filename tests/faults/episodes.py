@@ -71,7 +71,7 @@ class Fault:
         """A case for ``run_cases``: so many episodes of some steps before, the fault, and a step or two after it."""
         tally = Tally()
         dice = random.Random(self.title)
-        trainer = Trainer(worker, dice)
+        trainer = Trainer(worker, world_size, dice)
         for _ in range(times):
             setting = Setting.draw(dice, scaled=self.scaled, algorithm=self.algorithm)
             start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What all workers together must still owe after each step, in fp64, and how far fp32 rounding may take them from it."""
+"""What all workers together must still owe after each step, in fp64, and how far rounding may take them from it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ TINY = {None: 2.0**-149, "bfloat16": 2.0**-133}
 """The least number of either: what an operation may lose where its result is no normal number."""
 
 SECOND_ORDER = 1.01
+
+
+def _kind(config: PowerSGDConfig) -> str | None:
+    """Of the error buffers: None for fp32."""
+    return None if config.error_dtype is None else str(config.error_dtype)
 
 
 class Fate(enum.Enum):
@@ -95,7 +100,7 @@ class Ledger:
         """Every worker goes on from the mean error, as ``state_dict`` saved it, perhaps at another rank or number."""
         for name, size in self._size.items():
             # The mean is rounded in fp32, then to the buffer.
-            self._slack[name] += SECOND_ORDER * (self.workers * U + UNITS[config.error_dtype]) * size
+            self._slack[name] += SECOND_ORDER * (self.workers * U + UNITS[_kind(config)]) * size
             for tensor in (self._owed[name], self._slack_of_elements[name]):
                 tensor.mul_(workers / self.workers)
         self._adopt(config, workers)
@@ -103,7 +108,7 @@ class Ledger:
     def _adopt(self, config: PowerSGDConfig, workers: int) -> None:
         self.workers = workers
         self.ranks = {name: compressed_rank(shape, config) for name, shape in self._shapes.items()}
-        self._unit, self._tiny = UNITS[config.error_dtype], TINY[config.error_dtype]
+        self._unit, self._tiny = UNITS[_kind(config)], TINY[_kind(config)]
 
     def differences(self, errors: Sequence[Named]) -> list[str]:
         """Parameters whose Σ E is not what it must be; from here on it is taken for given.

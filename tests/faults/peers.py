@@ -115,7 +115,7 @@ class Loss:
         for victim in self.victims:
             name = f"{self.__name__}-{len(alive)}"
             self._connect(folder / f"{name}.before", alive.index(worker), len(alive))
-            trainer = Trainer(worker, dice)
+            trainer = Trainer(worker, len(alive), dice)
             trainer.begin(Setting.draw(dice, scaled=False))
             for _ in range(dice.randrange(1, 4)):
                 trainer.step()

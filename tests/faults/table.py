@@ -31,7 +31,8 @@ FAULTS = [
     Fault("finite values whose sum over workers overflows", SKIPPED, episodes.sum_overflows, scaled=False),
     Fault(
         "a matrix of values up to 3.4e38 (standard algorithm)",
-        "skipped where a product overflows, else an ordinary step; in fp32 such a value rounds away what its element owed",
+        "skipped where a product overflows, else an ordinary step; "
+        "in fp32 such a value rounds away what its element owed",
         episodes.product_overflows,
         scaled=False,
         algorithm="standard",

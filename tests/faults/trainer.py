@@ -94,14 +94,15 @@ class Trainer:
 
     Args:
         worker: its number.
+        workers: how many there are.
         dice: the same on all workers.
     """
 
-    def __init__(self, worker: int, dice: random.Random) -> None:
-        self.worker, self.dice = worker, dice
-        self.workers = dist.get_world_size()
+    def __init__(self, worker: int, workers: int, dice: random.Random) -> None:
+        self.worker, self.workers, self.dice = worker, workers, dice
         self.generator = torch.Generator().manual_seed(dice.randrange(1 << 40) * 64 + worker)
         self.model = Given()
+        self.replica: DistributedDataParallel | None = None
         self.lost: list[str] = []
         self.poisoned: list[str] = []
         self.buckets: list[list[str]] = []
@@ -138,7 +139,7 @@ class Trainer:
 
     def unwrap(self) -> None:
         """Let go of the wrapper, whose hooks would otherwise stay with the parameters."""
-        self.replica: DistributedDataParallel | None = None
+        self.replica = None
         gc.collect()
 
     def regroup(self, saved: Mapping[str, Any]) -> None:
