@@ -27,7 +27,7 @@ from tests.faults.trainer import SHAPES, Setting, Trainer
 PATIENCE = 60.0
 """Seconds after which whoever still waits for a lost peer counts as hung."""
 
-GROUP_TIMEOUT = {"dies": 30.0, "stops": 5.0}
+GROUP_TIMEOUT = {"dies": 30.0, "stops": 10.0}
 
 
 # Workers that differ --------------------------------------------------------------------------------------------------
@@ -113,6 +113,8 @@ class Loss:
         tally, dice = Tally(), random.Random(self.seed)
         alive = list(range(world_size))
         for victim in self.victims:
+            # Nobody leaves a group that others are still entering.
+            dist.barrier()
             name = f"{self.__name__}-{len(alive)}"
             self._connect(folder / f"{name}.before", alive.index(worker), len(alive))
             trainer = Trainer(worker, len(alive), dice)
@@ -207,7 +209,14 @@ def lose(kind: str, times: int, folder: Path) -> list[Tally]:
 def _round(kind: str, dice: random.Random, number: int, folder: Path) -> Iterator[Tally]:
     victims = tuple(dice.sample(range(3), 2))
     case = Loss(kind, victims, dice.randrange(1 << 30))
-    results: Sequence[Any] = run_cases([case], 3, folder, casualties=victims, timeout=4 * PATIENCE)[case.__name__]
+    try:
+        results: Sequence[Any] = run_cases([case], 3, folder, casualties=victims, timeout=4 * PATIENCE)[case.__name__]
+    except TimeoutError as error:
+        yield Tally(1, hung=1, details=[f"hung: round {number}: {error}"])
+        return
+    except RuntimeError as error:
+        yield Tally(1, lost=1, details=[f"lost: round {number}: {error}"])
+        return
     for worker, result in enumerate(results):
         if worker in victims:
             continue
