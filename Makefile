@@ -18,7 +18,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 900 -m "not gpu"
 
-# The table in the README: every fault 50 times. Takes about ten minutes.
+# The table in the README: every fault 50 times, in ten to twenty minutes.
 faults: $(INSTALLED)
 	$(PYTHON) -m tests.faults --write
 

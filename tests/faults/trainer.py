@@ -123,9 +123,14 @@ class Trainer:
 
     def new_state(self, **fields: Any) -> PowerSGDState:
         setting = self.setting
-        named: dict[str, Any] = {"matrix_approximation_rank": setting.rank, "min_compression_rate": 0, **fields}
-        options = {"algorithm": setting.algorithm, "error_dtype": setting.error_dtype}
-        state = PowerSGDState(None, start_powerSGD_iter=0, module=self.model, **{**options, **named})
+        options: dict[str, Any] = {
+            "matrix_approximation_rank": setting.rank,
+            "min_compression_rate": 0,
+            "start_powerSGD_iter": 0,
+            "algorithm": setting.algorithm,
+            "error_dtype": setting.error_dtype,
+        }
+        state = PowerSGDState(None, module=self.model, **{**options, **fields})
         if setting.scaled:
             state.attach(self.scaler)
         return state
