@@ -3,7 +3,7 @@ PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
 
-.PHONY: demo demo-deepspeed test test-all check bench bench-gpu clean
+.PHONY: demo demo-deepspeed test test-all faults check bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -22,6 +22,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 900 -m "not gpu"
+
+# The table in the README: every fault 50 times, in ten to twenty minutes.
+faults: $(INSTALLED)
+	$(PYTHON) -m tests.faults --write
 
 check: $(INSTALLED)
 	$(PYTHON) -m ruff check .

@@ -112,7 +112,7 @@ class StepState:
         ranges: Mapping[str, tuple[int, Tensor]] | None = None,
     ) -> None:
         """Average one unit's gradients in place, or those ranges of the averages."""
-        if ranges is not None:
+        if ranges is not None and self._core.follows_loss_scale:
             self._unequal |= any(_narrow(gradient) for gradient in gradients.values())
         self._before += layout.numel
         self._after += layout.sent_numel(self.config, self._core.iteration)
@@ -121,7 +121,8 @@ class StepState:
     def _note_overflow(self, averages: Tensor) -> None:
         """Where averages that were written are changed: the step is not finite if they no longer fit their dtype."""
         if _narrow(averages):
-            note_overflow(averages, self._core.verdict(averages.device))
+            verdict = self._core.verdict(averages.device)
+            note_overflow(averages, self._core.verdict_on_averages(verdict))
 
 
 class ShardedState(StepState, abc.ABC):

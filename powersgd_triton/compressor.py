@@ -63,13 +63,13 @@ class Compression:
     def reconstruct(self, gradients: Mapping[str, Tensor]) -> None:
         """Ĝ, and the bypass tensors' means, into {name: contiguous tensor}.
 
-        Where one does not fit its dtype the step is not finite: ``verdict`` becomes 0.
+        Where one does not fit its dtype the step is not finite, see ``State.verdict_on_averages``.
         """
-        self.bucket.operations.reconstruct(gradients, self.verdict)
+        self.bucket.operations.reconstruct(gradients, self._state.verdict_on_averages(self.verdict))
 
     def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]]) -> None:
         """Parts of them, see ``ops.reconstruct_ranges``; for whole averages that do not fit ask all who hold a part."""
-        reconstruct_ranges(self.bucket, out, self.verdict)
+        reconstruct_ranges(self.bucket, out, self._state.verdict_on_averages(self.verdict))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,7 +216,8 @@ class Compressor:
         named = self._named(out, same_dtype=False)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         if named:
-            verdict = torch.ones_like(compressed.verdict) if self._written else compressed.verdict
+            verdict = self._state.verdict_on_averages(compressed.verdict)
+            verdict = torch.zeros_like(verdict) if self._written else verdict
             compressed.bucket.operations.reconstruct(contiguous, verdict)
             self._written = True
         for name, tensor in named.items():

@@ -96,6 +96,9 @@ class Fleet:
     def __init__(self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int) -> None:
         self.config, self.shapes = config, shapes
         self.states = [State(config) for _ in range(world_size)]
+        for state in self.states:
+            # So that averages that do not fit are owed again.
+            state.attach(lambda: 1.0)
         self._lines = [Line(rank, world_size) for rank in range(world_size)]
         self._layouts: dict[tuple[tuple[str, ...], bool], Layout] = {}
 

@@ -41,7 +41,9 @@ def compressor(request: pytest.FixtureRequest) -> Compressor:
     fields = MODES[request.param]
     if fields.get("backend") == "triton" and not INTERPRETED:
         pytest.skip("kernels are compiled for the GPU")
-    return Compressor(everything(rank=1, **{"backend": "torch", **fields}), SHAPES)
+    compressor = Compressor(everything(rank=1, **{"backend": "torch", **fields}), SHAPES)
+    compressor.attach(lambda: 1.0)
+    return compressor
 
 
 def fits(tensors: dict[str, Tensor]) -> bool:
@@ -122,9 +124,40 @@ def test_another_dtype_afterwards_does_no_harm(compressor: Compressor) -> None:
     assert ((E - (G - averages["large"])).abs() <= gamma(16, torch.float32) * size).all()
 
 
+def test_without_a_loss_scale_steps_fit_again_when_gradients_are_small() -> None:
+    """A scaler that no one has told us of shrinks gradients, not what would be carried."""
+    compressor = Compressor(everything(rank=1, backend="torch"), SHAPES)
+    history: list[bool] = []
+    for number in range(24):
+        scale = 2.0 ** -sum(not fitted for fitted in history)
+        given = {name: (scale * tensor.float()).half() for name, tensor in fixed().items()}
+        compressed = compressor.compress(given)
+        averages = {name: torch.empty(shape, dtype=torch.float16) for name, shape in SHAPES.items()}
+        compressor.decompress(compressed, out=averages)
+        history.append(fits(averages))
+        assert compressed.verdict == 1, number
+    assert False in history
+    assert all(history[-8:])
+
+
+def test_an_error_of_which_every_product_overflows_is_forgotten() -> None:
+    for algorithm in ("standard", "alternating"):
+        compressor = Compressor(everything(rank=1, algorithm=algorithm, backend="torch"), {"w": (24, 18)})
+        generator = torch.Generator().manual_seed(2)
+        finite = []
+        for number in range(10):
+            given = torch.randn(24, 18, generator=generator)
+            given = torch.full((24, 18), 3.4028e38) if number == 3 else given
+            out = {"w": torch.empty(24, 18)}
+            compressor.decompress(compressor.compress({"w": given}), out=out)
+            finite.append(fits(out))
+        assert all(finite[-4:]), (algorithm, finite)
+
+
 def test_leave_error_keeps_a_gradient_whose_average_does_not_fit() -> None:
     """Without error feedback what is owed is in the gradients, for the next step."""
     compressor = Compressor(everything(rank=1, error_feedback=False), {"w": (8, 8)})
+    compressor.attach(lambda: 1.0)
     # Of rank 1, as the average is, so that the product in fp32 would leave next to nothing.
     G = torch.full((8, 8), 60000.0)
     compressed = compressor.compress({"w": G})

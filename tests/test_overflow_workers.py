@@ -55,6 +55,7 @@ def with_ddp(dtype: torch.dtype) -> tuple[nn.Module, Any]:
     state = ddp.PowerSGDState(
         None, matrix_approximation_rank=1, start_powerSGD_iter=0, min_compression_rate=0, module=replica.module
     )
+    state.attach(lambda: 1.0)
     replica.register_comm_hook(state, ddp.powerSGD_hook)
     return replica, state
 
@@ -65,6 +66,7 @@ def with_fsdp1(dtype: torch.dtype) -> tuple[nn.Module, Any]:
         Given(), use_orig_params=True, device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=dtype)
     )
     state = fsdp1.PowerSGDState(module, CONFIG)
+    state.attach(lambda: 1.0)
     module.register_comm_hook(state, fsdp1.powerSGD_hook)
     return module, state
 
@@ -74,7 +76,9 @@ def with_fsdp2(dtype: torch.dtype) -> tuple[nn.Module, Any]:
     module: Any = fully_shard(
         Given(), mesh=full_mesh(dist.get_world_size()), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
     )
-    return module, fsdp2.apply_powersgd(module, CONFIG)
+    state = fsdp2.apply_powersgd(module, CONFIG)
+    state.attach(lambda: 1.0)
+    return module, state
 
 
 def held(module: nn.Module) -> dict[str, Tensor]:
