@@ -3,10 +3,15 @@ PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all check bench bench-gpu clean
+.PHONY: demo demo-deepspeed test test-all faults check bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
+
+# ZeRO stage 0 to 3: make demo-deepspeed STAGE=3
+STAGE ?= 2
+demo-deepspeed: $(INSTALLED)
+	$(PYTHON) -m powersgd_triton demo --parallelism zero$(STAGE) --steps 200
 
 # A file is one process's work, since its tests share results of spawned workers. Those are up to four processes, and
 # each imports torch: more than eight files at a time would only wait for memory.
@@ -17,6 +22,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 900 -m "not gpu"
+
+# The table in the README: every fault 50 times, in ten to twenty minutes.
+faults: $(INSTALLED)
+	$(PYTHON) -m tests.faults --write
 
 check: $(INSTALLED)
 	$(PYTHON) -m ruff check .

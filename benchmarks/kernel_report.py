@@ -122,7 +122,9 @@ def _launches(
             compensate_project.compensate_project_triton(
                 table, G, None, factor, factor, scalar, scalar, factor, launches.compensate_project, out=factor
             )
-            reconstruct.reconstruct_triton(table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G)
+            reconstruct.reconstruct_triton(
+                table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G, verdict=scalar
+            )
             pack.pack_triton(table.pack_P, factor, G, flag, own=None, message=factor)
             pack.pack_triton(table.pack_left, factor, G, flag, own=factor, message=factor)
         if G_dtype == torch.float32:

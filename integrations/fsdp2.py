@@ -132,14 +132,15 @@ class HybridShardState(ShardedState):
             output.zero_()
             return
         self._average(unit, buffer)
-        if (
-            self._communicator.world_size > 1
-            and getattr(unit.parameter_group, "gradient_divide_factor", None) is not None
-        ):
+        factor = 1
+        if getattr(unit.parameter_group, "gradient_divide_factor", None) is not None:
             # What the user divides by counts all workers.
-            buffer.mul_(self._communicator.world_size)
+            factor = self._communicator.world_size
+            buffer.mul_(factor)
         if buffer is not output:
             output.copy_(buffer)
+        if output.dtype != buffer.dtype or factor > 1:
+            self._note_overflow(output)
 
     def _average(self, unit: Unit, buffer: Tensor) -> None:
         layout = unit.layout(padded=True)
@@ -220,7 +221,7 @@ class FullShardState(FullSizeState):
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
         self._compress(layout, gradients, ranges)
         if how["op"] == dist.ReduceOp.SUM:
-            output.mul_(self._workers)
+            self._note_overflow(output.mul_(self._workers))
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         layouts: list[Layout] = [unit.layout(padded=False) for unit in self._units]

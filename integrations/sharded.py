@@ -19,6 +19,7 @@ from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
 from powersgd_triton.loss_scale import LossScaleSource
+from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.reducer import Reducer
 from powersgd_triton.saved_state import FORMAT_VERSION, Size
 from powersgd_triton.state import State
@@ -37,29 +38,29 @@ def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
     return min(worker * each, rows), min((worker + 1) * each, rows)
 
 
-class ShardedState(abc.ABC):
-    """Configuration and memory of one sharded model's compression, usable as a ``Stateful`` of DCP.
+class StepState:
+    """Configuration and memory of one model's compression: what needs no knowledge of how the model is sharded.
 
     Args:
         config: what to compress and how.
-        group: whom to average with.
+        communicator: whom to average with.
         others: further workers that compress the same model, see ``Reducer``.
 
     Raises:
         TypeError: ``config`` is no configuration.
     """
 
-    def __init__(
-        self, config: PowerSGDConfig, group: dist.ProcessGroup | None, others: Sequence[Communicator] = ()
-    ) -> None:
+    def __init__(self, config: PowerSGDConfig, communicator: Communicator, others: Sequence[Communicator] = ()) -> None:
         check_config(config)
         self.config = config
-        self._communicator = Communicator(group)
+        self._communicator = communicator
         self._core = State(config)
         self._others = tuple(others)
         self._reducer = Reducer(self._core, self._communicator, others)
         self._seen: set[Hashable] = set()
         self._device: torch.device | None = None
+        # Whether workers wrote different parts of averages that may not fit.
+        self._unequal = False
         self._before = self._after = 0
 
     @property
@@ -93,23 +94,15 @@ class ShardedState(abc.ABC):
 
     # A step -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, unit: Hashable, device: torch.device) -> bool:
-        """Whether the gradients of a unit are to be compressed. A unit that comes again begins a new step."""
-        if self._device is None:
-            self._reducer.check(self._matrices(), device)
-            self._device = device
-        if unit in self._seen:
-            self._end_step()
-        self._seen.add(unit)
-        return self._core.iteration >= self.config.start_iter
-
     def _end_step(self) -> None:
         if self._seen:
             self._seen.clear()
             if self._device is not None and self._core.iteration >= self.config.start_iter:
-                # Who shares sums sees the same; others may have seen another gradient overflow.
-                for other in self._others:
+                # Who shares sums sees the same; others may have seen another gradient overflow. Who writes a part of
+                # an average sees whether that part fits.
+                for other in [*self._others, *([self._communicator] if self._unequal else [])]:
                     other.minimum(self._core.verdict(self._device))
+            self._unequal = False
             self._reducer.end_step()
 
     def _compress(
@@ -119,9 +112,46 @@ class ShardedState(abc.ABC):
         ranges: Mapping[str, tuple[int, Tensor]] | None = None,
     ) -> None:
         """Average one unit's gradients in place, or those ranges of the averages."""
+        if ranges is not None and self._core.follows_loss_scale:
+            self._unequal |= any(_narrow(gradient) for gradient in gradients.values())
         self._before += layout.numel
         self._after += layout.sent_numel(self.config, self._core.iteration)
         self._reducer.reduce(layout, gradients, last=True, done=_nothing, ranges=ranges)
+
+    def _note_overflow(self, averages: Tensor) -> None:
+        """Where averages that were written are changed: the step is not finite if they no longer fit their dtype."""
+        if _narrow(averages):
+            verdict = self._core.verdict(averages.device)
+            note_overflow(averages, self._core.verdict_on_averages(verdict))
+
+
+class ShardedState(StepState, abc.ABC):
+    """A sharded model's state, usable as a ``Stateful`` of DCP.
+
+    Args:
+        config: what to compress and how.
+        group: whom to average with.
+        others: further workers that compress the same model, see ``Reducer``.
+
+    Raises:
+        TypeError: ``config`` is no configuration.
+    """
+
+    def __init__(
+        self, config: PowerSGDConfig, group: dist.ProcessGroup | None, others: Sequence[Communicator] = ()
+    ) -> None:
+        check_config(config)
+        super().__init__(config, Communicator(group), others)
+
+    def _begin(self, unit: Hashable, device: torch.device) -> bool:
+        """Whether the gradients of a unit are to be compressed. A unit that comes again begins a new step."""
+        if self._device is None:
+            self._reducer.check(self._matrices(), device)
+            self._device = device
+        if unit in self._seen:
+            self._end_step()
+        self._seen.add(unit)
+        return self._core.iteration >= self.config.start_iter
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -308,6 +338,11 @@ def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
     return basis
+
+
+def _narrow(gradient: Tensor) -> bool:
+    """Whether factors in range may have an average out of the gradient's, other than next to the largest fp32."""
+    return gradient.dtype == torch.float16
 
 
 def _nothing() -> None:

@@ -53,3 +53,9 @@ class CarriedErrors:
             if verdict is not current and not verdict:
                 self.owed.update(given)
         self._given = [(verdict, given) for verdict, given in self._given if verdict is current]
+
+    def outstanding(self, current: Tensor | None) -> dict[str, Tensor]:
+        """{name: E}: what is owed, with what was given to the step of verdict ``current``, which is not closed."""
+        self.settle(current)
+        given = {name: error for verdict, errors in self._given if verdict is current for name, error in errors.items()}
+        return self.owed | given

@@ -17,7 +17,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.exchange import summed
 from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
-from powersgd_triton.ops import BucketState, TorchOperations
+from powersgd_triton.ops import BucketState, TorchOperations, reconstruct_ranges
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.saved_state import LoadReport
 from powersgd_triton.state import State
@@ -60,8 +60,15 @@ class Compression:
             yield from summed(self.bucket, message, self._communicator)
 
     def reconstruct(self, gradients: Mapping[str, Tensor]) -> None:
-        """Ĝ, and the bypass tensors' means, into {name: contiguous tensor}."""
-        self.bucket.operations.reconstruct(gradients)
+        """Ĝ, and the bypass tensors' means, into {name: contiguous tensor}.
+
+        Where one does not fit its dtype the step is not finite, see ``State.verdict_on_averages``.
+        """
+        self.bucket.operations.reconstruct(gradients, self._state.verdict_on_averages(self.verdict))
+
+    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]]) -> None:
+        """Parts of them, see ``ops.reconstruct_ranges``; for whole averages that do not fit ask all who hold a part."""
+        reconstruct_ranges(self.bucket, out, self._state.verdict_on_averages(self.verdict))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +78,7 @@ class Compressed:
     bucket: BucketState
     iteration: int
     verdict: Tensor
-    """Scalar: 1 where the step was finite, else 0."""
+    """Scalar: 1 where the step was finite, else 0. Known once the averages are written, see ``decompress``."""
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{name: (left [n, r], right [m, r])}, views, with Ĝ = left · rightᵀ. Bypass tensors have none.
@@ -126,6 +133,7 @@ class Compressor:
         self._compressing = Layout.build(shapes, config)
         self._exact = Layout.build(shapes, config, compress=False)
         self._before = self._after = 0
+        self._written = False
 
     @property
     def iteration(self) -> int:
@@ -169,6 +177,7 @@ class Compressor:
             self._state.void_step()
             raise
         self._after += layout.sent_numel(self.config, self._state.iteration)
+        self._written = False
         self._end_step()
         self._before += layout.numel
         return Compressed(compression.bucket, self._state.iteration, compression.verdict)
@@ -179,6 +188,9 @@ class Compressor:
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
         """Write the averaged gradients Ĝ.
+
+        Where one is too large for its dtype it becomes infinite, ``compressed.verdict`` becomes 0, and the error keeps
+        all of the step, which must not be applied. The first call after ``compress`` decides; later ones only write.
 
         Args:
             compressed: from the last ``compress``.
@@ -203,7 +215,10 @@ class Compressor:
         named = self._named(out, same_dtype=False)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         if named:
-            compressed.bucket.operations.reconstruct(contiguous)
+            verdict = self._state.verdict_on_averages(compressed.verdict)
+            verdict = torch.zeros_like(verdict) if self._written else verdict
+            compressed.bucket.operations.reconstruct(contiguous, verdict)
+            self._written = True
         for name, tensor in named.items():
             if contiguous[name].data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(contiguous[name])
@@ -213,7 +228,8 @@ class Compressor:
         """Turn the gradients that were compressed into the errors: gradients ← M − L Rᵀ, this worker's own product.
 
         For those who keep the error themselves, with ``error_feedback=False``, as what the next gradient is added to.
-        Where the step was not finite nothing is subtracted, so that it is sent in the next step. Tensors that are not
+        Where the step was not finite nothing is subtracted, so that it is sent in the next step; whether it was is
+        known after ``decompress``. Tensors that are not
         compressed become zero, and so does every element that is not finite.
 
         Returns:

@@ -12,7 +12,6 @@ from powersgd_triton.agreement import Agreement
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.compressor import Compression
 from powersgd_triton.layout import Layout
-from powersgd_triton.ops import reconstruct_ranges
 from powersgd_triton.state import State
 
 
@@ -112,7 +111,7 @@ class Reducer:
         if ranges is None:
             compression.reconstruct(gradients)
         else:
-            reconstruct_ranges(compression.bucket, ranges)
+            compression.reconstruct_ranges(ranges)
         done()
 
     def _exact(self, buffer: Tensor, done: Callable[[], None]) -> Iterator[None]:

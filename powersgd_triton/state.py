@@ -52,6 +52,8 @@ class State:
         self._homes: dict[str, Layout] = {}
         self._verdict: Tensor | None = None
         self._verdicts: list[Tensor] = []
+        # Written to where it does not matter whether averages fit.
+        self._unheeded: Tensor | None = None
         self._loss_scale: LossScale | None = None
         # This step's, and the quotients in use: one for each scale that a bucket's M may have.
         self._scale: Tensor | None = None
@@ -72,6 +74,23 @@ class State:
                 self._verdicts = list(torch.ones(VERDICTS, device=device).unbind())
             self._verdict = self._verdicts.pop()
         return self._verdict
+
+    @property
+    def follows_loss_scale(self) -> bool:
+        """Whether a loss scale is attached."""
+        return self._loss_scale is not None
+
+    def verdict_on_averages(self, verdict: Tensor) -> Tensor:
+        """Where to note that an average does not fit its dtype: ``verdict``, else a scalar that no one reads.
+
+        What does not fit is owed again only where the error follows a loss scale. Where it does not, a scaler that
+        shrinks the gradients cannot shrink what was carried, and no step would ever fit again.
+        """
+        if self.follows_loss_scale:
+            return verdict
+        if self._unheeded is None or self._unheeded.device != verdict.device:
+            self._unheeded = torch.zeros_like(verdict)
+        return self._unheeded
 
     @property
     def interrupted(self) -> bool:
@@ -234,11 +253,16 @@ class State:
     # The error --------------------------------------------------------------------------------------------------
 
     def materialize(self) -> None:
-        """Turn every error buffer into E: without the product that is still to be subtracted, or loss scale."""
+        """Turn every error buffer into E: without the product that is still to be subtracted, or loss scale.
+
+        What a step has sent that is not closed is not subtracted: it is still owed if the step was interrupted.
+        """
         self._materialize({matrix.bucket for matrix in self.matrices.values()})
 
     def _materialize(self, buckets: Iterable[BucketState]) -> None:
         for bucket in buckets:
+            if bucket.applied is not None and bucket.applied is self._verdict:
+                continue
             if bucket.applied is not None:
                 bucket.operations.subtract_product()
                 bucket.applied = None
@@ -252,10 +276,9 @@ class State:
         if not self.config.error_feedback:
             return {}
         self.materialize()
-        self._carried.settle()
         errors = {name: parts["error"].clone() for name, parts in self._restored.items()}
-        errors |= {name: error.clone() for name, error in self._carried.owed.items()}
-        return errors | {name: m.error.clone() for name, m in self.matrices.items() if m.error is not None}
+        errors |= {name: error.clone() for name, error in self._carried.outstanding(self._verdict).items()}
+        return errors | {name: _owed(m.error, m.bucket) for name, m in self.matrices.items() if m.error is not None}
 
     def forget_errors(self) -> None:
         """Set every error to zero, also of matrices that a checkpoint brought and that are not bound yet."""
@@ -272,7 +295,6 @@ class State:
     def state_dict(self, mean: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Plain numbers and tensors. ``mean`` averages a tensor over workers (or returns it as it is)."""
         self.materialize()
-        self._carried.settle()
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in self._restored.items()}
         if self._restored_own:
             for name in sorted(name for name, parts in matrices.items() if "error" in parts):
@@ -283,9 +305,9 @@ class State:
             if matrix.error is not None:
                 # Sums of 16-bit values are no 16-bit values.
                 wide = torch.promote_types(matrix.error.dtype, torch.float32)
-                matrices[name]["error"] = mean(matrix.error.to(wide, copy=True))
-        for name in sorted(self._carried.owed):
-            matrices[name] = {"error": mean(self._carried.owed[name].clone())}
+                matrices[name]["error"] = mean(_owed(matrix.error.to(wide), matrix.bucket))
+        for name, error in sorted(self._carried.outstanding(self._verdict).items()):
+            matrices[name] = {"error": mean(error.clone())}
         # As they were compressed last, here or where the loaded state was saved.
         tensors = self._saved_tensors | self._bound_sizes() | {n: self._saved_tensors[n] for n in self._restored}
         return {
@@ -357,3 +379,8 @@ class State:
             matrix.bucket.operations.orthogonalize_bases(self.step(1))
         if matrix.error is not None:
             matrix.error.copy_(parts["error"])
+
+
+def _owed(error: Tensor, bucket: BucketState) -> Tensor:
+    """A copy of a bucket's error buffer without loss scale."""
+    return error.clone() if bucket.scale is None else error / bucket.scale

@@ -54,6 +54,11 @@ def place(groups: Sequence[Any], name: str) -> tuple[int, int]:
     )
 
 
+def fits(passage: Passage) -> bool:
+    """Whether every average that was written is finite in its gradient's dtype."""
+    return all(bool(tensor.isfinite().all()) for tensor in passage.written[0].values())
+
+
 def gamma(operations: int, dtype: torch.dtype) -> float:
     """Relative error of a sum of that many terms in any order; twice for fp64, in which the model rounds too."""
     u = torch.finfo(dtype).eps / 2
@@ -91,10 +96,13 @@ class Follower:
         }
         passages = self.fleet.step(given, self.buckets, case.overlapping)
         finite = [self.check_outputs(passage, given, before) for passage in passages]
+        applied = all(finite) and all(fits(passage) for passage in passages)
+        for passage in passages:
+            assert all(bool(verdict) == applied for verdict in passage.verdicts), "the verdict is not what was written"
         for passage, counts in zip(passages, finite, strict=True):
             for segment in passage.layout.compressed:
                 self.check_bases(passage, segment, counts)
-                self.check_matrix(passage, segment, given, before.get(segment.name), counts, all(finite))
+                self.check_matrix(passage, segment, given, before.get(segment.name), counts, applied)
         self.check_states()
         if number in case.reads:
             self.read()

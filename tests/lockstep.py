@@ -88,6 +88,7 @@ class Passage:
         bucket: the first worker's.
         averages: each worker's Ĝ and means in fp32 (fp64 where a gradient is), from memory that was NaN.
         written: the same in the gradients' dtypes, written over the gradients.
+        verdicts: each worker's of the step, which it shares with the step's other buckets.
     """
 
     layout: Layout
@@ -95,6 +96,7 @@ class Passage:
     bucket: BucketState | None = None
     averages: list[Values] = dataclasses.field(default_factory=list)
     written: list[Values] = dataclasses.field(default_factory=list)
+    verdicts: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 class Fleet:
@@ -109,6 +111,9 @@ class Fleet:
     def __init__(self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int) -> None:
         self.config, self.shapes = config, shapes
         self.states = [State(config) for _ in range(world_size)]
+        for state in self.states:
+            # So that averages that do not fit are owed again.
+            state.attach(lambda: 1.0)
         self._lines = [Line(rank, world_size) for rank in range(world_size)]
         self._layouts: dict[tuple[tuple[str, ...], bool], Layout] = {}
 
@@ -186,10 +191,12 @@ class Fleet:
                 assert_same_bits((bucket.P_hat, bucket.basis), passage.bases[-1])
             if not going_on:
                 out = {s.name: torch.full(s.shape, torch.nan, dtype=wide) for s in passage.layout.segments}
-                compressions[worker].reconstruct(out)
+                # Only what is written over the gradients counts.
+                bucket.operations.reconstruct(out, torch.ones(()))
                 passage.averages.append(out)
                 compressions[worker].reconstruct(given[worker])
                 passage.written.append(given[worker])
+                passage.verdicts.append(compressions[worker].verdict)
             return going_on
 
         return [functools.partial(stage, worker) for worker in range(len(compressions))]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from powersgd_triton.__main__ import main
+from powersgd_triton.demo import train, zero
 from powersgd_triton.demo.model import CONTEXT, LAYERS, WIDTH
 from powersgd_triton.demo.text import VOCABULARY
 
@@ -50,3 +53,35 @@ def test_bytes_are_those_of_the_formula(parallelism: str, workers: int, tmp_path
     assert exact["bytes_per_step"] == exact["gradient_bytes"]
     assert ours["bytes_per_step"] == sent_bytes(4, shards)
     assert ours["losses"][-1] < ours["losses"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_sends_those_bytes_too(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    arguments = ["--steps", "3", "--arms", "allreduce", "ours:4", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(["demo", "--parallelism", f"zero{stage}", *arguments]) == 0
+    exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
+    # Up to two numbers of ZeRO itself: whether a step overflowed, and the gradient's norm.
+    assert 0 <= exact["bytes_per_step"] - exact["gradient_bytes"] <= 8
+    assert 0 <= ours["bytes_per_step"] - sent_bytes(4, 1) <= 8
+    assert ours["losses"][-1] < ours["losses"][0]
+
+
+def test_deepspeeds_configuration_is_that_of_the_other_demos() -> None:
+    for stage in range(4):
+        made = zero.configuration(stage, {"rank": 4, "algorithm": "alternating"})
+        assert made["zero_optimization"] == {"stage": stage}
+        assert made["powersgd"] == {"enabled": True, "rank": 4, "algorithm": "alternating"}
+        assert made["train_micro_batch_size_per_gpu"] == train.BATCH_PER_WORKER
+        assert made["optimizer"]["params"]["lr"] == train.LEARNING_RATE
+        assert made["optimizer"]["params"]["weight_decay"] == train.WEIGHT_DECAY
+        assert not made["gradient_clipping"]
+    assert not zero.configuration(0, None)["powersgd"]["enabled"]
+
+
+def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
+    assert main(["demo", "--parallelism", "zero1"]) == 2
+    assert "pip install 'powersgd_triton[deepspeed]'" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given
 from tests.conftest import INTERPRETED
 from tests.fp64_model import total
 from tests.fuzz_cases import NOT_FINITE, Case, Fault, cases, gradients
-from tests.fuzzing import Follower, gamma, owed
+from tests.fuzzing import Follower, fits, gamma, owed
 
 
 def examples(count: int) -> hypothesis.settings:
@@ -109,14 +109,16 @@ def keep_books(workers: int, mode: str, dtype: torch.dtype) -> None:
         count = case.buckets[min(step // 20, 1)]
         passages = fleet.step(given_now, [names[i::count] for i in range(count)])
         finite = [all(tensor.isfinite().all() for tensor in passage.averages[0].values()) for passage in passages]
-        skipped += not all(finite)
+        applied = all(finite) and all(fits(passage) for passage in passages)
+        assert all(bool(verdict) == applied for passage in passages for verdict in passage.verdicts)
+        skipped += not applied
         for passage, whole in zip(passages, finite, strict=True):
             for segment in passage.layout.segments:
                 name = segment.name
                 finite_part = [own[name].double().nan_to_num(nan=0, posinf=0, neginf=0) for own in given_now]
-                if all(finite) or (whole and segment.rank):
+                if applied or (whole and segment.rank):
                     balance[name] += total(finite_part)
-                if all(finite):
+                if applied:
                     balance[name] -= workers * passage.averages[0][name].double()
                 size[name] += total([G.abs() for G in finite_part])
                 if segment.rank:

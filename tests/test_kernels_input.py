@@ -183,7 +183,8 @@ def check_large(n: int, m: int, device: torch.device, edge: int = 16) -> None:
     left = P_hat[ends].double()
     bound = rounding(2 * edge, device) * (got.double().abs().mT @ left.abs())
     assert_within(Q[columns], got.double().mT @ left, bound)
-    reconstruct_triton(made, P_hat, basis, P, made.pack_P, launches.reconstruct, out=pointers)
+    verdict = torch.ones((), device=device)
+    reconstruct_triton(made, P_hat, basis, P, made.pack_P, launches.reconstruct, out=pointers, verdict=verdict)
     bound = rounding(r, device) * (left.abs() @ right.abs().mT)
     assert_within(G[ends[:, None], columns], product, bound + stored(product.abs() + bound, dtype, device))
 

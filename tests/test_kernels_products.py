@@ -273,9 +273,10 @@ def check_reconstruct(bucket: Bucket) -> None:
     bucket.first.fill(bucket.random(bucket.row_sizes))
     P_hat, Q = bucket.row_factors(bucket.P_hat), bucket.column_factors(bucket.Q)
     bucket.G.poison()
+    verdict = torch.ones((), device=bucket.device)
     reconstruct_triton(
         bucket.table, bucket.P_hat.flat, bucket.Q.flat, bucket.first.flat, bucket.table.pack_P,
-        bucket.launches.reconstruct, out=bucket.pointers_G(),
+        bucket.launches.reconstruct, out=bucket.pointers_G(), verdict=verdict,
     )  # fmt: skip
     got = bucket.matrices(bucket.G)
     for i, (n, m, r) in enumerate(bucket.shapes):
@@ -288,6 +289,7 @@ def check_reconstruct(bucket: Bucket) -> None:
     for tensor, mean in zip(bucket.G.cpu()[len(got) :], bucket.first.double()[len(got) :], strict=True):
         assert_within(tensor, mean, stored(mean.abs(), dtype, bucket.device))
     assert bucket.guarded()
+    assert verdict == 1
 
 
 @SHAPES
@@ -306,13 +308,42 @@ def test_reconstruct_hands_NaN_on(device: torch.device):
     bucket = Bucket(mixed(3), device, bypass=[2])
     bucket.first.fill(bucket.random(bucket.row_sizes))
     bucket.Q.poison()
+    verdict = torch.ones((), device=device)
     reconstruct_triton(
         bucket.table, bucket.P_hat.flat, bucket.Q.flat, bucket.first.flat, bucket.table.pack_P,
-        bucket.launches.reconstruct, out=bucket.pointers_G(),
+        bucket.launches.reconstruct, out=bucket.pointers_G(), verdict=verdict,
     )  # fmt: skip
     *matrices, bypass = bucket.G.cpu()
     assert all(x.isnan().all() for x in matrices)
     assert bypass.isfinite().all()
+    assert verdict == 0
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in")
+@over_dtypes("dtype", GRADIENTS)
+@pytest.mark.parametrize("tensor", [0, 4, -1], ids=["first matrix", "last matrix", "bypass"])
+def test_reconstruct_notes_what_does_not_fit(tensor: int, dtype: torch.dtype, device: torch.device):
+    """One element out of the dtype's range, the last of its tensor, and as large as it may be."""
+    for fits in (True, False):
+        bucket = Bucket(mixed(3), device, bypass=[3000], gradient=dtype)
+        bucket.first.fill(bucket.random(bucket.row_sizes))
+        largest = torch.finfo(dtype).max
+        if tensor == -1:
+            # Of finite fp32 numbers only fp16 cannot hold all.
+            beyond = 2 * largest if dtype == torch.float16 else INF
+            bucket.first.views[-1][-1] = largest if fits else beyond
+        else:
+            P, Q, r = bucket.P_hat.views[tensor], bucket.Q.views[tensor], bucket.shapes[tensor][2]
+            P.zero_()
+            P[-r], Q[-r] = 2.0, largest / 2 if fits else largest * 0.75
+        verdict = torch.ones((), device=device)
+        reconstruct_triton(
+            bucket.table, bucket.P_hat.flat, bucket.Q.flat, bucket.first.flat, bucket.table.pack_P,
+            bucket.launches.reconstruct, out=bucket.pointers_G(), verdict=verdict,
+        )  # fmt: skip
+        written = torch.cat([x.view(-1) for x in bucket.G.cpu()])
+        assert int((~written.isfinite()).sum()) == (not fits)
+        assert float(verdict) == fits
 
 
 def test_same_input_same_bits(device: torch.device):

@@ -78,6 +78,10 @@ def test_wheel_is_typed(names: set[str]) -> None:
     assert "powersgd_triton/py.typed" in names
 
 
+def test_wheel_holds_the_demos_configuration(names: set[str]) -> None:
+    assert "powersgd_triton/demo/ds_config.json" in names
+
+
 def test_wheel_has_nothing_beside_the_package(names: set[str]) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"powersgd_triton"}
 

@@ -22,14 +22,18 @@ PARALLELISMS = {
     "fsdp1": "FullyShardedDataParallel",
     "fsdp2": "fully_shard over all workers",
     "hsdp": f"fully_shard in each of {REPLICAS} replicas",
+    **{f"zero{stage}": f"DeepSpeed, ZeRO stage {stage}" for stage in range(4)},
 }
 """Name: what it is."""
 
+ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
+
+EXCHANGES = ("all_reduce", "all_to_all_single")
+
 GRADIENT_COLLECTIVES = {
-    "fsdp1": ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"),
-    "fsdp2": ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    **dict.fromkeys([*ZERO_STAGES, "fsdp1", "fsdp2"], (*EXCHANGES, "reduce_scatter_tensor", "reduce_scatter_single")),
     # Reduce-scatters stay inside a replica.
-    "hsdp": ("all_reduce", "all_to_all_single"),
+    "hsdp": EXCHANGES,
 }
 """What carries gradients between workers, or between replicas; all-gathers carry parameters."""
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from powersgd_triton.demo import report
-from powersgd_triton.demo.parallelism import PARALLELISMS, check_workers
+from powersgd_triton.demo.parallelism import PARALLELISMS, ZERO_STAGES, check_workers
 from powersgd_triton.demo.train import MODES, Arm, Result, Settings, train_worker
 
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train all arms one after the other and report."""
     try:
-        _check_requirements()
+        _check_requirements(arguments.parallelism)
         settings = Settings(
             arguments.steps,
             arguments.workers,
@@ -130,10 +130,16 @@ def _device(choice: str, workers: int) -> str:
     return choice
 
 
-def _check_requirements() -> None:
-    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+def _check_requirements(parallelism: str) -> None:
+    needed = {
+        "matplotlib": "demo",
+        "tqdm": "demo",
+        **({"deepspeed": "deepspeed"} if parallelism in ZERO_STAGES else {}),
+    }
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise RuntimeError(f"{' and '.join(missing)} not installed; pip install 'powersgd_triton[demo]'")
+        extras = ",".join(sorted({needed[name] for name in missing}))
+        raise RuntimeError(f"{' and '.join(missing)} not installed; pip install 'powersgd_triton[{extras}]'")
 
 
 def _positive(text: str) -> int:

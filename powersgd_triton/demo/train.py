@@ -8,19 +8,21 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
-from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, gradient_bytes, shard
+from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, ZERO_STAGES, gradient_bytes, shard
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
+from powersgd_triton.demo.zero import configuration, make_engine
 from powersgd_triton.integrations import ddp as ours
 
 BATCH_PER_WORKER = 16
@@ -154,33 +156,24 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     model = GPT().to(device)
     gradients = gradient_bytes(model, settings.parallelism, settings.workers)
     traffic, timer = Traffic(GRADIENT_COLLECTIVES.get(settings.parallelism)), HookTimer(device)
-    if settings.parallelism == "ddp":
-        # One bucket, since torch's hook cannot do more on gloo.
-        replica = DistributedDataParallel(model, bucket_cap_mb=1024)
-        state, hook = _communication(arm, model)
-        replica.register_comm_hook(state, timer.timed(hook))
-        validated: nn.Module = model
-    else:
-        replica = validated = shard(model, settings.parallelism, arm.rank, device)
-    optimizer = torch.optim.AdamW(replica.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, settings.steps))
     generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
     losses: list[float] = []
     bytes_sent: list[int] = []
     seconds: list[float] = []
-    with traffic.counting(), Progress(str(arm), settings.steps, shown=worker == 0) as progress:
-        for _ in range(settings.steps):
-            begin = time.perf_counter()
-            inputs, targets = sample_batch(corpus.training, BATCH_PER_WORKER, CONTEXT, generator)
-            loss = next_token_loss(replica, inputs.to(device), targets.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-            seconds.append(time.perf_counter() - begin)
-            bytes_sent.append(traffic.sent)
-            progress.update(losses[-1], traffic.sent)
+    # DeepSpeed looks collectives up when it starts, hence before that they are counted.
+    with traffic.counting():
+        replica, validated, update = _distributed(model, settings, arm, device, timer)
+        traffic.sent = 0
+        with Progress(str(arm), settings.steps, shown=worker == 0) as progress:
+            for _ in range(settings.steps):
+                begin = time.perf_counter()
+                inputs, targets = sample_batch(corpus.training, BATCH_PER_WORKER, CONTEXT, generator)
+                loss = next_token_loss(replica, inputs.to(device), targets.to(device))
+                update(loss)
+                losses.append(loss.item())
+                seconds.append(time.perf_counter() - begin)
+                bytes_sent.append(traffic.sent)
+                progress.update(losses[-1], traffic.sent)
     return Result(
         losses=losses,
         bytes_sent=bytes_sent,
@@ -191,7 +184,46 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     )
 
 
-def _communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
+def _distributed(
+    model: GPT, settings: Settings, arm: Arm, device: torch.device, timer: HookTimer
+) -> tuple[nn.Module, nn.Module, Callable[[Tensor], None]]:
+    """(the model to train, the one to validate, how to go from a loss to the next step)."""
+
+    def factor(step: int) -> float:
+        return _learning_rate_factor(step, settings.steps)
+
+    options = {name: value for mode in arm.modes for name, value in MODES[mode].items()}
+    if settings.parallelism in ZERO_STAGES:
+        section = None if arm.rank is None else {"rank": arm.rank, **options}
+        engine = make_engine(model, configuration(ZERO_STAGES[settings.parallelism], section), device, factor)
+
+        def update_engine(loss: Tensor) -> None:
+            engine.backward(loss)
+            engine.step()
+
+        return engine, engine, update_engine
+    if settings.parallelism == "ddp":
+        # One bucket, since torch's hook cannot do more on gloo.
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
+        state, hook = _communication(arm, model, options)
+        wrapped.register_comm_hook(state, timer.timed(hook))
+        replica: nn.Module = wrapped
+        validated: nn.Module = model
+    else:
+        replica = validated = shard(model, settings.parallelism, arm.rank, device)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    def update(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+    return replica, validated, update
+
+
+def _communication(arm: Arm, model: nn.Module, options: dict[str, Any]) -> tuple[Any, Hook]:
     """What to register with DDP."""
     if arm.rank is None:
         return None, default_hooks.allreduce_hook
@@ -204,7 +236,6 @@ def _communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
             orthogonalization_epsilon=1e-8,
         )
         return incumbent, torch_powersgd.powerSGD_hook
-    options = {name: value for mode in arm.modes for name, value in MODES[mode].items()}
     state = ours.PowerSGDState(
         process_group=None, matrix_approximation_rank=arm.rank, start_powerSGD_iter=0, module=model, **options
     )

@@ -10,13 +10,25 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
 
 
-@triton.jit(do_not_specialize=["row_programs"])
+@triton.jit
+def _store_noting_overflow(target, value, ok, verdict):
+    """Store in the target's dtype; where that is not finite, 0 to the verdict: all that store there store the same."""
+    rounded = value.to(target.dtype.element_ty)
+    tl.store(target, rounded, ok)
+    fits = tl.abs(rounded.to(tl.float32)) < float("inf")
+    tl.store(verdict + tl.zeros_like(value).to(tl.int32), 0.0, ok & (fits == 0))
+
+
+@triton.jit(do_not_specialize=["verdict", "row_programs"])
 def _reconstruct_kernel(
-    P_hat, Q, message, out, out_offsets, records, tiles, entries, row_programs,
+    P_hat, Q, message, out, out_offsets, verdict, records, tiles, entries, row_programs,
     WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, COPY: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message. Grid: row tiles, then blocks of bypass tensors."""
+    """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message; verdict ← 0 where one overflows.
+
+    Grid: row tiles, then blocks of bypass tensors.
+    """
     program = tl.program_id(0)
     if program >= row_programs:
         entry = entries + (program - row_programs) * 6
@@ -24,7 +36,7 @@ def _reconstruct_kernel(
         ok = i < tl.load(entry + 4)
         value = tl.load(message + tl.load(entry + 3) + i, ok, 0.0)
         target = tl.load(out_offsets + tl.load(entry + 5)) + tl.load(entry)
-        tl.store(out + target + i, value.to(out.dtype.element_ty), ok)
+        _store_noting_overflow(out + target + i, value, ok, verdict)
         return
     work = tiles + program * 5
     matrix = tl.load(work)
@@ -62,12 +74,13 @@ def _reconstruct_kernel(
                 P_more = tl.load(P_hat + k + left, row_ok[:, None] & more[None, :], 0.0)
                 Q_more = tl.load(Q + factor + k + right_t, more[:, None] & col_ok[None, :], 0.0)
                 value += tl.dot(P_more, Q_more, input_precision=PRECISION)
-        tl.store(out + col + tile, value.to(out.dtype.element_ty), row_ok[:, None] & col_ok[None, :])
+        _store_noting_overflow(out + col + tile, value, row_ok[:, None] & col_ok[None, :], verdict)
 
 
 def reconstruct_triton(
-    table: BucketTable, P: Tensor, Q: Tensor, message: Tensor, entries: Tensor, launch: Launch, *, out: Pointers
-) -> None:
+    table: BucketTable, P: Tensor, Q: Tensor, message: Tensor, entries: Tensor, launch: Launch, *, out: Pointers,
+    verdict: Tensor,
+) -> None:  # fmt: skip
     """out = P Qᵀ; see ``reconstruct_reference``. Bypass tensors are copied from the message.
 
     Args:
@@ -77,6 +90,7 @@ def reconstruct_triton(
         entries: the table that it was packed by, ``pack_P`` or ``pack_left``.
         launch: tile, warps and stages.
         out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
+        verdict: fp32 scalar on the device, set to 0 where an element of ``out`` is not finite.
     """
     programs = len(table.row_tiles) + table.bypass_programs
     if not programs:
@@ -87,6 +101,7 @@ def reconstruct_triton(
         message,
         out.anchor,
         out.offsets,
+        verdict,
         table.records,
         table.row_tiles,
         entries,

@@ -69,8 +69,8 @@ class Operations(Protocol):
         stay, the average becomes NaN and ``verdict`` 0.
         """
 
-    def reconstruct(self, out: Mapping[str, Tensor]) -> None:
-        """out = Ĝ and the bypass tensors' means, in any float dtype."""
+    def reconstruct(self, out: Mapping[str, Tensor], verdict: Tensor) -> None:
+        """out = Ĝ and the bypass tensors' means, in any float dtype; ``verdict`` ← 0 where an element does not fit."""
 
     def subtract_product(self) -> None:
         """M ← M − product where that was applied: the error that lazy error feedback has not yet written down."""

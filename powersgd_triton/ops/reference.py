@@ -137,15 +137,45 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
     out.copy_(Qt.mT)
 
 
-def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor]) -> None:
-    """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m], any float dtype; rounded once to it."""
+def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdict: Tensor | None = None) -> None:
+    """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m], any float dtype; rounded once to it.
+
+    verdict: scalar, set to 0 where an element of ``out`` is not finite; None if no one asks.
+    """
     Qt = Q.mT.contiguous()
+    look = verdict is not None and _maybe(verdict) and may_overflow(P, Q, out[0].dtype)
     for members, rows, (block,) in _blocks(P.shape[-1], out):
         if block.dtype == P.dtype:
             # Adding to zeros is faster than torch.bmm, which clears less cleverly.
             _add_product(block.zero_(), P[members, rows], Qt[members])
         else:
             block.copy_(torch.bmm(P[members, rows], Qt[members]))
+        if look and verdict is not None:
+            note_overflow(block, verdict)
+
+
+def may_overflow(P: Tensor, Q: Tensor, dtype: torch.dtype) -> bool:
+    """Whether P Qᵀ, for P [..., n, r] and Q [..., m, r], may have elements that a dtype cannot hold.
+
+    False only where the largest elements of the factors tell that it has none; on devices, which would have to be
+    waited for, always True. What is not finite may overflow too.
+    """
+    if not _on_host(P) or not P.numel() or not Q.numel():
+        return not _on_host(P)
+    bound = float(P.shape[-1])
+    for factor in (P, Q):
+        smallest, largest = torch.aminmax(factor)
+        bound *= max(-float(smallest), float(largest))
+    # The other half of the range is for roundings.
+    return not bound < torch.finfo(dtype).max / 2
+
+
+def note_overflow(written: Tensor, verdict: Tensor) -> None:
+    """verdict ← 0 where an element of what was written is not finite."""
+    if written.numel() and _maybe(verdict):
+        # One pass; a NaN is the smallest and the largest.
+        smallest, largest = torch.aminmax(written)
+        verdict.mul_(smallest.isfinite() & largest.isfinite())
 
 
 def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applied: Tensor) -> None:
@@ -164,13 +194,15 @@ def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applie
 def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
     """M ← M − (finite elements of G) where the scalar ``finite`` is 0: takes back what compensate added.
 
-    An element whose sum overflowed cannot be given back; it becomes 0 rather than spoil every later step.
+    An element whose sum overflowed cannot be given back; it becomes 0 rather than spoil every later step. So does one
+    of 2⁹⁶ or more (in fp64 2⁹⁹²), 2⁻³² of the largest value: products of such alone may overflow, in every step.
     """
     if _on_host(finite) and finite:
         return
     for _, _, (G_block, M_block) in _blocks(2, G, M):
         rest = M_block.to(torch.promote_types(M_block.dtype, torch.float32)) - _finite_part(G_block)
-        M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest)))
+        largest = 2.0**96 if rest.dtype == torch.float32 else 2.0**992
+        M_block.copy_(torch.where(finite > 0, M_block, torch.where(rest.abs() < largest, rest, 0)))
 
 
 def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: float = 0.0, out: Tensor) -> None:

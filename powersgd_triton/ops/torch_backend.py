@@ -14,6 +14,7 @@ from powersgd_triton.ops.reference import (
     backproject_reference,
     compensate_backproject_reference,
     compensate_project_reference,
+    note_overflow,
     orthogonalize_reference,
     random_directions,
     reconstruct_reference,
@@ -68,12 +69,15 @@ class TorchOperations:
         self._leave_out(product, bases, out, left=True)
         bucket.message_Q.copy_(bucket.Q)
 
-    def reconstruct(self, out: Mapping[str, Tensor]) -> None:
+    def reconstruct(self, out: Mapping[str, Tensor], verdict: Tensor) -> None:
         bucket = self._bucket
         for (P, Q), matrices in zip(bucket.joined(bucket.average), bucket.matrices(out), strict=True):
-            reconstruct_reference(P, Q, out=matrices)
+            reconstruct_reference(P, Q, out=matrices, verdict=verdict)
         for tensor, mean in zip(bucket.bypass(out), self._split_bypass(bucket.bypass_means), strict=True):
             tensor.copy_(mean)
+            # Otherwise it is as finite as the sums were.
+            if tensor.dtype != mean.dtype:
+                note_overflow(tensor, verdict)
 
     def subtract_product(self) -> None:
         bucket = self._bucket

@@ -116,11 +116,11 @@ class TritonOperations:
         bucket.product, bucket.average = [product], [average]
         bucket.applied = verdict if any(group.M is not None for group in bucket.groups) else None
 
-    def reconstruct(self, out: Mapping[str, Tensor]) -> None:
+    def reconstruct(self, out: Mapping[str, Tensor], verdict: Tensor) -> None:
         bucket, table = self._bucket, self._table
         dtypes = {tensor.dtype for tensor in out.values()}
         if len(dtypes) > 1 or torch.float64 in dtypes:
-            self._reference.reconstruct(out)
+            self._reference.reconstruct(out, verdict)
             return
         behind_P = bucket.bypass_means.untyped_storage().data_ptr() == bucket.message_P.untyped_storage().data_ptr()
         reconstruct_triton(
@@ -130,6 +130,7 @@ class TritonOperations:
             table.pack_P if behind_P else table.pack_left,
             self._launches.reconstruct,
             out=self._pointers(out),
+            verdict=verdict,
         )
 
     def subtract_product(self) -> None:

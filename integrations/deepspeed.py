@@ -1,0 +1,131 @@
+"""DeepSpeed: gradient compression by a section ``"powersgd": {"rank": 4}`` of ds_config.json, at ZeRO stages 0 to 3.
+
+Three ways to switch it on:
+
+    from powersgd_triton.integrations import deepspeed     # in place of: import deepspeed
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json", ...)
+
+    deepspeed.enable(engine)                                # for an engine that the real module made
+
+    deepspeed --num_gpus 2 --module powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
+
+Everything else of this module is the real one's. Plain DeepSpeed ignores the section without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+try:
+    import deepspeed as _deepspeed
+except ImportError as error:
+    raise ImportError("DeepSpeed is not installed; pip install 'powersgd_triton[deepspeed]'") from error
+
+import torch.distributed as dist
+
+from powersgd_triton.integrations.deepspeed_checkpoints import attach_checkpoints
+from powersgd_triton.integrations.deepspeed_refusals import (
+    SECTION,
+    PowerSGDConfigError,
+    engine_problems,
+    read_section,
+    refuse,
+    section_of,
+)
+from powersgd_triton.integrations.deepspeed_seams import averaging_group, loss_scale_source, seam_class
+from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
+from powersgd_triton.integrations.deepspeed_traffic import describe, expected_traffic
+
+__all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
+
+logger = logging.getLogger("powersgd_triton")
+
+# Taken before the runner replaces it.
+_initialize = _deepspeed.initialize
+
+
+@functools.wraps(_initialize)
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """As ``deepspeed.initialize``; compresses gradients where the configuration has the section "powersgd".
+
+    Raises:
+        PowerSGDConfigError: the section cannot be used with this configuration; lists all reasons.
+    """
+    returned = _initialize(*args, **kwargs)
+    engine = returned[0]
+    if section_of(engine) is None:
+        _say(f'powersgd: off, the configuration has no section "{SECTION}"')
+    else:
+        enable(engine)
+    return returned
+
+
+def enable(engine: Any) -> DeepSpeedState | None:
+    """Compress an engine's gradients as its configuration's section says. Collective; call it before training.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+
+    Returns:
+        The compression's state, also to be found as ``engine.powersgd``; None where the section has
+        ``"enabled": false``. An engine on which it is on already keeps its state.
+
+    Raises:
+        PowerSGDConfigError: there is no section, or it cannot be used with this configuration; lists all reasons.
+    """
+    state: DeepSpeedState | None = getattr(engine, "powersgd", None)
+    if state is not None:
+        return state
+    section = section_of(engine)
+    if section is None:
+        refuse([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
+    config, enabled, problems = read_section(section)
+    if not enabled and not problems:
+        _say('powersgd: off, the section has "enabled": false')
+        return None
+    refuse(problems + engine_problems(engine))
+    state = engine.powersgd = DeepSpeedState(config, engine, averaging_group(engine))
+    state.attach(loss_scale_source(engine))
+    seam_class(engine)(engine, state)
+    _attach_guard(engine, state)
+    attach_checkpoints(engine, state)
+    _say(describe(engine, state))
+    return state
+
+
+def _attach_guard(engine: Any, state: DeepSpeedState) -> None:
+    """Close the compression's step with the engine's, and make sure that its gradients came through the seam."""
+    original = engine._take_model_step
+
+    @functools.wraps(original)
+    def take_model_step(*args: Any, **kwargs: Any) -> Any:
+        state.check_reached()
+        result = original(*args, **kwargs)
+        state.close_step()
+        return result
+
+    engine._take_model_step = take_model_step
+
+
+def _say(line: str) -> None:
+    """On worker 0, whatever the log's level: DeepSpeed's is above INFO unless it is told otherwise."""
+    logger.info(line)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_deepspeed, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_deepspeed)})
+
+
+if __name__ == "__main__":
+    from powersgd_triton.integrations.deepspeed_runner import main
+
+    main(sys.argv[1:])

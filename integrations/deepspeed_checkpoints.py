@@ -1,0 +1,110 @@
+"""DeepSpeed: the compression's state in ``engine.save_checkpoint`` and ``engine.load_checkpoint``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from powersgd_triton.checkpoint import load as load_file
+from powersgd_triton.checkpoint import save as save_file
+from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
+
+logger = logging.getLogger("powersgd_triton")
+
+FILE = "powersgd_pp{stage:02d}_tp{slice:02d}_state.pt"
+"""One for each pipeline stage and tensor-parallel slice. DeepSpeed's own names begin otherwise."""
+
+
+def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
+    """Have the engine save the state before it names a checkpoint the latest, and load it after the model."""
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        tag = f"global_step{engine.global_steps}" if tag is None else tag
+        _write(engine, state, Path(save_dir) / str(tag))
+        return save(save_dir, tag, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        weights_only = _argument(load, "load_module_only", (load_dir, tag, *args), kwargs)
+        folder = None if weights_only else _folder(engine, load_dir, tag)
+        saved = None if folder is None else _read(engine, state, folder)
+        if saved is not None:
+            state.check(saved)
+        found = load(load_dir, tag, *args, **kwargs)
+        if found[0] is None:
+            return found
+        if saved is not None:
+            state.load_state_dict(saved)
+        else:
+            if not weights_only:
+                logger.warning("powersgd: no state in %s; going on without errors from before", folder)
+            state.forget()
+        return found
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _write(engine: Any, state: DeepSpeedState, folder: Path) -> None:
+    saved = state.state_dict()
+    if dist.get_rank(state.group) == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        stage, part = _place(engine)
+        save_file(saved, folder / FILE.format(stage=stage, slice=part))
+
+
+def _read(engine: Any, state: DeepSpeedState, folder: Path) -> dict[str, Any] | None:
+    """The saved state; None where there is none.
+
+    Raises:
+        ValueError: it is a universal checkpoint without the state.
+    """
+    _, part = _place(engine)
+    files = sorted(folder.glob(FILE.format(stage=0, slice=part).replace("pp00", "pp*")))
+    if not files and engine.load_universal_checkpoint():
+        raise ValueError(
+            f"the universal checkpoint {folder} has no PowerSGD state: ds_to_universal leaves it out. Copy it from the "
+            f"checkpoint that was converted: cp CHECKPOINT/powersgd_*_state.pt {folder}/. Or load without the section "
+            "'powersgd', save, and go on from there"
+        )
+    saved = [load_file(file) for file in files]
+    if len(saved) < 2 and not engine.pipeline_parallelism:
+        return saved[0] if saved else None
+    # Layers may have been on other pipeline stages.
+    merged: dict[str, Any] = {key: value for one in saved for key, value in one.items()}
+    for key in ("tensors", "matrices"):
+        entries = {name: entry for one in saved for name, entry in one[key].items()}
+        merged[key] = {name: entry for name, entry in entries.items() if name in state.shapes}
+    merged.pop("fingerprint", None)
+    return merged if saved else None
+
+
+def _folder(engine: Any, load_dir: Any, tag: Any) -> Path | None:
+    """Where DeepSpeed will load from; None where it will find nothing."""
+    if tag is None:
+        latest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    folder = Path(load_dir) / str(tag)
+    return folder if folder.is_dir() else None
+
+
+def _place(engine: Any) -> tuple[int, int]:
+    """(pipeline stage, tensor-parallel slice) of this worker."""
+    stage = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
+    return int(stage), int(engine.checkpoint_mp_rank)
+
+
+def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The value that a call gives to an argument, or its default."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments.get(name)

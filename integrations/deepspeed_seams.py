@@ -1,0 +1,221 @@
+"""DeepSpeed: where each ZeRO stage averages gradients, and how its objects become named gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powersgd_triton.integrations.deepspeed_state import DeepSpeedState, Gradient, whole_shape
+from powersgd_triton.loss_scale import LossScaleSource
+
+STAGE_3_METHOD = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+
+
+class AllReduceSeam:
+    """Stage 0, with or without pipeline stages, and BF16_Optimizer: the engine all-reduces a list of gradients."""
+
+    method = "allreduce_no_retain"
+
+    def __init__(self, engine: Any, state: DeepSpeedState) -> None:
+        self._engine, self._state = engine, state
+        self._original = engine.allreduce_no_retain
+        self._workers = dist.get_process_group_ranks(state.group)
+        engine.allreduce_no_retain = self._reduce
+
+    @staticmethod
+    def owner(engine: Any) -> Any:
+        """The object that has the method."""
+        return engine
+
+    def _reduce(
+        self,
+        bucket: Sequence[Tensor],
+        dp_group: dist.ProcessGroup,
+        numel_per_bucket: int = 500_000_000,
+        dp_world_size: float | None = None,
+    ) -> None:
+        compressing = self._state.compressing()
+        if not compressing or dist.get_process_group_ranks(dp_group) != self._workers:
+            self._original(bucket, dp_group, numel_per_bucket, dp_world_size)
+            return
+        known, unknown = self._named(bucket)
+        if unknown:
+            self._original(unknown, dp_group, numel_per_bucket, dp_world_size)
+        divisor = len(self._workers) / (dp_world_size or len(self._workers))
+        averaging = getattr(self._engine, "gradient_average", True)
+        # Gradients that are not contiguous are taken in a copy, as DeepSpeed itself does.
+        copies = [gradient.tensor.contiguous() for gradient in known]
+        self._state.average(
+            [Gradient(g.name, g.shape, copy) for g, copy in zip(known, copies, strict=True)],
+            divisor if averaging else len(self._workers),
+        )
+        for gradient, copy in zip(known, copies, strict=True):
+            if copy is not gradient.tensor:
+                gradient.tensor.copy_(copy)
+
+    def _named(self, bucket: Sequence[Tensor]) -> tuple[list[Gradient], list[Tensor]]:
+        """The gradients whose parameters are known, and the rest."""
+        flats: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        optimizer = self._engine.optimizer
+        if is_bf16_optimizer(optimizer):
+            # One flat buffer a parameter group. All of it is needed: the norm is taken over all gradients.
+            groups = zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True)
+            for flat, (gradients, parameters) in zip(optimizer.fp32_groups_gradients_flat, groups, strict=True):
+                flats[flat.data_ptr()] = list(zip(gradients, parameters, strict=True))
+        else:
+            for parameter in self._engine.module.parameters():
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    flats[parameter.grad.data_ptr()] = [(parameter.grad, parameter)]
+        known: list[Gradient] = []
+        unknown: list[Tensor] = []
+        for tensor in bucket:
+            pairs = flats.get(tensor.data_ptr())
+            if pairs is None:
+                unknown.append(tensor)
+                continue
+            for gradient, parameter in pairs:
+                known.append(Gradient(self._state.name_of(parameter), tuple(parameter.shape), gradient.detach()))
+        return known, unknown
+
+
+class BucketSeam:
+    """Stages 1 and 2: the optimizer all-reduces a flat bucket, and each worker keeps its slice of some gradients."""
+
+    method = "gradient_reduction_w_predivide"
+
+    def __init__(self, engine: Any, state: DeepSpeedState) -> None:
+        self._optimizer, self._state = engine.optimizer, state
+        self._original = self._optimizer.gradient_reduction_w_predivide
+        # Up to 0.17.1 there is one bucket and no argument for its dtype.
+        self._buckets_by_dtype = len(inspect.signature(self._original).parameters) == 2
+        # Else the optimizer takes another way, on which gradients are cut at partitions already.
+        self._optimizer.reduce_scatter = False
+        self._optimizer.gradient_reduction_w_predivide = self._reduce
+
+    @staticmethod
+    def owner(engine: Any) -> Any:
+        """The object that has the method."""
+        return engine.optimizer
+
+    def _reduce(self, tensor: Tensor, *dtype: torch.dtype) -> Any:
+        optimizer = self._optimizer
+        if not self._state.compressing() or tensor.numel() == 0:
+            return self._original(tensor, *dtype)
+        entries = optimizer.ipg_buckets[dtype[0]].params if self._buckets_by_dtype else optimizer.params_in_ipg_bucket
+        gradients: list[Gradient] = []
+        offset = 0
+        for group, _, identity in entries:
+            parameter = optimizer.param_dict[identity]
+            numel = parameter.numel()
+            view = tensor[offset : offset + numel]
+            offset += numel
+            first, kept = self._slice(group, identity, numel)
+            part = (first, view[first : first + kept])
+            gradients.append(Gradient(self._state.name_of(parameter), tuple(parameter.shape), view, part))
+        if offset != tensor.numel():
+            raise RuntimeError(
+                f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters {offset}; this release lays "
+                "buckets out in a way that powersgd does not know"
+            )
+        averaging = getattr(optimizer, "gradient_average", True)
+        workers = dist.get_world_size(self._state.group)
+        self._state.average(gradients, float(optimizer.sequence_parallel_size) if averaging else workers)
+        return tensor
+
+    def _slice(self, group: int, identity: Any, numel: int) -> tuple[int, int]:
+        """(first element, number of elements) of a gradient that this worker keeps."""
+        optimizer = self._optimizer
+        worker = dist.get_rank(optimizer.real_dp_process_group[group])
+        first = optimizer.grad_start_offset[group][worker].get(identity)
+        if first is None:
+            return 0, 0
+        room = optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][worker][identity]
+        return int(first), int(min(numel - first, room))
+
+
+class PartitionSeam:
+    """Stage 3: the optimizer reduce-scatters a list of gradients; each worker keeps its partition of every one."""
+
+    method = STAGE_3_METHOD
+
+    def __init__(self, engine: Any, state: DeepSpeedState) -> None:
+        self._optimizer, self._state = engine.optimizer, state
+        self._original = getattr(self._optimizer, STAGE_3_METHOD)
+        # Only DeepSpeed's way without reduce-scatter sums over workers of one sequence.
+        flat = self._optimizer.contiguous_gradients and not self._optimizer.reduce_scatter
+        self._factor = float(getattr(self._optimizer, "sequence_parallel_size", 1)) if flat else 1.0
+        self._optimizer.reduce_scatter = True
+        setattr(self._optimizer, STAGE_3_METHOD, self._reduce)
+
+    @staticmethod
+    def owner(engine: Any) -> Any:
+        """The object that has the method."""
+        return engine.optimizer
+
+    def _reduce(self, parameters: Sequence[Tensor], *dtype: torch.dtype) -> list[Tensor]:
+        if not self._state.compressing() or not parameters:
+            partitions: list[Tensor] = self._original(parameters, *dtype)
+            return partitions
+        worker, workers = dist.get_rank(self._state.group), dist.get_world_size(self._state.group)
+        gradients: list[Gradient] = []
+        outputs: list[Tensor] = []
+        for parameter in parameters:
+            shape = whole_shape(parameter)
+            gradient = parameter.grad
+            assert gradient is not None
+            each = -(-gradient.numel() // workers)
+            first = min(worker * each, gradient.numel())
+            kept = min(each, gradient.numel() - first)
+            outputs.append(gradient.new_empty(kept, dtype=self._optimizer.gradient_accumulation_dtype))
+            name = self._state.name_of(parameter)
+            gradients.append(Gradient(name, shape, gradient.detach().contiguous(), (first, outputs[-1])))
+        self._state.average(gradients, self._factor)
+        return outputs
+
+
+Seam = AllReduceSeam | BucketSeam | PartitionSeam
+
+
+def seam_class(engine: Any) -> type[Seam]:
+    """Which of the seams an engine's gradients go through."""
+    stage = int(engine.zero_optimization_stage())
+    if stage == 3:
+        return PartitionSeam
+    if stage in (1, 2) and not is_bf16_optimizer(engine.optimizer):
+        return BucketSeam
+    return AllReduceSeam
+
+
+def averaging_group(engine: Any) -> Any:
+    """The process group over which an engine averages gradients."""
+    if engine.pipeline_parallelism:
+        return engine.mpu.get_data_parallel_group()
+    return engine.seq_data_parallel_group
+
+
+def loss_scale_source(engine: Any) -> LossScaleSource:
+    """Where the engine keeps the factor by which it scales the loss, hence gradients."""
+    optimizer = engine.optimizer
+    for owner, name in ((engine, "torch_autocast_z0_gradscaler"), (optimizer, "torch_autocast_gradscaler")):
+        scaler: torch.amp.GradScaler | None = getattr(owner, name, None)
+        if scaler is not None:
+            return scaler
+
+    def current() -> float | None:
+        if getattr(optimizer, "custom_loss_scaler", False):
+            return float(optimizer.external_loss_scale)
+        # At stage 0 there is a record of it, at the others a property.
+        scale = getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None)
+        return None if scale is None else float(scale)
+
+    return current
+
+
+def is_bf16_optimizer(optimizer: Any) -> bool:
+    """Whether it is DeepSpeed's BF16_Optimizer, which sums gradients up in fp32 and has them all-reduced."""
+    return type(optimizer).__name__ == "BF16_Optimizer"

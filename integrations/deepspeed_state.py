@@ -1,0 +1,209 @@
+"""DeepSpeed: one engine's configuration and memory, whatever its ZeRO stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powersgd_triton.communication import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.sharded import StepState, plain_name
+from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.saved_state import LoadReport, SavedState, Size, fingerprint
+
+
+@dataclasses.dataclass
+class Gradient:
+    """One parameter's gradient on its way through DeepSpeed.
+
+    Attributes:
+        name: the parameter's.
+        shape: the whole parameter's.
+        tensor: this worker's own gradient, contiguous, of as many elements as ``shape`` has.
+        part: (first element, where to write the average from there on); None to overwrite ``tensor``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: Tensor
+    part: tuple[int, Tensor] | None = None
+
+
+class LoggedCommunicator(Communicator):
+    """Sends through ``deepspeed.comm``, whose logger then counts the factors too."""
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+        """Start summing ``tensor`` over the workers in place."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return None
+        work: dist.Work | None = deepspeed.comm.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
+        """Start giving row w of ``sent`` to worker w."""
+        work: dist.Work = deepspeed.comm.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
+        """Start collecting every worker's ``tensor``."""
+        flat = gathered.view(-1)
+        work: dist.Work = deepspeed.comm.all_gather_into_tensor(flat, tensor, group=self.group, async_op=True)
+        return work
+
+
+class DeepSpeedState(StepState):
+    """What ``engine.powersgd`` is: the compression of one engine's gradients.
+
+    Args:
+        config: what to compress and how.
+        engine: a ``DeepSpeedEngine``.
+        group: the workers that average gradients with each other.
+    """
+
+    def __init__(self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(config, LoggedCommunicator(group))
+        self.group = group
+        self._engine = engine
+        self._names = {id(parameter): plain_name(name) for name, parameter in engine.module.named_parameters()}
+        sparse = {id(module.weight) for module in engine.module.modules() if getattr(module, "sparse", False) is True}
+        # Of what DeepSpeed averages densely; it sends sparse gradients by itself.
+        self.shapes = {
+            self._names[id(parameter)]: whole_shape(parameter)
+            for parameter in engine.module.parameters()
+            if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
+        }
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._reached = False
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The parameter's name in the module.
+
+        Raises:
+            RuntimeError: it was not in the module when compression was switched on.
+        """
+        try:
+            return self._names[id(parameter)]
+        except KeyError:
+            raise RuntimeError(
+                f"DeepSpeed reduces the gradient of a parameter of shape {whole_shape(parameter)} that the module did "
+                "not have when powersgd was enabled; change the model before deepspeed.initialize"
+            ) from None
+
+    def compressing(self) -> bool:
+        """Whether the seam's gradients are to be compressed now. Notes that DeepSpeed has come through the seam."""
+        self._reached = True
+        return bool(self._engine.global_steps >= self.config.start_iter)
+
+    @torch.no_grad()
+    def average(self, gradients: Sequence[Gradient], factor: float = 1.0) -> None:
+        """Replace gradients, or parts of them, by ``factor`` times their averages over the workers."""
+        if not gradients:
+            return
+        names = tuple(gradient.name for gradient in gradients)
+        if self._device is None:
+            self._device = gradients[0].tensor.device
+            self._reducer.check(self.shapes, self._device)
+        if not self._seen.isdisjoint(names):
+            # ZeRO 2 and 3 reduce in every micro-batch; each is a step of the compression.
+            self._end_step()
+        self._seen.update(names)
+        layout = self._layouts.get(names)
+        if layout is None:
+            shapes = ((gradient.name, gradient.shape) for gradient in gradients)
+            layout = self._layouts[names] = Layout.build(shapes, self.config)
+        views = {gradient.name: gradient.tensor.view(gradient.shape) for gradient in gradients}
+        targets = [g.tensor.view(-1) if g.part is None else g.part[1] for g in gradients]
+        ranges = {
+            gradient.name: (0 if gradient.part is None else gradient.part[0], target)
+            for gradient, target in zip(gradients, targets, strict=True)
+            if target.numel()
+        }
+        whole = all(gradient.part is None for gradient in gradients)
+        try:
+            self._compress(layout, views, None if whole else ranges)
+        except BaseException:
+            self._seen.clear()
+            raise
+        if factor != 1.0:
+            for target in targets:
+                target.mul_(factor)
+
+    def check_reached(self) -> None:
+        """Before the optimizer's step.
+
+        Raises:
+            RuntimeError: no gradient has come through the seam since the last one.
+        """
+        if self.shapes and not self._reached:
+            raise RuntimeError(
+                f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
+                f"{self._engine.global_steps} without it. This release may have another way of reducing gradients: use "
+                "one that the README lists, or take the section 'powersgd' out. (The same happens where "
+                "deepspeed.enable is called between backward() and step().)"
+            )
+
+    def close_step(self) -> None:
+        """After the optimizer's step, applied or skipped."""
+        if not self._reached:
+            return
+        if self._seen and self._device is not None and getattr(self._engine.optimizer, "overflow", False):
+            # Skipped, maybe for a reason that no bucket of this worker shows: what was sent is still owed.
+            self._core.verdict(self._device).zero_()
+        self._reached = False
+        self._seen.clear()
+        self._reducer.end_step()
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors on the CPU and numbers: the mean error, the bases, the step. Collective, the same for all."""
+        self._end_step()
+        saved = self._core.state_dict(lambda error: self._communicator.mean(error).cpu())
+        for parts in saved["matrices"].values():
+            parts.update({key: part.cpu() for key, part in parts.items()})
+        # Parameters that have had no gradient yet are of this model too.
+        idle = {name: [n, m, 0] for name, (n, m, _) in self._sizes().items()}
+        tensors = saved["tensors"] = {**idle, **saved["tensors"]}
+        return {**saved, "fingerprint": fingerprint(tensors)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> LoadReport:
+        """Go on from a saved state, of any number of workers and any rank.
+
+        Raises:
+            ValueError: it is of another model or format. Nothing was changed.
+        """
+        report = self._core.load_state_dict(state_dict, self._sizes())
+        self._seen.clear()
+        return report
+
+    def check(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise what ``load_state_dict`` would raise, before anything is loaded."""
+        feedback = self.config.error_feedback
+        saved = SavedState.parse(state_dict, needs_errors=feedback)
+        saved.compare(self._sizes(), complete=True, strict=True, feedback=feedback)
+
+    def forget(self) -> None:
+        """Drop all errors: the weights are others now."""
+        self._core.forget_errors()
+        self._seen.clear()
+
+    def _sizes(self) -> dict[str, Size]:
+        return {n: (*matrix_shape(shape), compressed_rank(shape, self.config)) for n, shape in self.shapes.items()}
+
+
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """A parameter's shape, also where ZeRO 3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Number of a parameter's elements, also where ZeRO 3 has partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -1,0 +1,95 @@
+"""DeepSpeed: what a step sends at each ZeRO stage, without compression and with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.deepspeed_seams import is_bf16_optimizer
+from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
+from powersgd_triton.layout import Layout
+
+FACTOR_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of one optimizer step, as a ring moves them: an all-reduce counts twice, reduce-scatter and gather once.
+
+    Both are to be multiplied by (workers - 1) / workers.
+
+    Attributes:
+        elements: of all dense trainable parameters.
+        compressed: how many of them are compressed.
+        gradients: without compression.
+        factors: what is sent instead.
+        parameters: ZeRO's all-gather of parameters, which stays.
+    """
+
+    elements: int
+    compressed: int
+    gradients: float
+    factors: float
+    parameters: float
+
+    @property
+    def reduction(self) -> float:
+        """Of the gradients' traffic."""
+        return self.gradients / self.factors if self.factors else 1.0
+
+    @property
+    def total_reduction(self) -> float:
+        """Of all traffic between data-parallel workers."""
+        total = self.factors + self.parameters
+        return (self.gradients + self.parameters) / total if total else 1.0
+
+
+def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
+    """What a step sends after ``start_iter``."""
+    layout = Layout.build(state.shapes, state.config)
+    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
+    compressed = sum(segment.numel for segment in layout.compressed)
+    parameter_bytes = layout.numel * next(iter(engine.module.parameters())).element_size()
+    if is_bf16_optimizer(optimizer):
+        gradient_size, gathers = optimizer.grad_acc_dtype.itemsize, 1.0
+    elif stage == 0:
+        gradient_size, gathers = engine.communication_data_type.itemsize, 0.0
+    else:
+        gradient_size = optimizer.communication_data_type.itemsize
+        gathers = 1.0 if stage < 3 else 2.0 * micro_batches
+    # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is told to send each slice to its owner.
+    once = stage == 3 or (
+        stage in (1, 2)
+        and not is_bf16_optimizer(optimizer)
+        and engine.zero_reduce_scatter()
+        and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
+    )
+    return Traffic(
+        elements=layout.numel,
+        compressed=compressed,
+        gradients=micro_batches * (1 if once else 2) * layout.numel * gradient_size,
+        factors=micro_batches * 2 * _sent(layout, state.config) * FACTOR_BYTES,
+        parameters=gathers * parameter_bytes,
+    )
+
+
+def describe(engine: Any, state: DeepSpeedState) -> str:
+    """One line for the log."""
+    traffic = expected_traffic(engine, state)
+    stage = int(engine.zero_optimization_stage())
+    share = 100 * traffic.compressed / traffic.elements if traffic.elements else 0.0
+    after = f", from step {state.config.start_iter} on" if state.config.start_iter else ""
+    rest = " (ZeRO's all-gather of parameters stays)" if traffic.parameters else ""
+    return (
+        f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), rank {state.config.rank}{after}; "
+        f"{share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients take "
+        f"{traffic.reduction:.1f}x fewer bytes, a step's whole traffic {traffic.total_reduction:.2f}x fewer{rest}"
+    )
+
+
+def _sent(layout: Layout, config: PowerSGDConfig) -> float:
+    """Elements a step sends; the mean of two, since an alternating step sends one of the two factors."""
+    first = config.start_iter
+    return (layout.sent_numel(config, first) + layout.sent_numel(config, first + 1)) / 2

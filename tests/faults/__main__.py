@@ -1,0 +1,39 @@
+"""Inject faults and print the table: ``python -m tests.faults [--times N] [--write]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def main() -> int:
+    """Returns: 0 if nothing was lost, hung or poisoned."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+    parser.add_argument("--times", type=int, default=50, help="injections of each fault (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help="replace the table in README.md")
+    arguments = parser.parse_args()
+    if arguments.times < 1:
+        parser.error(f"--times must be positive; got {arguments.times}")
+    # Before torch is imported, here and in the workers; DDP has much to say about parameters that are used.
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    from tests.faults import table
+
+    found = table.inject(
+        arguments.times, rarely=max(2, arguments.times // 10), timeout=120 + 12 * len(table.FAULTS) * arguments.times
+    )
+    text = table.markdown(found, f"python -m tests.faults --times {arguments.times}")
+    print(text)
+    for title, tally in found.items():
+        for detail in tally.details:
+            print(f"{title}: {detail}", file=sys.stderr)
+    if arguments.write:
+        README.write_text(table.replaced(README.read_text(encoding="utf-8"), text), encoding="utf-8")
+    return 0 if table.survived(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
