@@ -19,6 +19,7 @@ from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Poin
 from powersgd_triton.ops.bucket import BucketState
 from powersgd_triton.ops.operations import Message, Step
 from powersgd_triton.ops.torch_backend import TorchOperations
+from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import Wire
 from powersgd_triton.wire_format import WirePlan
 
@@ -146,7 +147,7 @@ class TritonOperations:
             self._orthogonalize(factors, basis, step, out=basis)
 
     def wire(self, plan: WirePlan) -> Wire:
-        return self._reference.wire(plan)
+        return TritonWire(plan, self._launches.wire, self._device)
 
     def _bases(self) -> list[tuple[FactorTable, Tensor]]:
         """What steps start from."""
