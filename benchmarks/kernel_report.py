@@ -156,7 +156,7 @@ def _wire_launches(launches: Configuration, rank: int, width: str, aligned: bool
     table = WireTable(plan, launches.wire.panel, torch.device("cpu"))
     message, content = torch.zeros(512 * rank + 129 + 8), torch.zeros(2, plan.size, dtype=torch.uint8)
     with _recording() as recorded:
-        for own in (message, None):
+        for own in (message, None) if aligned else (message,):
             wire.encode_triton(table, message, own, launches.wire, out=content)
             wire.reduce_triton(table, content, own, 0, launches.wire, out=content[0])
         wire.decode_triton(table, content, launches.wire, out=message)
@@ -294,13 +294,13 @@ def main() -> None:
     parser.add_argument("--architecture", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--kernel", help="only this kernel")
     parser.add_argument("--rank", type=int, action="append", help=f"default: {', '.join(map(str, RANKS))}")
-    parser.add_argument("--only", default="", help="only variants whose label contains this")
+    parser.add_argument("--only", action="append", help="only variants whose label contains this; may be repeated")
     arguments = parser.parse_args()
     rows = []
     for arch in arguments.architecture or TARGETS:
         for variant in variants(arch, arguments.rank or RANKS):
             name = variant.kernel.__name__.strip("_").removesuffix("_kernel")
-            if arguments.kernel in (None, name) and arguments.only in variant.label:
+            if arguments.kernel in (None, name) and any(part in variant.label for part in arguments.only or [""]):
                 rows.append(compile_variant(variant, arch))
                 if not arguments.json:
                     print(_line(rows[-1]), flush=True)

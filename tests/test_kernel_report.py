@@ -14,13 +14,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
+WIRE = ("encode", "reduce", "decode")
 
 
 @pytest.fixture(scope="module")
 def report() -> list[dict[str, Any]]:
-    """Ranks of both panel widths, fp32 gradients and buffers, aligned and not."""
+    """Ranks of both panel widths, fp32 gradients and buffers, and the widths whose codes differ most; aligned and not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = ["--json", "--rank", "4", "--rank", "32", "--only", "float32/float32"]
+    options += ["--only", "wire int4", "--only", "wire float16, unaligned"]
     processes = [
         subprocess.Popen(
             [sys.executable, "benchmarks/kernel_report.py", *options, *chosen],
@@ -48,7 +50,7 @@ def report() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles_on_every_architecture(report: list[dict[str, Any]]):
     kernels = {row["kernel"] for row in report}
-    assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit"} <= kernels
+    assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE} <= kernels
     for arch in ARCHITECTURES:
         assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
 

@@ -58,7 +58,7 @@ def _narrow(precision: str, stages: int) -> Configuration:
         reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
         orthogonalize=Launch(64, 16, 16, 4, 1, precision),
-        wire=Launch(BLOCK, 16, 16, 2, 1, precision),
+        wire=Launch(BLOCK, 16, 16, 4, 1, precision),
     )
 
 
@@ -70,7 +70,7 @@ def _wide(precision: str, stages: int, left_stages: int, *, gram_warps: int = 4)
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
-        wire=Launch(BLOCK, 32, 32, 4, 1, precision),
+        wire=Launch(BLOCK, 32, 32, 8, 1, precision),
     )
 
 

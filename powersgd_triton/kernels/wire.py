@@ -59,8 +59,8 @@ def _quotient(x, scale):
 def _tile(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
     """Offsets of a tile's lower half [HALF, C], distance of the upper one, masks of both and of the columns [C]."""
     rows = tl.load(entry + 2).to(tl.int32)
-    columns = tl.load(entry + 3).to(tl.int32)
-    # Written so that the compiler sees what VEC divides.
+    # Written so that the compiler sees what VEC divides; masks then do not cut through a vector.
+    columns = tl.load(entry + 3).to(tl.int32) // VEC * VEC
     rank = tl.load(entry + 4).to(tl.int32) // VEC * VEC
     half = (rows + 1) // 2
     k = tl.arange(0, HALF)
@@ -79,29 +79,28 @@ def _write(
 ):  # fmt: skip
     """Write a tile's scales and codes; both halves as these say."""
     if LEVELS == 0:
-        low, high = _bf16_bits(low), _bf16_bits(high)
-        tl.store(codes + offsets, low, low_ok)
-        tl.store(codes + distance + offsets, high, high_ok)
-        return _from_bf16_bits(low), _from_bf16_bits(high)
-    largest = tl.maximum(_magnitude(low), _magnitude(high))
-    bits = _bf16_bits(tl.div_rn(largest, tl.full([C], LEVELS, tl.float32)))
-    bits = tl.where(largest < float("inf"), bits, 0x7FC0).to(tl.int16)
-    tl.store(scales + tl.arange(0, C), bits, col_ok)
-    scale = _from_bf16_bits(bits)[None, :]
-    if BITS == 16:
-        low, high = _quotient(low, scale).to(tl.float16), _quotient(high, scale).to(tl.float16)
-        tl.store(codes + offsets, low, low_ok)
-        tl.store(codes + distance + offsets, high, high_ok)
-        return low.to(tl.float32) * scale, high.to(tl.float32) * scale
-    low, high = _nearest_code(low, scale, LEVELS), _nearest_code(high, scale, LEVELS)
-    if BITS == 8:
-        tl.store(codes + offsets, low.to(tl.int8), low_ok)
-        tl.store(codes + distance + offsets, high.to(tl.int8), high_ok)
+        low_codes, high_codes = _bf16_bits(low), _bf16_bits(high)
+        low, high = _from_bf16_bits(low_codes), _from_bf16_bits(high_codes)
     else:
+        largest = tl.maximum(_magnitude(low), _magnitude(high))
+        bits = _bf16_bits(tl.div_rn(largest, tl.full([C], LEVELS, tl.float32)))
+        bits = tl.where(largest < float("inf"), bits, 0x7FC0).to(tl.int16)
+        tl.store(scales + tl.arange(0, C), bits, col_ok)
+        scale = _from_bf16_bits(bits)[None, :]
+        if BITS == 16:
+            low_codes, high_codes = _quotient(low, scale).to(tl.float16), _quotient(high, scale).to(tl.float16)
+        else:
+            low_codes = _nearest_code(low, scale, LEVELS).to(tl.int8)
+            high_codes = _nearest_code(high, scale, LEVELS).to(tl.int8)
+        low, high = low_codes.to(tl.float32) * scale, high_codes.to(tl.float32) * scale
+    if BITS == 4:
         # Where the number of rows is odd, the last upper row is one of zeros.
-        both = (low.to(tl.int32) & 15) | (high.to(tl.int32) << 4)
+        both = (low_codes.to(tl.int32) & 15) | (high_codes.to(tl.int32) << 4)
         tl.store(codes + offsets, both.to(tl.int8), low_ok)
-    return low * scale, high * scale
+    else:
+        tl.store(codes + offsets, low_codes, low_ok)
+        tl.store(codes + distance + offsets, high_codes, high_ok)
+    return low, high
 
 
 @triton.jit
@@ -110,16 +109,18 @@ def _read(
     BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Both halves of a tile, as its scales and codes say."""
-    low = tl.load(codes + offsets, low_ok, 0)
+    low_codes = tl.load(codes + offsets, low_ok, 0)
     if BITS == 4:
-        both = low.to(tl.int32)
-        low, high = (both << 28) >> 28, both >> 4
+        both = low_codes.to(tl.int32)
+        low_codes, high_codes = (both << 28) >> 28, both >> 4
     else:
-        high = tl.load(codes + distance + offsets, high_ok, 0)
+        high_codes = tl.load(codes + distance + offsets, high_ok, 0)
     if LEVELS == 0:
-        return _from_bf16_bits(low), _from_bf16_bits(high)
-    scale = _from_bf16_bits(tl.load(scales + tl.arange(0, C), col_ok, 0))[None, :]
-    return low.to(tl.float32) * scale, high.to(tl.float32) * scale
+        low, high = _from_bf16_bits(low_codes), _from_bf16_bits(high_codes)
+    else:
+        scale = _from_bf16_bits(tl.load(scales + tl.arange(0, C), col_ok, 0))[None, :]
+        low, high = low_codes.to(tl.float32) * scale, high_codes.to(tl.float32) * scale
+    return low, high
 
 
 @triton.jit

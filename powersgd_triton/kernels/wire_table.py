@@ -14,8 +14,8 @@ from powersgd_triton.wire_format import BLOCK, SCALE_BYTES, Chunk, Piece, WireFo
 ITEMSIZE = 4
 """Of messages, which are fp32."""
 
-VECTOR_BYTES = 16
-"""The widest memory access."""
+VECTOR = 4
+"""Elements of the widest access to a message, of 16 bytes."""
 
 
 class WireTable:
@@ -32,8 +32,8 @@ class WireTable:
             chunk, in bytes, scales and codes. Of exact elements: their number as rows, 0 columns, their place as codes.
         starts: the first program of each chunk, and the number of all.
         columns: of a tile, a power of two.
-        vector: elements, at most 4, at multiples of which tiles and their rows start in the message.
-        code_vector: the same of codes, at most 16 bytes; of 4 bits a byte with two of them counts.
+        vector: elements, at most ``VECTOR``, at multiples of which tiles and their rows start in the message.
+        code_vector: the same in the chunks, where a byte with two 4-bit codes counts once; divides ``vector``.
     """
 
     def __init__(self, plan: WirePlan, panel: int, device: torch.device) -> None:
@@ -47,9 +47,8 @@ class WireTable:
         self.rows = integers(every, 7, torch.int64, device)
         factors = [row for row in every if row[3]]
         code_bytes = max(1, plan.width.bits // 8)
-        ranks = [row[4] for row in factors]
-        self.vector = math.gcd(*ranks, *(row[1] for row in factors), VECTOR_BYTES // ITEMSIZE)
-        self.code_vector = math.gcd(*ranks, *(row[6] // code_bytes for row in factors), VECTOR_BYTES // code_bytes)
+        self.vector = math.gcd(*(row[4] for row in factors), *(row[1] for row in factors), VECTOR)
+        self.code_vector = math.gcd(self.vector, *(row[6] // code_bytes for row in factors))
 
 
 def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterator[list[int]]:
