@@ -155,12 +155,14 @@ def _wire_launches(launches: Configuration, rank: int, width: str, aligned: bool
     plan = WirePlan.build(FORMATS[width], factors, 8, 4, workers=2)
     table = WireTable(plan, launches.wire.panel, torch.device("cpu"))
     message, content = torch.zeros(512 * rank + 129 + 8), torch.zeros(2, plan.size, dtype=torch.uint8)
-    with _recording() as recorded:
-        for own in (message, None) if aligned else (message,):
+    for own in (message, None):
+        with _recording() as recorded:
             wire.encode_triton(table, message, own, launches.wire, out=content)
             wire.reduce_triton(table, content, own, 0, launches.wire, out=content[0])
-        wire.decode_triton(table, content, launches.wire, out=message)
-    yield from _different(recorded, f"rank {rank}, wire {width}{'' if aligned else ', unaligned'}")
+            if own is not None:
+                wire.decode_triton(table, content, launches.wire, out=message)
+        label = f"rank {rank}, wire {width}{'' if own is None else ' and own'}{'' if aligned else ', unaligned'}"
+        yield from _different(recorded, label)
 
 
 def _different(recorded: Sequence[Variant], label: str) -> Iterator[Variant]:

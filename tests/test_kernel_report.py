@@ -19,10 +19,10 @@ WIRE = ("encode", "reduce", "decode")
 
 @pytest.fixture(scope="module")
 def report() -> list[dict[str, Any]]:
-    """Ranks of both panel widths, fp32 gradients and buffers, and the widths whose codes differ most; aligned and not."""
+    """Ranks of both panel widths, fp32 gradients and buffers, two widths on the wire; aligned and not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = ["--json", "--rank", "4", "--rank", "32", "--only", "float32/float32"]
-    options += ["--only", "wire int4", "--only", "wire float16, unaligned"]
+    options += ["--only", "rank 32, wire int4 and own", "--only", "rank 4, wire float16 and own"]
     processes = [
         subprocess.Popen(
             [sys.executable, "benchmarks/kernel_report.py", *options, *chosen],
