@@ -68,6 +68,16 @@ def test_aligned_fp32_segments_are_accessed_in_128_bits(report: list[dict[str, A
             assert row["stores_128_bit"] or row["kernel"] == "backproject" or not writes(row), name
 
 
+def test_aligned_factors_on_the_wire_are_accessed_in_128_bits(report: list[dict[str, Any]]):
+    """The fp32 side, at rank 32."""
+    rows = [row for row in report if row["kernel"] in WIRE and row["variant"] == "rank 32, wire int4 and own"]
+    assert len(rows) == len(WIRE) * len(ARCHITECTURES)
+    for row in rows:
+        name = (row["architecture"], row["kernel"])
+        assert row["loads_128_bit"] or row["kernel"] == "decode", name
+        assert row["stores_128_bit"], name
+
+
 def writes(row: dict[str, Any]) -> bool:
     """Whether it writes whole matrices: projecting alone does not."""
     return bool(row["kernel"] != "compensate_project" or row["compensate"])

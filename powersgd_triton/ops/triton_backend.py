@@ -1,4 +1,7 @@
-"""The stages of a step in Triton kernels: at most twelve launches up to rank 32, for any number of matrices."""
+"""The stages of a step in Triton kernels: at most twelve launches up to rank 32, for any number of matrices.
+
+A message in which factors are narrower than fp32 takes three more.
+"""
 
 from __future__ import annotations
 
@@ -147,6 +150,7 @@ class TritonOperations:
             self._orthogonalize(factors, basis, step, out=basis)
 
     def wire(self, plan: WirePlan) -> Wire:
+        assert self._bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
         return TritonWire(plan, self._launches.wire, self._device)
 
     def _bases(self) -> list[tuple[FactorTable, Tensor]]:
