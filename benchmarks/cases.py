@@ -12,6 +12,7 @@ import torch
 from benchmarks.buckets import Bucket
 from benchmarks.launches import PHASES
 from benchmarks.shapes import GPU_GRADIENT_SETS, GRADIENT_SETS, SINGLE_MATRICES, TINY_GRADIENT_SETS
+from benchmarks.wire_providers import WIRE_PHASES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALLOWED_DISTANCE = {"fp32": 1e-4, "bf16": 2.0**-7}
@@ -101,6 +102,18 @@ def _kernel_cases(full: bool, dry: bool) -> Iterator[Case]:
         # One matrix compiles in seconds, a model's list of them in minutes.
         if dry or (gradients in SINGLE_MATRICES and (full or (rank, dtype) == (16, "fp32"))):
             yield from (Case(gradients, rank, dtype, "compiled", phase) for phase in COMPILED_PHASES)
+
+
+def wire_cases(full: bool, dry: bool) -> list[Case]:
+    """The kernels that write and read narrow factors; beside ``Case.phase`` stands the width."""
+    sets = TINY_GRADIENT_SETS if dry else GPU_GRADIENT_SETS
+    widths = ("bfloat16", "float16", "int8", "int4") if full else ("bfloat16", "int8", "int4")
+    return [
+        Case(gradients, rank, "fp32", provider, f"{phase} {width}")
+        for rank, gradients, width, phase, provider in itertools.product(
+            (4,) if dry else (4, 16, 32, 64, 1) if full else (32,), sets, widths, WIRE_PHASES, ("triton", "reference")
+        )
+    ]
 
 
 def launch_cases(full: bool, dry: bool) -> list[Case]:

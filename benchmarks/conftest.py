@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import kernel_cases, launch_cases, orthogonalize_cases, replay_cases, step_cases
+from benchmarks.cases import kernel_cases, launch_cases, orthogonalize_cases, replay_cases, step_cases, wire_cases
 from benchmarks.environment import choose_interpreter, describe_cpu, describe_gpu, device_under_test
 from benchmarks.environment import process_group as one_worker
 from benchmarks.report import tables, write_report
@@ -26,6 +26,7 @@ CASES = {
     "step_case": step_cases,
     "orthogonalize_case": orthogonalize_cases,
     "kernel_case": kernel_cases,
+    "wire_case": wire_cases,
     "launch_case": launch_cases,
     "replay_case": replay_cases,
 }

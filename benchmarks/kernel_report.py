@@ -40,10 +40,13 @@ from powersgd_triton.kernels import (
     orthogonalize,
     pack,
     reconstruct,
+    wire,
 )
 from powersgd_triton.kernels import subtract_projection as subtract
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
+from powersgd_triton.kernels.wire_table import WireTable
+from powersgd_triton.wire_format import FORMATS, WirePlan
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -52,15 +55,18 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 RANKS = (4, 16, 32, 64)
+WIDTHS = ("bfloat16", "float16", "int8", "int4")
 MODULES = (
     *(compensate_project, compensate_backproject, backproject, reconstruct),
-    *(pack, commit, gram, subtract, orthogonalize),
+    *(pack, commit, gram, subtract, orthogonalize, wire),
 )
 TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
+    torch.int8: "i8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -85,6 +91,8 @@ def variants(arch: str, ranks: Sequence[int] = RANKS) -> Iterator[Variant]:
             # Dtypes and alignment matter to the kernels over whole gradients only.
             factors_too = (G, M, unaligned) == (torch.float32, torch.float32, False)
             yield from _launches(select_configuration(arch, rank), rank, G, M, unaligned, factors_too)
+        for width, aligned in itertools.product(WIDTHS, (True, False)):
+            yield from _wire_launches(select_configuration(arch, rank), rank, width, aligned)
 
 
 def _launches(
@@ -140,6 +148,27 @@ def _launches(
                 table.P, factor, rank, 0, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=grams, finite=flag, out=factor,
             )  # fmt: skip
+    yield from _different(recorded, label)
+
+
+def _wire_launches(launches: Configuration, rank: int, width: str, aligned: bool) -> Iterator[Variant]:
+    """Launch what a narrow message takes; unaligned where one of the factors has a single column."""
+    factors = [(2, 256, rank)] + [(1, 129, 1)] * (not aligned)
+    plan = WirePlan.build(FORMATS[width], factors, 8, 4, workers=2)
+    table = WireTable(plan, launches.wire.panel, torch.device("cpu"))
+    message, content = torch.zeros(512 * rank + 129 + 8), torch.zeros(2, plan.size, dtype=torch.uint8)
+    for own in (message, None):
+        with _recording() as recorded:
+            wire.encode_triton(table, message, own, launches.wire, out=content)
+            wire.reduce_triton(table, content, own, 0, launches.wire, out=content[0])
+            if own is not None:
+                wire.decode_triton(table, content, launches.wire, out=message)
+        label = f"rank {rank}, wire {width}{'' if own is None else ' and own'}{'' if aligned else ', unaligned'}"
+        yield from _different(recorded, label)
+
+
+def _different(recorded: Sequence[Variant], label: str) -> Iterator[Variant]:
+    """Launches that are compiled apart, with a label."""
     seen = set()
     for variant in recorded:
         key = (variant.kernel.__name__, *(str(_type(value)) for value in variant.arguments.values()))
@@ -269,13 +298,13 @@ def main() -> None:
     parser.add_argument("--architecture", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--kernel", help="only this kernel")
     parser.add_argument("--rank", type=int, action="append", help=f"default: {', '.join(map(str, RANKS))}")
-    parser.add_argument("--only", default="", help="only variants whose label contains this")
+    parser.add_argument("--only", action="append", help="only variants whose label contains this; may be repeated")
     arguments = parser.parse_args()
     rows = []
     for arch in arguments.architecture or TARGETS:
         for variant in variants(arch, arguments.rank or RANKS):
             name = variant.kernel.__name__.strip("_").removesuffix("_kernel")
-            if arguments.kernel in (None, name) and arguments.only in variant.label:
+            if arguments.kernel in (None, name) and any(part in variant.label for part in arguments.only or [""]):
                 rows.append(compile_variant(variant, arch))
                 if not arguments.json:
                     print(_line(rows[-1]), flush=True)

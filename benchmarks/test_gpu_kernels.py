@@ -13,7 +13,9 @@ from benchmarks.kernel_providers import ORTHOGONALIZATIONS, Prepared, compile_fo
 from benchmarks.launches import bytes_of
 from benchmarks.measuring import fits, record
 from benchmarks.results_file import Results
+from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.timing import Clock, Work
+from benchmarks.wire_providers import PreparedWire
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +65,25 @@ def test_kernel(benchmark: Any, kernel_case: Case, clock: Clock, results: Result
             gradient_bytes=gradients.nbytes,
             launches=launches,
         )
+
+
+def test_wire(benchmark: Any, wire_case: Case, clock: Clock, results: Results) -> None:
+    case = wire_case
+    phase, width = case.phase.split()
+    with fits():
+        prepared = _prepared_wire(case.gradients, case.rank, width, case.provider == "triton", clock.device)
+        record(
+            *(benchmark, clock, results, "kernel", case, prepared.work(phase)),
+            capture=case.provider == "triton",
+            bytes=prepared.bytes_of(phase),
+            gradient_bytes=prepared.gradient_bytes,
+            launches=1 if case.provider == "triton" else None,
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _prepared_wire(gradients: str, rank: int, width: str, kernels: bool, device: torch.device) -> PreparedWire:
+    return PreparedWire(GRADIENT_SETS[gradients], rank, width, kernels, device)
 
 
 @functools.lru_cache(maxsize=1)

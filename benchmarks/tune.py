@@ -31,11 +31,11 @@ from benchmarks.buckets import Bucket
 from benchmarks.cases import ALLOWED_DISTANCE, DTYPES
 from benchmarks.environment import choose_interpreter, describe_gpu, device_under_test
 from benchmarks.kernel_providers import Prepared
-from benchmarks.launches import Launch as RecordedLaunch
 from benchmarks.launches import Problem
 from benchmarks.results_file import Results, Row
 from benchmarks.shapes import GRADIENT_SETS
-from benchmarks.timing import CaptureError, Clock, Timing
+from benchmarks.timing import CaptureError, Clock, Timing, Work
+from benchmarks.wire_providers import WIRE_PHASES, PreparedWire
 from powersgd_triton.kernels.configurations import (
     TABLES,
     Configuration,
@@ -44,7 +44,11 @@ from powersgd_triton.kernels.configurations import (
     select_configuration,
 )
 
-KERNELS = ("compensate_project", "reconstruct", "backproject", "gram", "orthogonalize")
+KERNELS = ("compensate_project", "reconstruct", "backproject", "gram", "orthogonalize", "wire")
+"""Of a step on one worker, and all three of the wire, with factors in ``WIRE_WIDTH``."""
+
+WIRE_WIDTH = "int8"
+WIRE_PANELS = (16, 32, 64)
 ROW_TILES = ((128, 32), (64, 32), (64, 64), (128, 64), (32, 128))
 COLUMN_TILES = ((32, 64), (64, 64), (32, 128), (64, 128), (128, 64))
 FACTOR_ROWS = (32, 64, 128)
@@ -68,12 +72,19 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
             for rows, warps, stages in itertools.product(FACTOR_ROWS, (2, 4, 8), (1, 2))
         ]
 
+    def panels(launch: Launch) -> list[Launch]:
+        return [
+            dataclasses.replace(launch, columns=panel, panel=panel, num_warps=warps)
+            for panel, warps in itertools.product(WIRE_PANELS, (1, 2, 4, 8))
+        ]
+
     together = itertools.zip_longest(
         tiles(now.compensate_project, ROW_TILES),
         tiles(now.reconstruct, ROW_TILES),
         tiles(now.backproject, COLUMN_TILES),
         blocks(now.gram),
         blocks(now.orthogonalize),
+        panels(now.wire),
     )
     for launches in together:
         # A list that is at its end stays with what is in use.
@@ -97,15 +108,25 @@ def measure(
         if not difference <= ALLOWED_DISTANCE[dtype]:
             raise ValueError(f"the result is off by {difference:.1e}")
         prepared = Prepared.of(bucket, rank, "triton")
+    shapes = [tuple(gradient.shape) for gradient in bucket.gradients()]
+    ours, reference = (
+        PreparedWire(shapes, rank, WIRE_WIDTH, kernels, clock.device, configuration.wire) for kernels in (True, False)
+    )
+    difference = float((ours.decoded - reference.decoded).norm() / reference.decoded.norm())
+    # A scale of the reference's may be rounded to the next bf16 value, as a GPU multiplies by 1 / 127.
+    if not difference <= ALLOWED_DISTANCE["bf16"]:
+        raise ValueError(f"the message is off by {difference:.1e}")
     launches = [launch for phase in prepared.phases.values() for launch in phase]
     for kernel in KERNELS:
         work = _together([launch for launch in launches if launch.name == kernel])
+        if kernel == "wire":
+            work = _together([ours.work(phase) for phase in WIRE_PHASES])
         with contextlib.suppress(CaptureError):
             work = clock.capture(work)
         yield kernel, clock.measure(work)
 
 
-def _together(launches: list[RecordedLaunch]) -> Callable[[], object]:
+def _together(launches: Sequence[Work]) -> Callable[[], object]:
     def run() -> None:
         for launch in launches:
             launch()

@@ -44,7 +44,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
-        view = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in inputs
+        results = result if isinstance(result, list | tuple) else [result]
+        view = all(isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in inputs for r in results)
         writes = func._schema.is_mutable
         allocates = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
         if not self.in_kernel and not allocates and (writes or not view):

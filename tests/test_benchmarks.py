@@ -55,6 +55,10 @@ def test_dry_run(tmp_path: Path) -> None:
     assert {provider for kind, provider in seen if kind == "orthogonalize"} == {
         *("triton", "reference", "torch.linalg.qr", "geqrf + orgqr")
     }
+    phases = {(row["phase"], row["provider"]) for row in recorded["rows"] if row["kind"] == "kernel"}
+    assert {
+        (f"{phase} int8", who) for phase in ("encode", "reduce", "decode") for who in ("triton", "reference")
+    } <= phases
     assert {("launches", "ours"), ("replay", "ours")} <= seen
     table = (tmp_path / "dry.md").read_text()
     assert "A dry run" in table

@@ -14,13 +14,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
+WIRE = ("encode", "reduce", "decode")
 
 
 @pytest.fixture(scope="module")
 def report() -> list[dict[str, Any]]:
-    """Ranks of both panel widths, fp32 gradients and buffers, aligned and not."""
+    """Ranks of both panel widths, fp32 gradients and buffers, two widths on the wire; aligned and not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = ["--json", "--rank", "4", "--rank", "32", "--only", "float32/float32"]
+    options += ["--only", "rank 32, wire int4 and own", "--only", "rank 4, wire float16 and own"]
     processes = [
         subprocess.Popen(
             [sys.executable, "benchmarks/kernel_report.py", *options, *chosen],
@@ -48,7 +50,7 @@ def report() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles_on_every_architecture(report: list[dict[str, Any]]):
     kernels = {row["kernel"] for row in report}
-    assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit"} <= kernels
+    assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE} <= kernels
     for arch in ARCHITECTURES:
         assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
 
@@ -64,6 +66,16 @@ def test_aligned_fp32_segments_are_accessed_in_128_bits(report: list[dict[str, A
             name = (row["architecture"], row["kernel"], row["variant"])
             assert row["loads_128_bit"] or row["kernel"] == "reconstruct", name
             assert row["stores_128_bit"] or row["kernel"] == "backproject" or not writes(row), name
+
+
+def test_aligned_factors_on_the_wire_are_accessed_in_128_bits(report: list[dict[str, Any]]):
+    """The fp32 side, at rank 32."""
+    rows = [row for row in report if row["kernel"] in WIRE and row["variant"] == "rank 32, wire int4 and own"]
+    assert len(rows) == len(WIRE) * len(ARCHITECTURES)
+    for row in rows:
+        name = (row["architecture"], row["kernel"])
+        assert row["loads_128_bit"] or row["kernel"] == "decode", name
+        assert row["stores_128_bit"], name
 
 
 def writes(row: dict[str, Any]) -> bool:

@@ -6,8 +6,11 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from powersgd_triton.communication import Communicator
 from powersgd_triton.compressor import Compression
@@ -22,14 +25,48 @@ MOST_LAUNCHES = 12
 MOST_UNITS = {"standard": 5.4, "alternating": 4.4}
 LEAST_UNITS = {"standard": 5, "alternating": 4}
 
+# What issue 4 asks for: three launches a message, a tenth of what the rest of a step moves.
+WIRE_LAUNCHES = ["_encode_kernel", "_reduce_kernel", "_decode_kernel"]
+MOST_OF_A_STEP = 0.1
+WORKERS = 4
 
-def steps(shapes: Sequence[tuple[int, ...]], rank: int, *, number: int = 2, run_kernels: bool = True, **fields: Any):
-    """Run so many steps in one bucket; what each of them did."""
+
+class Among(Communicator):
+    """One of four workers that all send the same; it copies past torch, so that nothing is counted."""
+
+    world_size = WORKERS
+    rank = 1
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+        np.multiply(tensor.numpy(), WORKERS, out=tensor.numpy())
+        return None
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
+        received.numpy()[:] = sent.numpy()[self.rank]
+        return None  # type: ignore[return-value]
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
+        """Of the others' sums nothing is known here: zeros."""
+        gathered.numpy()[:] = 0
+        gathered.numpy()[self.rank] = tensor.numpy()
+        return None  # type: ignore[return-value]
+
+
+def steps(
+    shapes: Sequence[tuple[int, ...]],
+    rank: int,
+    *,
+    number: int = 2,
+    run_kernels: bool = True,
+    communicator: Communicator | None = None,
+    **fields: Any,
+):
+    """Run so many steps in one bucket; what each of them did. On one worker, if there is no ``communicator``."""
     from tests.interpreter import watched
 
     named = {str(index): shape for index, shape in enumerate(shapes)}
     config = everything(rank, backend="triton", **fields)
-    state, layout, communicator = State(config), Layout.build(named, config), Communicator()
+    state, layout, communicator = State(config), Layout.build(named, config), communicator or Communicator()
     activities = []
     for seed in range(number):
         now = gradients(seed, named)
@@ -94,3 +131,29 @@ def test_a_step_moves_little_more_than_the_gradients_must(shape: tuple[int, int]
     for activity in steps([shape], 4, number=3, algorithm=algorithm)[1:]:
         units = activity.moved / (4 * shape[0] * shape[1])
         assert LEAST_UNITS[algorithm] <= units <= MOST_UNITS[algorithm]
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_three_launches_a_narrow_message(algorithm: str, wire_dtype: str):
+    """Of a worker that owns something; the messages are large enough for that."""
+    fields: dict[str, Any] = {"algorithm": algorithm, "wire_dtype": wire_dtype, "run_kernels": False}
+    alone = steps([(1100, 1050), (7,)], 4, algorithm=algorithm, run_kernels=False)[-1]
+    messages = 2 if algorithm == "standard" else 1
+    for shapes in ([(1100, 1050), (7,)], [(1100 + i % 3, 1050 - i % 2) for i in range(6)] + [(7,)] * 6):
+        activity = steps(shapes, 4, communicator=Among(), **fields)[-1]
+        of_wire = [kernel for kernel in activity.kernels if kernel in WIRE_LAUNCHES]
+        assert of_wire == WIRE_LAUNCHES * messages
+        assert [kernel for kernel in activity.kernels if kernel not in WIRE_LAUNCHES] == alone.kernels
+        assert activity.operations == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wire_dtype"), [("standard", "float16"), ("standard", "int8"), ("alternating", "int4")]
+)
+def test_narrow_messages_move_little_beside_the_step(algorithm: str, wire_dtype: str):
+    """At rank 32, where the factors of 512 × 512 are an eighth of the gradient."""
+    activity = steps([(512, 512)], 32, communicator=Among(), algorithm=algorithm, wire_dtype=wire_dtype)[-1]
+    moved = [one + other for one, other in zip(activity.loaded, activity.stored, strict=True)]
+    wire = sum(size for kernel, size in zip(activity.kernels, moved, strict=True) if kernel in WIRE_LAUNCHES)
+    assert wire <= MOST_OF_A_STEP * (sum(moved) - wire)

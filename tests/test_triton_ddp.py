@@ -12,7 +12,7 @@ from tests.training import LIMIT, check, linear_stack, state_for, step_differenc
 
 
 def hook(worker: int, world_size: int) -> dict[str, Any]:
-    """DDP alone, the hook at full rank, and the hook at rank 2 with either backend, in several buckets."""
+    """DDP alone, the hook at full rank, at rank 2 with either backend, and with 8 bits, in several buckets."""
     width = 8
     options: dict[str, Any] = {"steps": range(2), "bucket_cap_mb": 0.0003, "width": width}
     runs = {}
@@ -20,6 +20,7 @@ def hook(worker: int, world_size: int) -> dict[str, Any]:
         ("full", {"backend": "triton"}),
         ("triton", {"matrix_approximation_rank": 2, "backend": "triton"}),
         ("torch", {"matrix_approximation_rank": 2, "backend": "torch"}),
+        ("narrow", {"matrix_approximation_rank": 2, "backend": "triton", "wire_dtype": "int8"}),
     ):
         model = linear_stack(3, width)
         runs[name] = train(model, worker, state_for(model, **settings), **options)
@@ -29,6 +30,8 @@ def hook(worker: int, world_size: int) -> dict[str, Any]:
         "low rank": step_differences(runs["triton"].gradients, runs["torch"].gradients),
         "loss": step_differences(runs["triton"].gradients, exact.gradients),
         "low rank digests": runs["triton"].digests,
+        "rounded": step_differences(runs["narrow"].gradients, runs["triton"].gradients),
+        "narrow digests": runs["narrow"].digests,
     }
 
 
@@ -41,4 +44,7 @@ def test_ddp_hook_on_two_workers():
         assert max(seen["low rank"]) <= LIMIT
         # At rank 2 something is left out.
         assert min(seen["loss"]) > 0.01
-        assert seen["low rank digests"] == found[0]["low rank digests"], "workers hold different bits"
+        # With 8 bits something is rounded, by less than is left out.
+        assert all(0 < x < y for x, y in zip(seen["rounded"], seen["loss"], strict=True))
+        for digests in ("low rank digests", "narrow digests"):
+            assert seen[digests] == found[0][digests], "workers hold different bits"

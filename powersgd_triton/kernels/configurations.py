@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 
+from powersgd_triton.wire_format import BLOCK
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -34,7 +36,8 @@ class Launch:
 class Configuration:
     """The launches of a bucket whose largest rank is at most some bound.
 
-    ``gram`` and ``orthogonalize`` take blocks of ``rows`` of a factor; their columns are the panel.
+    ``gram`` and ``orthogonalize`` take blocks of ``rows`` of a factor; their columns are the panel. So does ``wire``,
+    whose rows are given by its format.
     """
 
     compensate_project: Launch
@@ -43,6 +46,7 @@ class Configuration:
     reconstruct: Launch
     gram: Launch
     orthogonalize: Launch
+    wire: Launch
 
 
 def _narrow(precision: str, stages: int) -> Configuration:
@@ -54,6 +58,7 @@ def _narrow(precision: str, stages: int) -> Configuration:
         reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
         orthogonalize=Launch(64, 16, 16, 4, 1, precision),
+        wire=Launch(BLOCK, 16, 16, 4, 1, precision),
     )
 
 
@@ -65,6 +70,7 @@ def _wide(precision: str, stages: int, left_stages: int, *, gram_warps: int = 4)
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
+        wire=Launch(BLOCK, 32, 32, 8, 1, precision),
     )
 
 

@@ -213,11 +213,13 @@ class BucketTable:
         return FactorTable(self._tensor(records, 6, torch.int64), self._tensor(chunks, 3, torch.int32))
 
     def _tensor(self, rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype) -> Tensor:
-        """Integers on the device, by a copy that does not wait for it."""
-        host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return integers(rows, columns, dtype, self.device)
+
+
+def integers(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A table on the device, by a copy that does not wait for it."""
+    host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The stages of a step in Triton kernels: at most twelve launches up to rank 32, for any number of matrices."""
+"""The stages of a step in Triton kernels: at most twelve launches up to rank 32, for any number of matrices.
+
+A message in which factors are narrower than fp32 takes three more.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Poin
 from powersgd_triton.ops.bucket import BucketState
 from powersgd_triton.ops.operations import Message, Step
 from powersgd_triton.ops.torch_backend import TorchOperations
+from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import Wire
 from powersgd_triton.wire_format import WirePlan
 
@@ -147,7 +151,8 @@ class TritonOperations:
             self._orthogonalize(factors, basis, step, out=basis)
 
     def wire(self, plan: WirePlan) -> Wire:
-        return self._reference.wire(plan)
+        assert self._bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
+        return TritonWire(plan, self._launches.wire, self._device)
 
     def _bases(self) -> list[tuple[FactorTable, Tensor]]:
         """What steps start from."""
