@@ -70,7 +70,7 @@ def _wide(precision: str, stages: int, left_stages: int, *, gram_warps: int = 4)
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
-        wire=Launch(BLOCK, 32, 32, 8, 1, precision),
+        wire=Launch(BLOCK, 32, 32, 16, 1, precision),
     )
 
 
