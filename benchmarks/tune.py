@@ -75,7 +75,7 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
     def panels(launch: Launch) -> list[Launch]:
         return [
             dataclasses.replace(launch, columns=panel, panel=panel, num_warps=warps)
-            for panel, warps in itertools.product(WIRE_PANELS, (1, 2, 4, 8))
+            for panel, warps in itertools.product(WIRE_PANELS, (2, 4, 8, 16))
         ]
 
     together = itertools.zip_longest(

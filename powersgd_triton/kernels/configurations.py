@@ -62,7 +62,7 @@ def _narrow(precision: str, stages: int) -> Configuration:
     )
 
 
-def _wide(precision: str, stages: int, left_stages: int, *, gram_warps: int = 4) -> Configuration:
+def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, *, gram_warps: int = 4) -> Configuration:
     return Configuration(
         compensate_project=Launch(64, 32, 32, 8, stages, precision),
         compensate_backproject=Launch(16, 64, 32, 4, left_stages, precision),
@@ -70,25 +70,26 @@ def _wide(precision: str, stages: int, left_stages: int, *, gram_warps: int = 4)
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
-        wire=Launch(BLOCK, 32, 32, 8, 1, precision),
+        wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
     )
 
 
-def _table(precision: str, stages: tuple[int, int, int]) -> dict[int, Configuration]:
+def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dict[int, Configuration]:
     narrow, wide, several_panels = stages
     return {
         16: _narrow(precision, narrow),
-        32: _wide(precision, wide, wide),
-        256: _wide(precision, several_panels, 1, gram_warps=8),
+        32: _wide(precision, wide, wide, wire_warps),
+        256: _wide(precision, several_panels, 1, wire_warps, gram_warps=8),
     }
 
 
-# Stages are as many as spill nothing with any dtypes, as benchmarks/kernel_report.py shows.
+# Stages are as many as spill nothing with any dtypes, as benchmarks/kernel_report.py shows. The wire's warps make 512
+# threads: to each four elements of half a tile, the widest access.
 TABLES = {
-    "sm_80": _table("tf32x3", (2, 2, 1)),
-    "sm_90": _table("tf32x3", (2, 2, 1)),
-    "sm_100": _table("tf32x3", (3, 2, 2)),
-    "gfx942": _table("ieee", (1, 1, 1)),
+    "sm_80": _table("tf32x3", (2, 2, 1), 16),
+    "sm_90": _table("tf32x3", (2, 2, 1), 16),
+    "sm_100": _table("tf32x3", (3, 2, 2), 16),
+    "gfx942": _table("ieee", (1, 1, 1), 8),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 
