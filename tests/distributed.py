@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import pickle
 import sys
@@ -117,13 +118,15 @@ def _work(
         if not isinstance(result, Failure):
             with contextlib.suppress(RuntimeError):
                 dist.barrier()
+        # What refers to the group in a cycle must not outlive it.
+        gc.collect()
         dist.destroy_process_group()
     if worker in casualties:
         sys.exit("this worker was meant to die")
-    if casualties:
-        # Gloo's threads that lost a peer may abort Python's shutdown, with plain DDP too. All results are written.
-        sys.stderr.flush()
-        os._exit(0)
+    # Gloo's threads now and then abort Python's shutdown, with plain DDP too. All results are written.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _path(folder: str, case: Worker, worker: int) -> Path:

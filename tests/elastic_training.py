@@ -9,6 +9,7 @@ its machine had failed; the others are started again by their agents, as two wor
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -166,7 +167,12 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     result = train(folder, worker, world_size, hook=dying if beginning and worker == VICTIM else powerSGD_hook)
     save(result, folder / f"result.{worker}")
+    gc.collect()
     dist.destroy_process_group()
+    # Gloo's threads now and then abort Python's shutdown, with plain DDP too, which the agent would take for a failure.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ from torch import Tensor
 
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
 
-SPOILING = 2.0**96
-"""What an error must not reach in a step that overflowed: fp32's largest value · 2⁻³², see ``rollback_reference``."""
-
 
 @triton.jit(do_not_specialize=["verdict", "factor_programs", "numel", "workers"])
 def _commit_kernel(
     G, G_offsets, M, M_offsets, following, basis, message, finite, verdict, blocks, factor_programs, numel, workers,
-    ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """message = Q̄ or NaN; basis ← following, or M ← M − finite elements of G. Grid: blocks of factors, then of M."""
     program = tl.program_id(0)
@@ -39,8 +36,8 @@ def _commit_kernel(
             gradient = tl.load(G + start + i, ok, 0.0).to(tl.float32)
             value = tl.load(M + start + i, ok, 0.0).to(tl.float32)
             value -= tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
-            # A sum that overflowed cannot be given back, and what is nearly as large overflows in every step.
-            value = tl.where(tl.abs(value) < LARGEST, value, 0.0)
+            # A sum that overflowed cannot be given back.
+            value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
             tl.store(M + start + i, value.to(M.dtype.element_ty), ok)
     if program == 0 and not good:
         tl.store(verdict, 0.0)
@@ -89,6 +86,5 @@ def commit_triton(
         float(workers),
         ADVANCE=following is not None,
         FEEDBACK=feedback,
-        LARGEST=SPOILING,
         BLOCK=COPY_BLOCK,
     )

@@ -194,15 +194,13 @@ def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applie
 def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
     """M ← M − (finite elements of G) where the scalar ``finite`` is 0: takes back what compensate added.
 
-    An element whose sum overflowed cannot be given back; it becomes 0 rather than spoil every later step. So does one
-    of 2⁹⁶ or more (in fp64 2⁹⁹²), 2⁻³² of the largest value: products of such alone may overflow, in every step.
+    An element whose sum overflowed cannot be given back; it becomes 0 rather than spoil every later step.
     """
     if _on_host(finite) and finite:
         return
     for _, _, (G_block, M_block) in _blocks(2, G, M):
         rest = M_block.to(torch.promote_types(M_block.dtype, torch.float32)) - _finite_part(G_block)
-        largest = 2.0**96 if rest.dtype == torch.float32 else 2.0**992
-        M_block.copy_(torch.where(finite > 0, M_block, torch.where(rest.abs() < largest, rest, 0)))
+        M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest)))
 
 
 def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: float = 0.0, out: Tensor) -> None:
