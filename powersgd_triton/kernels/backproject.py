@@ -78,10 +78,5 @@ def backproject_triton(
         first_panel,
         VEC=M.vector,
         R=table.uniform_rank,
-        C=launch.panel,
-        BLOCK_ROWS=launch.rows,
-        BLOCK_COLS=launch.columns,
-        PRECISION=launch.precision,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.of_tiles,
     )

@@ -126,11 +126,6 @@ def compensate_backproject_triton(
         WIDE=table.rank > launch.panel,
         VEC=min(G.vector, M.vector),
         R=table.uniform_rank,
-        C=launch.panel,
-        BLOCK_ROWS=launch.rows,
-        BLOCK_COLS=launch.columns,
-        PRECISION=launch.precision,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.of_tiles,
     )
     backproject_triton(table, M, P, launch_backproject, out=out, first_panel=1)

@@ -133,12 +133,7 @@ def compensate_project_triton(
             WIDE=panels > 1,
             VEC=min(G.vector, source.vector),
             R=table.uniform_rank,
-            C=launch.panel,
-            BLOCK_ROWS=launch.rows,
-            BLOCK_COLS=launch.columns,
-            PRECISION=launch.precision,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
+            **launch.of_tiles,
         )
 
     if M is None:

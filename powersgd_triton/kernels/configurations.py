@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -30,6 +31,18 @@ class Launch:
     @property
     def tile(self) -> tuple[int, int]:
         return self.rows, self.columns
+
+    @property
+    def of_tiles(self) -> dict[str, Any]:
+        """The keywords of a kernel that walks over tiles of matrices."""
+        return {
+            "C": self.panel,
+            "BLOCK_ROWS": self.rows,
+            "BLOCK_COLS": self.columns,
+            "PRECISION": self.precision,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

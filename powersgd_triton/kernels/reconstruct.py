@@ -110,10 +110,5 @@ def reconstruct_triton(
         VEC=out.vector,
         R=table.uniform_rank,
         COPY=COPY_BLOCK,
-        C=launch.panel,
-        BLOCK_ROWS=launch.rows,
-        BLOCK_COLS=launch.columns,
-        PRECISION=launch.precision,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.of_tiles,
     )
