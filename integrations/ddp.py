@@ -100,9 +100,11 @@ class PowerSGDState:
         module: nn.Module | None = None,
         **options: Any,
     ) -> None:
+        # With a budget there is no rank; torch's default stands for one that was not given.
+        planned = matrix_approximation_rank == 1 and not {"compression", "bytes_per_step"}.isdisjoint(options)
         config = PowerSGDConfig.from_dict(
             {
-                "rank": matrix_approximation_rank,
+                "rank": None if planned else matrix_approximation_rank,
                 "start_iter": start_powerSGD_iter,
                 "min_compression_rate": min_compression_rate,
                 "error_feedback": use_error_feedback,
@@ -132,7 +134,16 @@ class PowerSGDState:
         self.total_numel_after_compression = 0
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.next_stats_report = 0
-        self._set_up(config, ParameterNames(module))
+        names = ParameterNames(module)
+        self._set_up(config, names)
+        if config.planned:
+            tensors = names.shapes()
+            if tensors is None:
+                raise ValueError(
+                    "a budget (compression or bytes_per_step) is shared out over the whole model: "
+                    "give PowerSGDState the model as module="
+                )
+            self._core.plan.begin(tensors)
 
     def _set_up(self, config: PowerSGDConfig, names: ParameterNames) -> None:
         self.config = config
@@ -226,7 +237,7 @@ class PowerSGDState:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         communicator = self._communicator()
         return {
-            "config": self.config.to_dict(),
+            "config": self.config,
             "core": self._core.state_dict(lambda error: error),
             "buckets": self._names.record(),
             "worker": self._pickled_on or (communicator.rank, communicator.world_size),
@@ -242,7 +253,8 @@ class PowerSGDState:
             "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
         )
         self.process_group = None
-        self._set_up(PowerSGDConfig.from_dict(saved["config"]), ParameterNames(None))
+        self._set_up(saved["config"], ParameterNames(None))
+        self._core.plan.begin({name: shape for bucket in saved["buckets"] for name, shape in bucket})
         self._core.load_state_dict(saved["core"], own=True)
         self._names.expect(saved["buckets"])
         self._pickled_on = saved["worker"]
@@ -284,7 +296,7 @@ class PowerSGDState:
         if names not in self._layouts:
             shapes = zip(names, (memory_shape(parameter) for parameter in parameters), strict=True)
             self._layouts[names] = Layout.build(shapes, self.config)
-        return self._layouts[names]
+        return self._core.plan.layout(self._layouts[names])
 
     def _square_layout(self, bucket: GradBucket) -> Layout:
         """A bucket as a matrix of ⌈√L⌉ columns, and the rest of its L elements."""
@@ -352,7 +364,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
     Raises:
         TypeError: the bucket is not a dense floating-point tensor.
-        ValueError: ``start_powerSGD_iter`` is below 2, before DDP has settled its buckets.
+        ValueError: ``start_powerSGD_iter`` is below 2, before DDP has settled its buckets; or ranks are by parameter.
         RuntimeError: a bucket has another size than before, or a collective failed.
     """
     if state.config.start_iter < 2:
@@ -360,6 +372,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
             "batched_powerSGD_hook remembers errors by bucket, and DDP settles its buckets after the first iteration: "
             f"start_powerSGD_iter must be at least 2; got {state.config.start_iter}"
         )
+    if state.config.planned or callable(state.config.rank):
+        raise ValueError("batched_powerSGD_hook has one matrix a bucket: it needs one rank, not ranks by parameter")
     layout = state._square_layout(bucket)
 
     def gradients(buffer: Tensor) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from powersgd_triton.integrations.deepspeed_refusals import (
     PowerSGDConfigError,
     engine_problems,
     read_section,
+    refusal,
     refuse,
     section_of,
 )
@@ -87,7 +88,10 @@ def enable(engine: Any) -> DeepSpeedState | None:
         _say('powersgd: off, the section has "enabled": false')
         return None
     refuse(problems + engine_problems(engine))
-    state = engine.powersgd = DeepSpeedState(config, engine, averaging_group(engine))
+    try:
+        state = engine.powersgd = DeepSpeedState(config, engine, averaging_group(engine))
+    except ValueError as error:
+        raise refusal([str(error)]) from None
     state.attach(loss_scale_source(engine))
     seam_class(engine)(engine, state)
     _attach_guard(engine, state)

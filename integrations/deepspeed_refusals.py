@@ -166,8 +166,13 @@ def _configuration_problems(engine: Any, stage: int) -> list[str]:
 def refuse(problems: list[str]) -> None:
     """Raises: PowerSGDConfigError: there are problems; it lists them all."""
     if problems:
-        listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise PowerSGDConfigError(
-            f'the section "{SECTION}" cannot be used with this DeepSpeed configuration '
-            f"({len(problems)} problem{'s' if len(problems) > 1 else ''}):\n{listing}"
-        )
+        raise refusal(problems)
+
+
+def refusal(problems: list[str]) -> PowerSGDConfigError:
+    """The error that lists problems."""
+    listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return PowerSGDConfigError(
+        f'the section "{SECTION}" cannot be used with this DeepSpeed configuration '
+        f"({len(problems)} problem{'s' if len(problems) > 1 else ''}):\n{listing}"
+    )

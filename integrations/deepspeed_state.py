@@ -14,7 +14,7 @@ from torch import Tensor
 from powersgd_triton.communication import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.sharded import StepState, plain_name
-from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.layout import Layout, sizes
 from powersgd_triton.saved_state import LoadReport, SavedState, Size, fingerprint
 
 
@@ -64,6 +64,9 @@ class DeepSpeedState(StepState):
         config: what to compress and how.
         engine: a ``DeepSpeedEngine``.
         group: the workers that average gradients with each other.
+
+    Raises:
+        ValueError: the configuration's budget is too small for the model.
     """
 
     def __init__(self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup) -> None:
@@ -78,6 +81,7 @@ class DeepSpeedState(StepState):
             for parameter in engine.module.parameters()
             if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
         }
+        self._core.plan.begin(self.shapes)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._reached = False
 
@@ -196,7 +200,7 @@ class DeepSpeedState(StepState):
         self._seen.clear()
 
     def _sizes(self) -> dict[str, Size]:
-        return {n: (*matrix_shape(shape), compressed_rank(shape, self.config)) for n, shape in self.shapes.items()}
+        return sizes(self.shapes, self.config)
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

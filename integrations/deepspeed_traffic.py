@@ -47,7 +47,7 @@ class Traffic:
 
 def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
     """What a step sends after ``start_iter``."""
-    layout = Layout.build(state.shapes, state.config)
+    layout = state.planned(Layout.build(state.shapes, state.config))
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
     compressed = sum(segment.numel for segment in layout.compressed)
@@ -83,10 +83,16 @@ def describe(engine: Any, state: DeepSpeedState) -> str:
     after = f", from step {state.config.start_iter} on" if state.config.start_iter else ""
     rest = " (ZeRO's all-gather of parameters stays)" if traffic.parameters else ""
     return (
-        f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), rank {state.config.rank}{after}; "
+        f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), {_ranks(state.config)}{after}; "
         f"{share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients take "
         f"{traffic.reduction:.1f}x fewer bytes, a step's whole traffic {traffic.total_reduction:.2f}x fewer{rest}"
     )
+
+
+def _ranks(config: PowerSGDConfig) -> str:
+    if config.planned:
+        return "planned ranks"
+    return "ranks by a function" if callable(config.rank) else f"rank {config.rank}"
 
 
 def _sent(layout: Layout, config: PowerSGDConfig) -> float:

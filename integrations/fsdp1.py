@@ -69,7 +69,8 @@ class PowerSGDState(FullSizeState):
 
     Raises:
         TypeError: the model is not of FSDP1, or ``config`` is no configuration.
-        ValueError: its sharding strategy is hybrid, it has a hook already, or nothing of it is trainable.
+        ValueError: its sharding strategy is hybrid, it has a hook already, nothing of it is trainable, or the
+            configuration's budget is too small for it.
     """
 
     def __init__(self, fsdp_model: FullyShardedDataParallel, config: PowerSGDConfig) -> None:
@@ -106,6 +107,7 @@ class PowerSGDState(FullSizeState):
         device = fsdp_model.compute_device or torch.device("cpu")
         super().__init__(config, group, DeviceMesh.from_group(group, device.type))
         self._units = [Unit(module, name, config) for name, module in trainable.items()]
+        self._begin_plan()
         self._current: Unit | None = None
         for unit, module in zip(self._units, trainable.values(), strict=True):
             # FSDP does not tell its hook the unit. This fires just before it, in backward passes without
@@ -126,8 +128,8 @@ class PowerSGDState(FullSizeState):
             )
         return unit
 
-    def _matrices(self) -> dict[str, tuple[int, ...]]:
-        return {s.name: s.shape for unit in self._units for s in unit.layout.segments if len(s.shape) > 1}
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        return {s.name: s.shape for unit in self._units for s in unit.layout.segments}
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from powersgd_triton.integrations.sharded import (
     contiguous_stride,
     rows_of,
 )
-from powersgd_triton.layout import Layout, matrix_shape
+from powersgd_triton.layout import matrix_shape
 
 __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
 
@@ -57,7 +57,7 @@ def apply_powersgd(
     Raises:
         TypeError: ``config`` is no configuration.
         ValueError: the model is not sharded, or in a way that is not supported, or ``apply_powersgd`` was called
-            before. The message says what to do; nothing was changed.
+            before, or the configuration's budget is too small. The message says what to do; nothing was changed.
         RuntimeError: this torch is too old, or the group cannot be used.
     """
     check_config(config)
@@ -95,6 +95,7 @@ class HybridShardState(ShardedState):
         super().__init__(config, replicate_group, [Communicator(self._shard_group)])
         self._model, self._units, self._group = model, units, replicate_group
         self._unreduced: dict[Unit, Tensor] = {}
+        self._begin_plan()
 
     def check_replicas(self) -> None:
         """Compare parameters and buffers of all replicas, bit by bit. Collective.
@@ -152,8 +153,8 @@ class HybridShardState(ShardedState):
         views = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
         self._compress(layout, views)
 
-    def _matrices(self) -> dict[str, tuple[int, ...]]:
-        return {s.name: s.shape for unit in self._units for s in unit.layout(padded=True).segments if len(s.shape) > 1}
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        return {s.name: s.shape for unit in self._units for s in unit.layout(padded=True).segments}
 
     def _parameter(self, name: str) -> DTensor:
         return next(unit.parameters[name] for unit in self._units if name in unit.parameters)
@@ -191,6 +192,7 @@ class FullShardState(FullSizeState):
             config, units[0].shard_group, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh
         )
         self._model, self._units = model, units
+        self._begin_plan()
 
     @torch.no_grad()
     def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
@@ -223,9 +225,8 @@ class FullShardState(FullSizeState):
         if how["op"] == dist.ReduceOp.SUM:
             self._note_overflow(output.mul_(self._workers))
 
-    def _matrices(self) -> dict[str, tuple[int, ...]]:
-        layouts: list[Layout] = [unit.layout(padded=False) for unit in self._units]
-        return {s.name: s.shape for layout in layouts for s in layout.segments if len(s.shape) > 1}
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        return {s.name: s.shape for unit in self._units for s in unit.layout(padded=False).segments}
 
 
 def _reduce_scatter(state: FullShardState, unit: Unit) -> Any:

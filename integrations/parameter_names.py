@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import compressed_rank, matrix_shape
+from powersgd_triton.layout import sizes
 from powersgd_triton.saved_state import Size
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
@@ -61,12 +61,16 @@ class ParameterNames:
             names = [name for name, _ in saved]
         self._names.update(zip(parameters, names, strict=True))
 
-    def sizes(self, config: PowerSGDConfig) -> dict[str, Size] | None:
-        """(n, m, rank) of all trainable parameters by name; None where names are numbers."""
+    def shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Of all trainable parameters by name; None where names are numbers."""
         if self._module is None:
             return None
-        shapes = {name: memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
-        return {name: (*matrix_shape(shape), compressed_rank(shape, config)) for name, shape in shapes.items()}
+        return {name: memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
+
+    def sizes(self, config: PowerSGDConfig) -> dict[str, Size] | None:
+        """(n, m, rank) of the same."""
+        shapes = self.shapes()
+        return None if shapes is None else sizes(shapes, config)
 
     def record(self) -> Record:
         """The buckets of the first backward pass."""

@@ -72,6 +72,10 @@ class StepState:
         """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
         return (self._before / self._after if self._after else 0.0, self._before, self._after)
 
+    def planned(self, layout: Layout) -> Layout:
+        """A layout with the ranks that its matrices have now."""
+        return self._core.plan.layout(layout)
+
     def error_numel(self) -> int:
         """Elements of this worker's error buffers, as far as they have been made."""
         return sum(matrix.error.numel() for matrix in self._core.matrices.values() if matrix.error is not None)
@@ -112,6 +116,7 @@ class StepState:
         ranges: Mapping[str, tuple[int, Tensor]] | None = None,
     ) -> None:
         """Average one unit's gradients in place, or those ranges of the averages."""
+        layout = self.planned(layout)
         if ranges is not None and self._core.follows_loss_scale:
             self._unequal |= any(_narrow(gradient) for gradient in gradients.values())
         self._before += layout.numel
@@ -142,6 +147,10 @@ class ShardedState(StepState, abc.ABC):
     ) -> None:
         check_config(config)
         super().__init__(config, Communicator(group), others)
+
+    def _begin_plan(self) -> None:
+        """Once ``_tensors`` is known. Raises: ValueError: the configuration's budget is too small."""
+        self._core.plan.begin(self._tensors())
 
     def _begin(self, unit: Hashable, device: torch.device) -> bool:
         """Whether the gradients of a unit are to be compressed. A unit that comes again begins a new step."""
@@ -243,8 +252,12 @@ class ShardedState(StepState, abc.ABC):
     # What an adapter knows --------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of all trainable parameters, as this worker compresses them."""
+
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of all trainable parameters of two or more dimensions, as this worker compresses them."""
+        """Those of two or more dimensions."""
+        return {name: shape for name, shape in self._tensors().items() if len(shape) > 1}
 
     @abc.abstractmethod
     def _place(self, name: str, error: Tensor) -> DTensor:

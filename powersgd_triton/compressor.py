@@ -19,6 +19,7 @@ from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.ops import BucketState, TorchOperations, reconstruct_ranges
 from powersgd_triton.ops.reference import subtract_product_reference
+from powersgd_triton.replanner import Replanner
 from powersgd_triton.saved_state import LoadReport
 from powersgd_triton.state import State
 
@@ -129,7 +130,9 @@ class Compressor:
         self.config = config
         self._communicator = Communicator(group)
         self._state = State(config)
+        self._state.plan.begin(shapes)
         self._agreement = Agreement(self._state, [self._communicator])
+        self._replanner = Replanner(self._state, self._communicator)
         self._compressing = Layout.build(shapes, config)
         self._exact = Layout.build(shapes, config, compress=False)
         self._before = self._after = 0
@@ -143,7 +146,7 @@ class Compressor:
     @property
     def layout(self) -> Layout:
         """Which tensors are compressed, and as which matrices."""
-        return self._compressing
+        return self._state.plan.layout(self._compressing)
 
     def compress(self, gradients: Gradients) -> Compressed:
         """Average this step's gradients over the workers, in compressed form. Collective.
@@ -164,7 +167,7 @@ class Compressor:
         if not self._agreement.begun:
             device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
             self._agreement.begin({segment.name: segment.shape for segment in self._compressing.segments}, device)
-        layout = self._exact if self._state.iteration < self.config.start_iter else self._compressing
+        layout = self._exact if self._state.iteration < self.config.start_iter else self.layout
         if not layout.segments:
             self._end_step()
             nothing = BucketState(layout, torch.float32, torch.device("cpu"), self.config, TorchOperations)
@@ -185,6 +188,7 @@ class Compressor:
     def _end_step(self) -> None:
         self._state.end_step()
         self._agreement.end_step()
+        self._replanner.end_step()
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
         """Write the averaged gradients Ĝ.

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+RankFunction = Callable[[str, tuple[int, ...]], int]
+"""(parameter's name, its shape) → columns of its factors, 0 for exact averaging."""
+
+DEFAULT_RANK = 4
 BACKENDS = ("auto", "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
 WIRE_DTYPES = {
@@ -24,6 +28,9 @@ WIRE_DTYPES = {
     "int8": "int8",
     "int4": "int4",
 }
+INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0}
+"""Fields that are integers, with the smallest value of each."""
+
 ERROR_DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -38,7 +45,14 @@ class PowerSGDConfig:
     """How gradients are compressed: immutable, keyword-only, validated on construction.
 
     Args:
-        rank: columns of the factors P and Q; a matrix of n × m uses min(rank, n, m).
+        rank: columns of the factors P and Q; a matrix of n × m uses min(rank, n, m). Or a function
+            (name, shape) → rank, the same on all workers, 0 for a matrix that is to be averaged exactly. None: 4, or
+            planned, where ``compression`` or ``bytes_per_step`` is given.
+        compression: instead of a rank, how many times fewer bytes than fp32 gradients a step sends, all of the model's
+            tensors counted. Ranks are then planned matrix by matrix, see ``planner.allot``.
+        bytes_per_step: the same as a number of bytes, on a scale on which an all-reduce of B bytes counts B.
+        replan_every: steps between two plans, counted from ``start_iter``; a plan is measured at the end of a step and
+            used after the next one. 0 keeps the first plan, in which all matrices have about the same rank.
         min_compression_rate: a matrix is compressed only if (n + m) · r · min_compression_rate < n · m.
             0 compresses every non-empty matrix.
         start_iter: number of first steps that average gradients exactly. 0 compresses from the first step.
@@ -69,7 +83,10 @@ class PowerSGDConfig:
         ValueError: a value is out of its range.
     """
 
-    rank: int = 4
+    rank: int | RankFunction | None = None
+    compression: float | None = None
+    bytes_per_step: int | None = None
+    replan_every: int = 50
     min_compression_rate: float = 2.0
     start_iter: int = 0
     error_feedback: bool = True
@@ -85,7 +102,8 @@ class PowerSGDConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, minimum in (("rank", 1), ("start_iter", 0), ("iterations", 1), ("seed", 0), ("check_every", 0)):
+        self._check_rank()
+        for name, minimum in INTEGERS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int; got {value!r}")
@@ -126,6 +144,37 @@ class PowerSGDConfig:
             # Kept as its name, so that equal configurations are equal and go into JSON.
             object.__setattr__(self, "error_dtype", str(ERROR_DTYPES[name]).removeprefix("torch."))
 
+    def _check_rank(self) -> None:
+        """Rank, or the budget in its place. Raises as ``__post_init__``."""
+        budgets = {"compression": (int, float), "bytes_per_step": (int,)}
+        given = [name for name in ("rank", *budgets) if getattr(self, name) is not None]
+        if len(given) > 1:
+            values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
+            raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
+        for name, types in budgets.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, types):
+                raise TypeError(f"{name} must be {'a number' if float in types else 'an int'}; got {value!r}")
+            if not (math.isfinite(value) and value >= 1):
+                raise ValueError(f"{name} must be finite and at least 1; got {value}")
+            if not self.error_feedback:
+                raise ValueError(f"{name} plans ranks from what is in the error: it needs error_feedback=True")
+        if not given:
+            object.__setattr__(self, "rank", DEFAULT_RANK)
+        if self.rank is None or callable(self.rank):
+            return
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
+            raise TypeError(f"rank must be an int or a function (name, shape) → int; got {self.rank!r}")
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1; got {self.rank}")
+
+    @property
+    def planned(self) -> bool:
+        """Whether ranks are planned under a byte budget."""
+        return self.rank is None
+
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> PowerSGDConfig:
         """Build a configuration from a JSON section.
@@ -141,5 +190,9 @@ class PowerSGDConfig:
         return cls(**section)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, such that ``from_dict`` gives back an equal configuration."""
-        return dataclasses.asdict(self)
+        """The fields as plain values, such that ``from_dict`` gives back an equal configuration.
+
+        A function that gives ranks is there as its name only, which ``from_dict`` refuses.
+        """
+        name = getattr(self.rank, "__qualname__", type(self.rank).__qualname__)
+        return {**dataclasses.asdict(self), **({"rank": f"function {name}"} if callable(self.rank) else {})}

@@ -6,10 +6,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.wire_format import FORMATS, WireFormat
+
+LARGEST_PLANNED_RANK = 256
+"""What the Triton kernels can do."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -19,20 +22,60 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def compressed_rank(shape: Sequence[int], config: PowerSGDConfig) -> int:
+def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = "") -> int:
     """Rank r = min(rank, n, m) if compressing is worth it, else 0 (bypass).
 
     Worth it means that the bytes of its factors in a step, scales included, times min_compression_rate are fewer than
     the 4 n m bytes that it has as an fp32 tensor. Without ``wire_dtype`` that is (n + m) · r · min_compression_rate <
-    n · m for each time that both factors travel.
+    n · m for each time that both factors travel. Where ranks are planned this is the largest one that is worth it.
+
+    Args:
+        shape: the tensor's.
+        config: with the rank.
+        name: the tensor's, for a configuration whose rank is a function.
+
+    Raises:
+        TypeError, ValueError: that function's result is not a rank.
     """
     if len(shape) < 2:
         return 0
     n, m = matrix_shape(shape)
-    r = min(config.rank, n, m)
+    if config.planned:
+        return _largest_rank(n, m, config)
+    wanted = config.rank
+    if callable(wanted):
+        wanted = wanted(name, tuple(shape))
+        if isinstance(wanted, bool) or not isinstance(wanted, int):
+            raise TypeError(f"the rank of {name!r}, {tuple(shape)}, must be an int; the function gave {wanted!r}")
+        if wanted < 0:
+            raise ValueError(f"the rank of {name!r}, {tuple(shape)}, must be at least 0; the function gave {wanted}")
+    assert wanted is not None
+    r = min(wanted, n, m)
+    return r if _is_worth_it(n, m, r, config) else 0
+
+
+def sizes(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, tuple[int, int, int]]:
+    """{name: (n, m, rank)} of tensors {name: shape}; rank 0 where a tensor is not compressed."""
+    return {name: (*matrix_shape(shape), compressed_rank(shape, config, name)) for name, shape in shapes.items()}
+
+
+def _largest_rank(n: int, m: int, config: PowerSGDConfig) -> int:
+    """Bisection, since a factor's bytes grow with its rank."""
+    low, high = 0, min(n, m, LARGEST_PLANNED_RANK)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _is_worth_it(n, m, middle, config) else (low, middle - 1)
+    return low
+
+
+def _is_worth_it(n: int, m: int, r: int, config: PowerSGDConfig) -> bool:
+    return matrix_bytes(n, m, r, config) * config.min_compression_rate < 4 * n * m
+
+
+def matrix_bytes(n: int, m: int, rank: int, config: PowerSGDConfig) -> float:
+    """Bytes of a matrix's factors in a step, scales included, on average."""
     width = wire_format(config)
-    sent = (width.factor_bytes(n, r) + width.factor_bytes(m, r)) * factors_sent(config)
-    return r if sent * config.min_compression_rate < 4 * n * m else 0
+    return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
 
 
 def wire_format(config: PowerSGDConfig) -> WireFormat:
@@ -74,7 +117,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeGroup:
-    """Matrices of one n × m, whose factors lie side by side: P as [B, n, r], Q as [B, m, r].
+    """Matrices of one n × m and rank, whose factors lie side by side: P as [B, n, r], Q as [B, m, r].
 
     ``p_offset`` and ``q_offset`` are in elements, from the start of the layout's P and Q factors.
     """
@@ -127,10 +170,15 @@ class Layout:
             if name in seen:
                 raise ValueError(f"tensor names must be unique; {name!r} occurs twice")
             seen.add(name)
-            rank = compressed_rank(shape, config) if compress else 0
+            rank = compressed_rank(shape, config, name) if compress else 0
             segments.append(Segment(name, tuple(shape), offset, rank))
             offset += segments[-1].numel
         return cls(tuple(segments), config.batch_by_shape)
+
+    def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
+        """The same tensors, matrices with other ranks; this layout itself where they are the same."""
+        segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
+        return self if segments == self.segments else Layout(segments, self.batch_by_shape)
 
     @functools.cached_property
     def numel(self) -> int:
@@ -146,10 +194,10 @@ class Layout:
 
     @functools.cached_property
     def groups(self) -> tuple[ShapeGroup, ...]:
-        """Compressed matrices by shape, in order of first appearance; one group a matrix without batch_by_shape."""
+        """Compressed matrices by shape and rank, in order of first appearance; one each without batch_by_shape."""
         members: dict[tuple[int, ...], list[Segment]] = {}
         for position, segment in enumerate(self.compressed):
-            key = (segment.n, segment.m) if self.batch_by_shape else (position,)
+            key = (segment.n, segment.m, segment.rank) if self.batch_by_shape else (position,)
             members.setdefault(key, []).append(segment)
         groups: list[ShapeGroup] = []
         p_offset = q_offset = 0

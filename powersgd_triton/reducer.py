@@ -12,6 +12,7 @@ from powersgd_triton.agreement import Agreement
 from powersgd_triton.communication import Communicator, wait
 from powersgd_triton.compressor import Compression
 from powersgd_triton.layout import Layout
+from powersgd_triton.replanner import Replanner
 from powersgd_triton.state import State
 
 
@@ -33,6 +34,7 @@ class Reducer:
         self._state = state
         self._communicator = communicator
         self._agreement = Agreement(state, [communicator, *others])
+        self._replanner = Replanner(state, communicator)
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
 
     def reduce(
@@ -79,6 +81,7 @@ class Reducer:
         """Close a step whose buckets are all done."""
         self._state.end_step()
         self._agreement.end_step()
+        self._replanner.end_step()
 
     def _void(self) -> None:
         self._under_way.clear()

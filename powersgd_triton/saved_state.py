@@ -12,6 +12,9 @@ from torch import Tensor
 
 FORMAT_VERSION = 2
 Parts = dict[str, Tensor]
+Plan = dict[str, dict[str, Any]]
+"""{"ranks": {name: rank}, "pending": {name: [energy, energy of each column]}}."""
+
 Size = tuple[int, int, int]
 """(n, m, rank) of a tensor as a matrix; rank 0 where it is not compressed."""
 
@@ -50,11 +53,13 @@ class SavedState:
         tensors: {name: size} of all tensors, as far as they were known.
         matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}; of matrices that are not
             compressed only an error, without error feedback none.
+        plan: of ``RankPlan``, empty where ranks are not planned.
     """
 
     iteration: int
     tensors: dict[str, Size]
     matrices: dict[str, Parts]
+    plan: Plan
 
     @classmethod
     def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> SavedState:
@@ -91,10 +96,12 @@ class SavedState:
             needed = {"basis"} if name in compressed else {"error"}
             _check_parts(name, tuple(tensors[name]), parts, needed | ({"error"} if needs_errors else set()))
         renamed = _renaming(rename or {}, tensors)
+        plan = _checked_plan(state.get("plan", {}))
         return cls(
             iteration,
             {renamed(name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
             {renamed(name): dict(parts) for name, parts in matrices.items()},
+            {key: {renamed(name): value for name, value in part.items()} for key, part in plan.items()},
         )
 
     def compare(self, tensors: Mapping[str, Size], *, complete: bool, strict: bool, feedback: bool) -> LoadReport:
@@ -154,6 +161,17 @@ def _is_size(size: Any) -> bool:
     if not isinstance(size, (list, tuple)) or len(size) != 3:
         return False
     return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in size)
+
+
+def _checked_plan(plan: Any) -> Plan:
+    """Raises: ValueError: it is none."""
+    parts = {"ranks": (int,), "pending": (list, tuple)}
+    if not isinstance(plan, Mapping) or not all(
+        key in parts and isinstance(part, Mapping) and all(isinstance(value, parts[key]) for value in part.values())
+        for key, part in plan.items()
+    ):
+        raise ValueError(f"expected a plan of ranks with 'ranks' and 'pending'; got {str(plan)[:80]}")
+    return {key: dict(part) for key, part in plan.items()}
 
 
 def _check_parts(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:

@@ -15,6 +15,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, compressed_rank, first_turn
 from powersgd_triton.loss_scale import LossScale, LossScaleSource
 from powersgd_triton.ops import Backend, BucketState, Step, select_backend
+from powersgd_triton.rank_plan import RankPlan
 from powersgd_triton.saved_state import FORMAT_VERSION, LoadReport, SavedState, Size, fingerprint, listing
 
 logger = logging.getLogger("powersgd_triton")
@@ -40,10 +41,14 @@ class State:
     """Everything that one model's compression remembers, keyed by parameter name.
 
     A bucket is bound to the state anew whenever its layout changes; matrices keep their error and basis.
+
+    Attributes:
+        plan: the ranks, where they are planned.
     """
 
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config = config
+        self.plan = RankPlan(config)
         self.iteration = 0
         self.matrices: dict[str, MatrixState] = {}
         self._backends: dict[tuple[str, str], Backend] = {}
@@ -183,7 +188,7 @@ class State:
         self._buckets[layout] = bucket
         for segment in layout.bypass:
             # In the first steps, which are exact, nothing is compressed yet.
-            if segment.name in self._restored and not compressed_rank(segment.shape, self.config):
+            if segment.name in self._restored and not compressed_rank(segment.shape, self.config, segment.name):
                 parts = self._restored.pop(segment.name)
                 if "error" in parts and self.config.error_feedback:
                     self._carried.owed[segment.name] = parts["error"].to(device)
@@ -226,6 +231,7 @@ class State:
         bases = {"basis": bucket.right(bucket.basis)}
         if self.config.algorithm == "alternating":
             bases["left_basis"] = bucket.left(bucket.P_hat)
+        complete = True
         for position, (group, tensors) in enumerate(zip(layout.groups, bucket.groups, strict=True)):
             new = sum(segment.name not in self.matrices for segment in group.segments) if feedback else 0
             # One allocation for a group's new matrices keeps them at equal distances, so that they batch.
@@ -238,13 +244,29 @@ class State:
                     error = next(memory) if known is None or known.error is None else known.error.to(error_dtype)
                     errors.append(error)
                 own = {key: views[position][index] for key, views in bases.items()}
+                self.matrices[segment.name] = MatrixState((group.n, group.m), error, own, bucket)
                 if known is not None:
-                    for key, basis in own.items():
-                        basis.copy_(known.bases[key])
-                matrix = self.matrices[segment.name] = MatrixState((group.n, group.m), error, own, bucket)
+                    complete &= self._fill(segment.name, own, known.bases)
                 if segment.name in self._restored:
-                    self._restore(matrix, self._restored.pop(segment.name))
+                    parts = self._restored.pop(segment.name)
+                    complete &= self._fill(segment.name, own, parts)
+                    if error is not None:
+                        error.copy_(parts["error"])
             tensors.M = errors if feedback else None
+        if not complete:
+            bucket.operations.orthogonalize_bases(self.step(1))
+
+    def _fill(self, name: str, bases: Mapping[str, Tensor], earlier: Mapping[str, Tensor]) -> bool:
+        """Take over what fits of a matrix's earlier bases; whether nothing is left random."""
+        complete = True
+        for key, basis in bases.items():
+            saved = earlier.get(key, basis[:, :0])
+            before, after = saved.shape[1], basis.shape[1]
+            if after < before:
+                saved = torch.stack([saved[:, k] for k in self.plan.kept_columns(name, before, after)], dim=1)
+            basis[:, : saved.shape[1]] = saved.to(basis)
+            complete &= before >= after
+        return complete
 
     def buckets(self) -> list[BucketState]:
         """Those bound now, in the order of their first tensors' names."""
@@ -317,6 +339,7 @@ class State:
             "fingerprint": fingerprint(tensors),
             "tensors": {name: list(size) for name, size in sorted(tensors.items())},
             "matrices": matrices,
+            **({"plan": self.plan.state_dict()} if self.config.planned else {}),
         }
 
     def load_state_dict(
@@ -351,6 +374,7 @@ class State:
         report = saved.compare(tensors, complete=complete, strict=strict, feedback=feedback)
         unused = {*report.unused, *report.added}
         self.iteration = saved.iteration
+        self.plan.load_state_dict(saved.plan)
         self._forget_step()
         self._restored = {
             name: {key: part.clone() for key, part in parts.items()}
@@ -367,18 +391,6 @@ class State:
 
     def _bound_sizes(self) -> dict[str, Size]:
         return {s.name: (s.n, s.m, s.rank) for layout in set(self._homes.values()) for s in layout.segments}
-
-    def _restore(self, matrix: MatrixState, parts: dict[str, Tensor]) -> None:
-        """Take over a matrix's error, and of its bases what was saved and fits; the rest stays random."""
-        complete = True
-        for key, basis in matrix.bases.items():
-            saved = parts[key][:, : basis.shape[1]] if key in parts else basis[:, :0]
-            basis[:, : saved.shape[1]] = saved.to(basis)
-            complete &= saved.shape[1] == basis.shape[1]
-        if not complete:
-            matrix.bucket.operations.orthogonalize_bases(self.step(1))
-        if matrix.error is not None:
-            matrix.error.copy_(parts["error"])
 
 
 def _owed(error: Tensor, bucket: BucketState) -> Tensor:

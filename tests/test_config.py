@@ -66,7 +66,6 @@ def test_value_out_of_range_is_named(field: str, value: Any):
         ("rank", 4.0),
         ("rank", "4"),
         ("rank", True),
-        ("rank", None),
         ("start_iter", 1.5),
         ("seed", None),
         ("min_compression_rate", "2"),

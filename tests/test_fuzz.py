@@ -128,6 +128,7 @@ def keep_books(workers: int, mode: str, dtype: torch.dtype) -> None:
             for state, one in zip(fleet.states, saved, strict=True):
                 state.load_state_dict(one)
     errors = [state.error() for state in fleet.states]
+    assert isinstance(config.rank, int)
     roundings = 4 * config.rank * config.iterations + workers + 8
     assert 0 < skipped < steps / 2
     assert len(errors[0]) == 7

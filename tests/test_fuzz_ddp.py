@@ -157,6 +157,7 @@ def one_run(worker: int, world_size: int, seed: int) -> dict[str, Any]:
         digests.append(digest([*returned.values(), *model.parameters()]))
     config = state.config
     # Of an element: what is subtracted and averaged in products of r columns, the sum over workers, what is added.
+    assert isinstance(config.rank, int)
     roundings = 4 * config.rank * config.iterations + world_size + 8
     return {
         "lost": books.worst(roundings),

@@ -44,9 +44,9 @@ def check_workers(parallelism: str, workers: int) -> None:
         raise ValueError(f"hsdp arranges workers in {REPLICAS} replicas; {workers} is not a multiple of {REPLICAS}")
 
 
-def shard(model: GPT, parallelism: str, rank: int | None, device: torch.device) -> Any:
-    """The model sharded in one of these ways, its gradients compressed where a rank is given."""
-    config = None if rank is None else PowerSGDConfig(rank=rank)
+def shard(model: GPT, parallelism: str, options: dict[str, Any] | None, device: torch.device) -> Any:
+    """The model sharded in one of these ways, its gradients compressed as these fields of the configuration say."""
+    config = None if options is None else PowerSGDConfig(**options)
     if parallelism == "fsdp1":
         wrapped = FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=device

@@ -48,39 +48,58 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A way of averaging gradients: its method, the rank of the approximation where there is one, and our hook's modes.
+    """A way of averaging gradients.
 
-    ``modes``: names in ``MODES``.
+    Attributes:
+        method: all-reduce, torch's hook or ours.
+        rank: of the approximation; None where there is none, or where it is planned.
+        modes: of our hook, names in ``MODES``.
+        compression: our hook's budget, where ranks are planned.
     """
 
     method: str
     rank: int | None
     modes: tuple[str, ...] = ()
+    compression: float | None = None
 
     @classmethod
     def parse(cls, text: str, default_rank: int) -> Arm:
         """Read an arm: 'allreduce', 'torch' or 'ours', a rank as in 'ours:4', modes as in 'ours:32+alternating'.
 
+        'ours:20x' plans ranks for 20 times fewer bytes.
+
         Raises:
             ValueError: it is none of these.
         """
-        found = re.fullmatch(r"(\w+)(?::([1-9]\d*))?((?:\+\w+)*)", text)
-        modes = tuple(found[3].split("+")[1:]) if found else ()
+        found = re.fullmatch(r"(\w+)(?::(?:([1-9]\d*)|([1-9]\d*(?:\.\d+)?)x))?((?:\+\w+)*)", text)
+        modes = tuple(found[4].split("+")[1:]) if found else ()
         if (
             found is None
             or found[1] not in METHODS
-            or (found[1] == "allreduce" and found[2])
+            or (found[1] == "allreduce" and (found[2] or found[3]))
             or not MODES.keys() >= set(modes)
-            or (modes and found[1] != "ours")
+            or ((modes or found[3]) and found[1] != "ours")
         ):
             raise ValueError(
-                "expected allreduce, torch, ours, torch:RANK or ours:RANK, the last one with any of "
+                "expected allreduce, torch, ours, torch:RANK, ours:RANK or ours:COMPRESSIONx, ours with any of "
                 f"{', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
             )
+        if found[3]:
+            return cls(found[1], None, modes, float(found[3]))
         return cls(found[1], None if found[1] == "allreduce" else int(found[2] or default_rank), modes)
 
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Fields of our configuration; None for all-reduce."""
+        if self.method == "allreduce":
+            return None
+        size = {"rank": self.rank} if self.compression is None else {"compression": self.compression}
+        return {**size, **{name: value for mode in self.modes for name, value in MODES[mode].items()}}
+
     def __str__(self) -> str:
-        return ", ".join([self.method, *([] if self.rank is None else [f"rank {self.rank}"]), *self.modes])
+        rank = [] if self.rank is None else [f"rank {self.rank}"]
+        budget = [] if self.compression is None else [f"{self.compression:g}x"]
+        return ", ".join([self.method, *rank, *budget, *self.modes])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,10 +211,8 @@ def _distributed(
     def factor(step: int) -> float:
         return _learning_rate_factor(step, settings.steps)
 
-    options = {name: value for mode in arm.modes for name, value in MODES[mode].items()}
     if settings.parallelism in ZERO_STAGES:
-        section = None if arm.rank is None else {"rank": arm.rank, **options}
-        engine = make_engine(model, configuration(ZERO_STAGES[settings.parallelism], section), device, factor)
+        engine = make_engine(model, configuration(ZERO_STAGES[settings.parallelism], arm.options), device, factor)
 
         def update_engine(loss: Tensor) -> None:
             engine.backward(loss)
@@ -205,12 +222,12 @@ def _distributed(
     if settings.parallelism == "ddp":
         # One bucket, since torch's hook cannot do more on gloo.
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
-        state, hook = _communication(arm, model, options)
+        state, hook = _communication(arm, model)
         wrapped.register_comm_hook(state, timer.timed(hook))
         replica: nn.Module = wrapped
         validated: nn.Module = model
     else:
-        replica = validated = shard(model, settings.parallelism, arm.rank, device)
+        replica = validated = shard(model, settings.parallelism, arm.options, device)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -223,22 +240,21 @@ def _distributed(
     return replica, validated, update
 
 
-def _communication(arm: Arm, model: nn.Module, options: dict[str, Any]) -> tuple[Any, Hook]:
+def _communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
     """What to register with DDP."""
-    if arm.rank is None:
+    if arm.options is None:
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
         # Its least start, and an epsilon without which a zero gradient becomes NaN.
         incumbent = torch_powersgd.PowerSGDState(
             process_group=None,
-            matrix_approximation_rank=arm.rank,
+            matrix_approximation_rank=arm.options["rank"],
             start_powerSGD_iter=2,
             orthogonalization_epsilon=1e-8,
         )
         return incumbent, torch_powersgd.powerSGD_hook
-    state = ours.PowerSGDState(
-        process_group=None, matrix_approximation_rank=arm.rank, start_powerSGD_iter=0, module=model, **options
-    )
+    options = dict(arm.options)
+    state = ours.PowerSGDState(None, options.pop("rank", 1), start_powerSGD_iter=0, module=model, **options)
     return state, ours.powerSGD_hook
 
 

@@ -107,6 +107,17 @@ class BucketState:
             factors[g.q_offset : g.q_offset + g.q_numel].view(len(g.segments), g.m, g.rank) for g in self.layout.groups
         ]
 
+    def column_energies(self) -> list[Tensor]:
+        """fp64 [B, r] for each group: ‖l_k‖² ‖r_k‖² of the average's columns. One of each pair is orthonormal."""
+        found = [
+            torch.zeros(len(g.segments), g.rank, device=self.P_hat.device, dtype=torch.float64)
+            for g in self.layout.groups
+        ]
+        for P, Q in self.average:
+            for energy, left, right in zip(found, self.left(P), self.right(Q), strict=True):
+                energy += left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
+        return found
+
     def joined(self, product: Product) -> list[tuple[Tensor, Tensor]]:
         """A product as one pair of factors [B, n, k], [B, m, k] for each group: views if it is of one pair."""
         if len(product) == 1:

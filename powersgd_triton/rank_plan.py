@@ -1,0 +1,151 @@
+"""The ranks in force under a byte budget: measured in one step, planned on the host, and used a step later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import Layout
+from powersgd_triton.ops import BucketState
+from powersgd_triton.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
+
+logger = logging.getLogger("powersgd_triton")
+
+
+class Measurement:
+    """Energies of some buckets' matrices on their way to the host.
+
+    Args:
+        buckets: that have been in a step, of one device.
+    """
+
+    def __init__(self, buckets: Iterable[BucketState]) -> None:
+        self._ranks: list[tuple[str, int]] = []
+        totals: list[Tensor] = []
+        columns: list[Tensor] = []
+        for bucket in buckets:
+            energies = bucket.column_energies()
+            for group, tensors, energy in zip(bucket.layout.groups, bucket.groups, energies, strict=True):
+                self._ranks += [(segment.name, group.rank) for segment in group.segments]
+                totals += [torch.linalg.vector_norm(M, dtype=torch.float32) for M in tensors.M or []]
+                columns.append(energy.flatten())
+        self.totals = torch.stack(totals).double().square_()
+        """‖M_w‖² of each matrix, this worker's; to be averaged over workers before ``send``."""
+        self._columns = torch.cat(columns)
+        self._host: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def send(self) -> None:
+        """Start copying to the host. Nothing waits."""
+        found = torch.cat([self.totals, self._columns])
+        if not found.is_cuda:
+            self._host = found
+            return
+        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        self._host.copy_(found, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def spectra(self) -> dict[str, Spectrum]:
+        """What was measured. Waits until the copy is done."""
+        assert self._host is not None
+        if self._event is not None:
+            self._event.synchronize()
+        numbers = self._host.tolist()
+        totals, columns = numbers[: len(self._ranks)], iter(numbers[len(self._ranks) :])
+        return {
+            name: Spectrum(tuple(next(columns) for _ in range(rank)), total)
+            for (name, rank), total in zip(self._ranks, totals, strict=True)
+        }
+
+
+class RankPlan:
+    """Which rank each matrix of a model has where the configuration gives a budget; else it changes nothing.
+
+    Attributes:
+        ranks: {name: rank}.
+        spectra: what they were planned from, {name: Spectrum}; empty for the first plan.
+        pending: what the next plan is to be made from.
+    """
+
+    def __init__(self, config: PowerSGDConfig) -> None:
+        self._config = config
+        self._tensors: dict[str, tuple[int, ...]] = {}
+        self.ranks: dict[str, int] = {}
+        self.spectra: dict[str, Spectrum] = {}
+        self.pending: Measurement | dict[str, Spectrum] | None = None
+        # Layouts as adapters know them, with those of the plan in force.
+        self._layouts: dict[Layout, Layout] = {}
+
+    def begin(self, tensors: Mapping[str, Sequence[int]]) -> None:
+        """Plan for a model's tensors, {name: shape}, of which nothing is known yet.
+
+        Raises:
+            ValueError: the budget is too small for them.
+        """
+        if self._config.planned:
+            ranks = starting_ranks(tensors, self._config)
+            self._tensors = {name: tuple(shape) for name, shape in tensors.items()}
+            self._adopt(ranks)
+
+    def layout(self, layout: Layout) -> Layout:
+        """A layout with the ranks in force; the same object as long as they are."""
+        if not self._config.planned:
+            return layout
+        if layout not in self._layouts:
+            # What became trainable later has one column until there is a new plan.
+            self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
+            self._layouts[layout] = layout.with_ranks(lambda segment: self.ranks.get(segment.name, 1))
+        return self._layouts[layout]
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether to measure after so many steps."""
+        steps, every = iteration - self._config.start_iter, self._config.replan_every
+        return self._config.planned and steps > 0 and every > 0 and steps % every == 0
+
+    def replan(self) -> None:
+        """Put the plan in force for which something was measured, if anything was."""
+        if not self.pending:
+            return
+        spectra = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending
+        self.pending = None
+        ranks = allot(self._tensors, self.ranks, spectra, self._config)
+        changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
+        logger.info("PowerSGD ranks: %s of %s matrices have new ones", changed, len(ranks))
+        self.spectra = spectra
+        self._adopt(ranks)
+
+    def kept_columns(self, name: str, before: int, after: int) -> list[int]:
+        """Which of a matrix's columns stay when its rank falls: those of the highest energy, in their order."""
+        columns = self.spectra[name].columns if name in self.spectra else ()
+        if len(columns) != before:
+            return list(range(after))
+        return sorted(sorted(range(before), key=lambda k: -columns[k])[:after])
+
+    def _adopt(self, ranks: dict[str, int]) -> None:
+        if ranks != self.ranks:
+            self.ranks, self._layouts = ranks, {}
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ranks and what the next ones are to be planned from: plain numbers."""
+        pending = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending
+        return {"ranks": dict(self.ranks), "pending": {n: [s.total, *s.columns] for n, s in (pending or {}).items()}}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave, of the matrices that are here.
+
+        Where the saved ranks do not keep to this model's budget those of the start are used.
+        """
+        if not self._config.planned or not saved:
+            return
+        ranks = {**self.ranks, **{n: r for n, r in saved["ranks"].items() if n in self.ranks or not self._tensors}}
+        if sent_bytes(self._tensors, ranks, self._config) <= budget(self._tensors, self._config):
+            self._adopt(ranks)
+            self.pending = {n: Spectrum(tuple(columns), total) for n, (total, *columns) in saved["pending"].items()}

@@ -1,0 +1,34 @@
+"""Plans ranks anew from what a step's factors show, where the configuration gives a budget instead of a rank."""
+
+from __future__ import annotations
+
+from powersgd_triton.communication import Communicator
+from powersgd_triton.rank_plan import Measurement
+from powersgd_triton.state import State
+
+
+class Replanner:
+    """What is done about ranks between steps.
+
+    Args:
+        state: the model's state.
+        communicator: whom to average with.
+    """
+
+    def __init__(self, state: State, communicator: Communicator) -> None:
+        self._state = state
+        self._communicator = communicator
+
+    def end_step(self) -> None:
+        """After a step: use what was measured a step ago, and measure where it is time to. Collective.
+
+        What is summed over workers is one number a matrix. Nothing waits for the step that has just ended.
+        """
+        plan = self._state.plan
+        plan.replan()
+        if plan.is_due(self._state.iteration):
+            buckets = [bucket for bucket in self._state.buckets() if bucket.average and bucket.layout.compressed]
+            if buckets:
+                plan.pending = Measurement(buckets)
+                self._communicator.mean(plan.pending.totals)
+                plan.pending.send()
