@@ -22,6 +22,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.parameter_names import ParameterNames, memory_shape
 from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
+from powersgd_triton.rank_report import RankReport
 from powersgd_triton.reducer import Reducer
 from powersgd_triton.saved_state import LoadReport
 from powersgd_triton.state import State
@@ -176,6 +177,14 @@ class PowerSGDState:
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
+    def report(self) -> RankReport:
+        """Which parameters are compressed, at which rank, and the bytes of a step; ``print`` it.
+
+        Without ``module=`` it has those whose gradients have come so far.
+        """
+        shapes = self._names.shapes()
+        return self._core.report(self._names.seen() if shapes is None else shapes)
+
     def attach(self, scaler: LossScaleSource) -> None:
         """Let the error follow the loss scale of a ``torch.amp.GradScaler``, or one that a function returns.
 
@@ -254,9 +263,9 @@ class PowerSGDState:
         )
         self.process_group = None
         self._set_up(saved["config"], ParameterNames(None))
-        self._core.plan.begin({name: shape for bucket in saved["buckets"] for name, shape in bucket})
-        self._core.load_state_dict(saved["core"], own=True)
         self._names.expect(saved["buckets"])
+        self._core.plan.begin(self._names.seen())
+        self._core.load_state_dict(saved["core"], own=True)
         self._pickled_on = saved["worker"]
         for name in (
             "total_numel_before_compression",

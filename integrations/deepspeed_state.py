@@ -199,6 +199,9 @@ class DeepSpeedState(StepState):
         self._core.forget_errors()
         self._seen.clear()
 
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        return self.shapes
+
     def _sizes(self) -> dict[str, Size]:
         return sizes(self.shapes, self.config)
 

@@ -72,6 +72,10 @@ class ParameterNames:
         shapes = self.shapes()
         return None if shapes is None else sizes(shapes, config)
 
+    def seen(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters whose gradients have come so far, or had where a loaded state was saved."""
+        return {name: shape for bucket in self.record() for name, shape in bucket}
+
     def record(self) -> Record:
         """The buckets of the first backward pass."""
         return self._buckets or self._expected

@@ -20,6 +20,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.ops.reference import note_overflow
+from powersgd_triton.rank_report import RankReport
 from powersgd_triton.reducer import Reducer
 from powersgd_triton.saved_state import FORMAT_VERSION, Size
 from powersgd_triton.state import State
@@ -38,7 +39,7 @@ def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
     return min(worker * each, rows), min((worker + 1) * each, rows)
 
 
-class StepState:
+class StepState(abc.ABC):
     """Configuration and memory of one model's compression: what needs no knowledge of how the model is sharded.
 
     Args:
@@ -79,6 +80,17 @@ class StepState:
     def error_numel(self) -> int:
         """Elements of this worker's error buffers, as far as they have been made."""
         return sum(matrix.error.numel() for matrix in self._core.matrices.values() if matrix.error is not None)
+
+    def report(self) -> RankReport:
+        """Which parameters are compressed, at which rank, and the bytes of a step; ``print`` it.
+
+        Where parameters are sharded and shards are compressed, these are of this worker's shard.
+        """
+        return self._core.report(self._tensors())
+
+    @abc.abstractmethod
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of all trainable parameters, as this worker compresses them."""
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Let the error follow the loss scale of a gradient scaler, or one that a function returns.
@@ -130,7 +142,7 @@ class StepState:
             note_overflow(averages, self._core.verdict_on_averages(verdict))
 
 
-class ShardedState(StepState, abc.ABC):
+class ShardedState(StepState):
     """A sharded model's state, usable as a ``Stateful`` of DCP.
 
     Args:
@@ -250,10 +262,6 @@ class ShardedState(StepState, abc.ABC):
         self._seen.clear()
 
     # What an adapter knows --------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _tensors(self) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of all trainable parameters, as this worker compresses them."""
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         """Those of two or more dimensions."""

@@ -19,6 +19,7 @@ from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
 from powersgd_triton.ops import BucketState, TorchOperations, reconstruct_ranges
 from powersgd_triton.ops.reference import subtract_product_reference
+from powersgd_triton.rank_report import RankReport
 from powersgd_triton.replanner import Replanner
 from powersgd_triton.saved_state import LoadReport
 from powersgd_triton.state import State
@@ -319,6 +320,10 @@ class Compressor:
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before, elements after) over all steps so far; rate 0 before the first."""
         return (self._before / self._after if self._after else 0.0, self._before, self._after)
+
+    def report(self) -> RankReport:
+        """Which tensors are compressed, at which rank, and the bytes of a step; ``print`` it."""
+        return self._state.report({segment.name: segment.shape for segment in self._compressing.segments})
 
     def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
         """Gradients by name, checked against the layout and, with ``same_dtype``, their dtypes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,16 @@ class Spectrum:
     columns: tuple[float, ...]
     total: float
 
+    @property
+    def share(self) -> float:
+        """How much of ‖M‖² the factors hold."""
+        return sum(self.columns) / self.total if self.total else 0.0
+
     def usable(self) -> bool:
         """Whether it is of a step that was finite, and not of a zero gradient."""
         return math.isfinite(self.total) and all(map(math.isfinite, self.columns)) and sum(self.columns) > 0
 
-    def gains(self, columns: int) -> list[float]:
+    def energies(self, columns: int) -> list[float]:
         """Energy in the first so many directions, largest first.
 
         Behind those that were measured it is taken to decay geometrically, such that all of it makes what the measured
@@ -130,9 +136,11 @@ def allot(
     waiting: list[tuple[float, str]] = []
     for name, spectrum in measured.items():
         n, m = matrix_shape(tensors[name])
-        weight = (n * m / spectrum.total) ** POWER / matrix_bytes(n, m, 1, config)
-        gains[name] = [-gain * weight for gain in spectrum.gains(largest[name])]
-        waiting += [(gain, name) for gain in gains[name][1:2]]
+        flow = sum(spectrum.columns)
+        weight = flow * (n * m / flow) ** POWER / matrix_bytes(n, m, 1, config)
+        held = [spectrum.total / sent for sent in itertools.accumulate(spectrum.energies(largest[name]))]
+        gains[name] = [weight * (after - before) for before, after in itertools.pairwise(held)]
+        waiting += [(gain, name) for gain in gains[name][:1]]
     heapq.heapify(waiting)
     while waiting:
         _, name = heapq.heappop(waiting)
@@ -142,7 +150,7 @@ def allot(
         spare -= column
         planned[name] += 1
         if planned[name] < largest[name]:
-            heapq.heappush(waiting, (gains[name][planned[name]], name))
+            heapq.heappush(waiting, (gains[name][planned[name] - 1], name))
     return planned
 
 

@@ -134,9 +134,15 @@ class RankPlan:
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranks and what the next ones are to be planned from: plain numbers."""
-        pending = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending
-        return {"ranks": dict(self.ranks), "pending": {n: [s.total, *s.columns] for n, s in (pending or {}).items()}}
+        """Ranks, and what they and the next ones are planned from: plain numbers."""
+        pending = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
+        return {
+            "ranks": dict(self.ranks),
+            **{
+                key: {name: [spectrum.total, *spectrum.columns] for name, spectrum in spectra.items()}
+                for key, spectra in (("spectra", self.spectra), ("pending", pending))
+            },
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave, of the matrices that are here.
@@ -148,4 +154,7 @@ class RankPlan:
         ranks = {**self.ranks, **{n: r for n, r in saved["ranks"].items() if n in self.ranks or not self._tensors}}
         if sent_bytes(self._tensors, ranks, self._config) <= budget(self._tensors, self._config):
             self._adopt(ranks)
-            self.pending = {n: Spectrum(tuple(columns), total) for n, (total, *columns) in saved["pending"].items()}
+            self.spectra, self.pending = (
+                {name: Spectrum(tuple(columns), total) for name, (total, *columns) in saved[key].items()}
+                for key in ("spectra", "pending")
+            )

@@ -13,7 +13,7 @@ from torch import Tensor
 FORMAT_VERSION = 2
 Parts = dict[str, Tensor]
 Plan = dict[str, dict[str, Any]]
-"""{"ranks": {name: rank}, "pending": {name: [energy, energy of each column]}}."""
+"""{"ranks": {name: rank}, "spectra", "pending": {name: [energy, energy of each column]}}."""
 
 Size = tuple[int, int, int]
 """(n, m, rank) of a tensor as a matrix; rank 0 where it is not compressed."""
@@ -165,13 +165,22 @@ def _is_size(size: Any) -> bool:
 
 def _checked_plan(plan: Any) -> Plan:
     """Raises: ValueError: it is none."""
-    parts = {"ranks": (int,), "pending": (list, tuple)}
-    if not isinstance(plan, Mapping) or not all(
-        key in parts and isinstance(part, Mapping) and all(isinstance(value, parts[key]) for value in part.values())
-        for key, part in plan.items()
+    parts = {"ranks": _is_rank, "spectra": _is_spectrum, "pending": _is_spectrum}
+    if (
+        not isinstance(plan, Mapping)
+        or (plan and plan.keys() != parts.keys())
+        or not all(isinstance(part, Mapping) and all(map(parts[key], part.values())) for key, part in plan.items())
     ):
-        raise ValueError(f"expected a plan of ranks with 'ranks' and 'pending'; got {str(plan)[:80]}")
+        raise ValueError(f"expected a plan of ranks with {', '.join(parts)}; got {str(plan)[:80]}")
     return {key: dict(part) for key, part in plan.items()}
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_spectrum(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 1 and all(isinstance(x, float) for x in value)
 
 
 def _check_parts(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from powersgd_triton.layout import Layout, compressed_rank, first_turn
 from powersgd_triton.loss_scale import LossScale, LossScaleSource
 from powersgd_triton.ops import Backend, BucketState, Step, select_backend
 from powersgd_triton.rank_plan import RankPlan
+from powersgd_triton.rank_report import RankReport
 from powersgd_triton.saved_state import FORMAT_VERSION, LoadReport, SavedState, Size, fingerprint, listing
 
 logger = logging.getLogger("powersgd_triton")
@@ -311,6 +312,11 @@ class State:
             if "error" in parts:
                 parts["error"].zero_()
         self._carried = CarriedErrors()
+
+    def report(self, tensors: Mapping[str, Sequence[int]]) -> RankReport:
+        """Ranks and bytes of tensors {name: shape}."""
+        layout = self.plan.layout(Layout.build(tensors, self.config))
+        return RankReport.of(layout, self.config, self.plan.spectra)
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from powersgd_triton.compressor import Compression
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
 from powersgd_triton.ops import BucketState
+from powersgd_triton.rank_plan import Measurement
 from powersgd_triton.state import State
 
 Values = dict[str, Tensor]
@@ -114,6 +115,7 @@ class Fleet:
         for state in self.states:
             # So that averages that do not fit are owed again.
             state.attach(lambda: 1.0)
+            state.plan.begin(shapes)
         self._lines = [Line(rank, world_size) for rank in range(world_size)]
         self._layouts: dict[tuple[tuple[str, ...], bool], Layout] = {}
 
@@ -144,7 +146,21 @@ class Fleet:
                     break
         for state in self.states:
             state.end_step()
+        self._replan()
         return passages
+
+    def _replan(self) -> None:
+        """What ``Replanner`` does on each worker."""
+        measured = []
+        for state in self.states:
+            state.plan.replan()
+            if state.plan.is_due(state.iteration):
+                measured.append(Measurement(state.buckets()))
+                state.plan.pending = measured[-1]
+        totals = [one.totals.clone() for one in measured]
+        for one in measured:
+            one.totals.copy_(sum(totals[1:], totals[0]) / len(totals))
+            one.send()
 
     def collectively(self, fn: Callable[[State, Callable[[Tensor], Tensor]], T]) -> list[T]:
         """``fn(state, mean)`` of each worker, where ``mean`` averages over them. ``fn`` is called twice."""
@@ -170,7 +186,9 @@ class Fleet:
         if (names, compress) not in self._layouts:
             shapes = [(name, self.shapes[name]) for name in names]
             self._layouts[names, compress] = Layout.build(shapes, self.config, compress=compress)
-        return self._layouts[names, compress]
+        plans = [state.plan.layout(self._layouts[names, compress]) for state in self.states]
+        assert all(plan.segments == plans[0].segments for plan in plans), "workers have different plans"
+        return plans[0]
 
     def _start(self, passage: Passage, given: Sequence[Values]) -> list[Callable[[], bool]]:
         """For each worker what does its next stage and says whether there are more."""

@@ -1,0 +1,86 @@
+"""Which tensors of a model are compressed, at which ranks, and what that sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import Layout, matrix_bytes
+from powersgd_triton.planner import Spectrum
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedTensor:
+    """One tensor.
+
+    Attributes:
+        name: of the parameter.
+        shape: its size; where it is sharded, this worker's part as it is compressed.
+        rank: columns of its factors, 0 where it is averaged exactly.
+        bytes_per_step: of its factors with their scales, or of itself.
+        energy_sent: share of ‖M‖² that the factors held in the step from which ranks were planned; None without one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int
+    bytes_per_step: float
+    energy_sent: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReport:
+    """All tensors, in the model's order. ``str`` gives a table.
+
+    Bytes are on a scale on which an all-reduce of B bytes counts B.
+    """
+
+    tensors: tuple[ReportedTensor, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum]) -> RankReport:
+        """The report on a layout's tensors; ``spectra``: what is known of them, by name."""
+        rows = [
+            ReportedTensor(
+                segment.name,
+                segment.shape,
+                segment.rank,
+                matrix_bytes(segment.n, segment.m, segment.rank, config) if segment.rank else 4 * segment.numel,
+                spectra[segment.name].share if segment.rank and segment.name in spectra else None,
+            )
+            for segment in layout.segments
+        ]
+        return cls(tuple(rows))
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Of all tensors."""
+        return sum(tensor.bytes_per_step for tensor in self.tensors)
+
+    @property
+    def compression(self) -> float:
+        """How many times fewer bytes that is than all tensors have in fp32; 1 without tensors."""
+        whole = 4 * sum(math.prod(tensor.shape) for tensor in self.tensors)
+        return whole / self.bytes_per_step if whole else 1.0
+
+    def __str__(self) -> str:
+        header = ("tensor", "shape", "rank", "bytes a step", "energy sent")
+        rows = [
+            (
+                tensor.name,
+                " × ".join(map(str, tensor.shape)) or "scalar",
+                str(tensor.rank or "exact"),
+                f"{tensor.bytes_per_step:,.0f}",
+                "" if tensor.energy_sent is None else f"{100 * tensor.energy_sent:.0f}%",
+            )
+            for tensor in self.tensors
+        ]
+        rows.append(("all", "", "", f"{self.bytes_per_step:,.0f}", f"{self.compression:.1f}x fewer"))
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = []
+        for row in [header, *rows]:
+            cells = zip(row, widths, "<<>>>", strict=True)
+            lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
+        return "\n".join(lines)
