@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import compressed_rank, matrix_bytes, matrix_shape
-
-POWER = float(os.environ.get("POWER", "0.5"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +33,16 @@ class Spectrum:
         """Whether it is of a step that was finite, and not of a zero gradient."""
         return math.isfinite(self.total) and all(map(math.isfinite, self.columns)) and sum(self.columns) > 0
 
-    def energies(self, columns: int) -> list[float]:
-        """Energy in the first so many directions, largest first.
+    @property
+    def demand(self) -> float:
+        """How much sooner errors would be sent with more columns: one more than r saves demand / (r (r + 1)) steps.
 
-        Behind those that were measured it is taken to decay geometrically, such that all of it makes what the measured
-        ones have left over.
+        With error feedback a share φ of ‖M‖² is sent in a step, so that the rest waits for about 1/φ steps. One more
+        column adds to φ what the weakest quarter of the columns do, hence takes that over φ² from 1/φ.
         """
-        measured = sorted(self.columns, reverse=True)[:columns]
-        rest = max(0.0, self.total - sum(self.columns))
-        last = measured[-1]
-        ratio = rest / (rest + last) if rest else 0.0
-        while len(measured) < columns:
-            last *= ratio
-            measured.append(last)
-        return measured
+        weakest = sorted(self.columns)[: -(-len(self.columns) // 4)]
+        added = sum(weakest) / len(weakest) / self.total
+        return added / self.share**2 * len(self.columns) ** 2
 
 
 def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> float:
@@ -110,47 +102,42 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
 
 
 def allot(
-    tensors: Mapping[str, Sequence[int]],
-    ranks: Mapping[str, int],
-    spectra: Mapping[str, Spectrum],
-    config: PowerSGDConfig,
+    tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], demands: Mapping[str, float], config: PowerSGDConfig
 ) -> dict[str, int]:
-    """The ranks that send most, under the budget.
+    """The ranks with which errors wait for the shortest time, added up over matrices, under the budget.
 
-    Columns are given out one by one, each to the matrix that gains most by it for its bytes.
+    Columns are given out one by one, each to the matrix that gains most by it for its bytes. What is known of a matrix
+    holds near its rank, so that this grows or falls by a third at most.
 
     Args:
         tensors: {name: shape} of all the model's tensors.
-        ranks: those in force, which a matrix without a usable spectrum keeps.
-        spectra: what is known.
+        ranks: those in force, which a matrix keeps of which nothing is known.
+        demands: {name: ``Spectrum.demand``}.
         config: with a budget.
 
     Returns:
         {name: rank} of all that are compressed.
     """
     largest = _largest_ranks(tensors, config)
-    measured = {name: spectra[name] for name in largest if name in spectra and spectra[name].usable()}
-    planned = {name: 1 if name in measured else min(ranks.get(name, 1), most) for name, most in largest.items()}
+    columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
+    now = {name: min(ranks.get(name, 1), most) for name, most in largest.items()}
+    known = [name for name in largest if name in demands]
+    planned = {**now, **{name: -(-now[name] * 2 // 3) for name in known}}
+    limits = {name: min(max(now[name] + 1, now[name] * 4 // 3), largest[name]) for name in known}
     spare = budget(tensors, config) - sent_bytes(tensors, planned, config)
-    gains: dict[str, list[float]] = {}
-    waiting: list[tuple[float, str]] = []
-    for name, spectrum in measured.items():
-        n, m = matrix_shape(tensors[name])
-        flow = sum(spectrum.columns)
-        weight = flow * (n * m / flow) ** POWER / matrix_bytes(n, m, 1, config)
-        held = [spectrum.total / sent for sent in itertools.accumulate(spectrum.energies(largest[name]))]
-        gains[name] = [weight * (after - before) for before, after in itertools.pairwise(held)]
-        waiting += [(gain, name) for gain in gains[name][:1]]
+
+    def bid(name: str) -> tuple[float, str]:
+        return -demands[name] / (planned[name] * (planned[name] + 1)) / columns[name], name
+
+    waiting = [bid(name) for name in known if planned[name] < limits[name]]
     heapq.heapify(waiting)
     while waiting:
         _, name = heapq.heappop(waiting)
-        column = matrix_bytes(*matrix_shape(tensors[name]), 1, config)
-        if column > spare:
-            continue
-        spare -= column
-        planned[name] += 1
-        if planned[name] < largest[name]:
-            heapq.heappush(waiting, (gains[name][planned[name] - 1], name))
+        if columns[name] <= spare:
+            spare -= columns[name]
+            planned[name] += 1
+            if planned[name] < limits[name]:
+                heapq.heappush(waiting, bid(name))
     return planned
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,8 @@ class RankPlan:
 
     Attributes:
         ranks: {name: rank}.
-        spectra: what they were planned from, {name: Spectrum}; empty for the first plan.
+        spectra: what was measured last, {name: Spectrum}; empty before.
+        demands: what they were planned from, {name: ``Spectrum.demand``, averaged over all plans so far}.
         pending: what the next plan is to be made from.
     """
 
@@ -78,6 +80,7 @@ class RankPlan:
         self._tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
         self.spectra: dict[str, Spectrum] = {}
+        self.demands: dict[str, float] = {}
         self.pending: Measurement | dict[str, Spectrum] | None = None
         # Layouts as adapters know them, with those of the plan in force.
         self._layouts: dict[Layout, Layout] = {}
@@ -114,7 +117,11 @@ class RankPlan:
             return
         spectra = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending
         self.pending = None
-        ranks = allot(self._tensors, self.ranks, spectra, self._config)
+        for name, spectrum in spectra.items():
+            if spectrum.usable():
+                # One step's energies scatter.
+                self.demands[name] = math.sqrt(self.demands.get(name, spectrum.demand) * spectrum.demand)
+        ranks = allot(self._tensors, self.ranks, self.demands, self._config)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have new ones", changed, len(ranks))
         self.spectra = spectra
@@ -138,6 +145,7 @@ class RankPlan:
         pending = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
         return {
             "ranks": dict(self.ranks),
+            "demands": dict(self.demands),
             **{
                 key: {name: [spectrum.total, *spectrum.columns] for name, spectrum in spectra.items()}
                 for key, spectra in (("spectra", self.spectra), ("pending", pending))
@@ -154,6 +162,7 @@ class RankPlan:
         ranks = {**self.ranks, **{n: r for n, r in saved["ranks"].items() if n in self.ranks or not self._tensors}}
         if sent_bytes(self._tensors, ranks, self._config) <= budget(self._tensors, self._config):
             self._adopt(ranks)
+            self.demands = dict(saved["demands"])
             self.spectra, self.pending = (
                 {name: Spectrum(tuple(columns), total) for name, (total, *columns) in saved[key].items()}
                 for key in ("spectra", "pending")

@@ -13,7 +13,7 @@ from torch import Tensor
 FORMAT_VERSION = 2
 Parts = dict[str, Tensor]
 Plan = dict[str, dict[str, Any]]
-"""{"ranks": {name: rank}, "spectra", "pending": {name: [energy, energy of each column]}}."""
+"""{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
 
 Size = tuple[int, int, int]
 """(n, m, rank) of a tensor as a matrix; rank 0 where it is not compressed."""
@@ -165,7 +165,7 @@ def _is_size(size: Any) -> bool:
 
 def _checked_plan(plan: Any) -> Plan:
     """Raises: ValueError: it is none."""
-    parts = {"ranks": _is_rank, "spectra": _is_spectrum, "pending": _is_spectrum}
+    parts = {"ranks": _is_rank, "demands": _is_demand, "spectra": _is_spectrum, "pending": _is_spectrum}
     if (
         not isinstance(plan, Mapping)
         or (plan and plan.keys() != parts.keys())
@@ -177,6 +177,10 @@ def _checked_plan(plan: Any) -> Plan:
 
 def _is_rank(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_demand(value: Any) -> bool:
+    return isinstance(value, float) and value >= 0
 
 
 def _is_spectrum(value: Any) -> bool:

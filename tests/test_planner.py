@@ -1,0 +1,165 @@
+"""The planner: integers and floats only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.layout import compressed_rank, matrix_bytes, matrix_shape
+from powersgd_triton.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
+
+MODEL: dict[str, tuple[int, ...]] = {"a": (96, 96), "b": (96, 96), "c": (64, 400), "norm": (96,), "small": (3, 4)}
+
+
+def config(compression: float = 6.0, **fields: Any) -> PowerSGDConfig:
+    return PowerSGDConfig(compression=compression, **fields)
+
+
+# The first plan -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_plan_has_the_largest_common_rank_and_what_is_left_over():
+    ranks = starting_ranks(MODEL, config())
+    common = min(ranks.values())
+    assert ranks.keys() == {"a", "b", "c"}
+    assert set(ranks.values()) <= {common, common + 1}
+    assert sent_bytes(MODEL, ranks, config()) <= budget(MODEL, config())
+    more = dict.fromkeys(ranks, common + 1)
+    assert sent_bytes(MODEL, more, config()) > budget(MODEL, config())
+
+
+def test_bytes_count_the_width_and_what_is_exact():
+    # 96 rows of 3 columns in 8 bits with a scale each, on both sides; 64 and 400 rows, of which a column has 1 and 4.
+    ranks = {"a": 3, "b": 3, "c": 2}
+    expected = 2 * (2 * 96 * 3 + 2 * 2 * 3) + (464 * 2 + 2 * 5 * 2) + 4 * (96 + 12)
+    assert sent_bytes(MODEL, ranks, config(wire_dtype="int8")) == expected
+    assert sent_bytes(MODEL, {}, config()) == 4 * sum(math.prod(shape) for shape in MODEL.values())
+
+
+def test_a_budget_in_bytes_is_the_same_as_one_by_ratio():
+    numel = sum(math.prod(shape) for shape in MODEL.values())
+    by_bytes = PowerSGDConfig(bytes_per_step=4 * numel // 6)
+    assert starting_ranks(MODEL, by_bytes) == starting_ranks(MODEL, config())
+
+
+def test_alternating_has_twice_the_rank_for_the_same_bytes():
+    ranks, other = starting_ranks(MODEL, config()), starting_ranks(MODEL, config(algorithm="alternating"))
+    # "small" is worth compressing at this half of the bytes.
+    assert other.pop("small") == 1
+    assert all(2 * rank - 1 <= other[name] <= 2 * rank + 1 for name, rank in ranks.items())
+
+
+def test_a_budget_for_everything_gives_the_largest_ranks():
+    whole = sum(4 * math.prod(shape) for shape in MODEL.values())
+    ranks = starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=whole))
+    assert ranks == {name: compressed_rank(MODEL[name], config()) for name in ranks}
+
+
+def test_a_budget_that_is_too_small_says_what_would_do():
+    with pytest.raises(ValueError, match=r"the budget is 500 bytes a step, but .* sends 3,824, 432 of them") as caught:
+        starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=500))
+    largest = float(str(caught.value).split("compression of at most ")[1].split(";")[0])
+    assert starting_ranks(MODEL, config(largest - 0.1))
+    starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=3824))
+
+
+def test_a_model_without_matrices_needs_no_plan():
+    assert starting_ranks({"norm": (5,)}, config(1.0)) == {}
+    assert starting_ranks({}, config()) == {}
+
+
+# Later plans --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_matrices_get_equal_ranks():
+    ranks = {"a": 4, "b": 8, "c": 8}
+    for _ in range(8):
+        ranks = allot(MODEL, ranks, {"a": 2.0, "b": 2.0, "c": 2.0}, config())
+    assert abs(ranks["a"] - ranks["b"]) <= 1
+    # A column of this one has more bytes.
+    assert ranks["c"] < ranks["a"]
+
+
+def test_ranks_become_as_the_root_of_demand_for_bytes():
+    demands, ranks = {"a": 1.0, "b": 4.0, "c": 9.0}, starting_ranks(MODEL, config())
+    for _ in range(8):
+        ranks = allot(MODEL, ranks, demands, config())
+    columns = {name: matrix_bytes(*matrix_shape(MODEL[name]), 1, config()) for name in ranks}
+    wanted = {name: math.sqrt(demands[name] / columns[name]) for name in ranks}
+    scale = sum(columns[name] * rank for name, rank in ranks.items()) / sum(columns[n] * w for n, w in wanted.items())
+    # Where no column of "c" fits any more, two of the others may.
+    assert all(abs(rank - scale * wanted[name]) < 2 for name, rank in ranks.items())
+    assert allot(MODEL, ranks, demands, config()) == ranks
+
+
+def test_a_plan_changes_ranks_by_a_third_at_most():
+    ranks = starting_ranks(MODEL, config())
+    found = allot(MODEL, ranks, {"a": 1e9, "b": 1.0, "c": 1.0}, config())
+    assert found["a"] == ranks["a"] * 4 // 3
+    assert all(found[name] >= 2 / 3 * rank for name, rank in ranks.items())
+
+
+def test_demand():
+    # All columns alike: 1/φ = total / (r · e), and one more saves nearly 1 / (r² e/total).
+    assert Spectrum((0.02,) * 5, 1.0).demand == pytest.approx(1 / 0.02)
+    # Steeper spectra gain less by another column.
+    assert Spectrum((0.09, 0.004, 0.003, 0.003), 1.0).demand < Spectrum((0.025,) * 4, 1.0).demand
+
+
+def test_demand_does_not_depend_on_the_size_of_gradients():
+    for size in (1e-30, 1.0, 1e30):
+        assert Spectrum((0.4 * size, 0.1 * size), size).demand == pytest.approx(Spectrum((0.4, 0.1), 1.0).demand)
+
+
+def test_a_matrix_of_which_nothing_is_known_keeps_its_rank():
+    ranks = starting_ranks(MODEL, config())
+    assert allot(MODEL, ranks, {"a": 5.0, "c": 0.1}, config())["b"] == ranks["b"]
+
+
+@pytest.mark.parametrize(
+    "spectrum", [Spectrum((0.0, 0.0), 0.0), Spectrum((math.nan, 1.0), 2.0), Spectrum((1.0, 0.5), math.inf)], ids=str
+)
+def test_nothing_is_learnt_from_zeros_and_overflows(spectrum: Spectrum):
+    assert not spectrum.usable()
+
+
+sizes = st.integers(1, 200)
+shapes = st.one_of(st.tuples(sizes, sizes), st.tuples(sizes), st.tuples(sizes, st.integers(1, 9), st.integers(1, 9)))
+models = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), shapes, max_size=8)
+widths = st.sampled_from([None, "bf16", "fp16", "int8", "int4"])
+
+
+@given(models, widths, st.floats(1, 60), st.sampled_from(["standard", "alternating"]), st.data())
+def test_any_plan_keeps_to_the_budget_and_uses_it(
+    model: dict[str, tuple[int, ...]], width: str | None, compression: float, algorithm: str, data: st.DataObject
+):
+    settings = config(compression, wire_dtype=width, algorithm=algorithm)
+    try:
+        ranks = starting_ranks(model, settings)
+    except ValueError:
+        return
+    for _ in range(3):
+        demands = {name: data.draw(st.floats(0, 1e6)) for name in ranks if data.draw(st.booleans())}
+        found = allot(model, ranks, demands, settings)
+        assert found == allot(dict(reversed(model.items())), ranks, demands, settings)
+        assert found.keys() == ranks.keys()
+        spare = budget(model, settings) - sent_bytes(model, found, settings)
+        assert spare >= -1e-6 * budget(model, settings)
+        for name, rank in found.items():
+            most = compressed_rank(model[name], settings)
+            assert 1 <= rank <= most
+            if name not in demands:
+                assert rank == ranks[name]
+            elif rank < min(most, max(ranks[name] + 1, ranks[name] * 4 // 3)):
+                assert matrix_bytes(*matrix_shape(model[name]), 1, settings) > spare
+        ranks = found
+
+
+def test_share():
+    assert Spectrum((0.04, 0.01), 0.5).share == pytest.approx(0.1)
+    assert Spectrum((), 0.0).share == 0
