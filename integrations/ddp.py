@@ -18,7 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.communication import Communicator
 from powersgd_triton.compressor import GRADIENT_DTYPES
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, RankFunction
 from powersgd_triton.integrations.parameter_names import ParameterNames, memory_shape
 from powersgd_triton.layout import Layout
 from powersgd_triton.loss_scale import LossScaleSource
@@ -60,7 +60,8 @@ class PowerSGDState:
 
     Args:
         process_group: group to average over; None for the default group. Can be set between steps.
-        matrix_approximation_rank: columns of the factors.
+        matrix_approximation_rank: columns of the factors, or a function (name, shape) → rank. Left out where
+            ``compression=`` or ``bytes_per_step=`` is among the options.
         start_powerSGD_iter: number of first steps with exact averaging.
         min_compression_rate: compress a tensor only if it shrinks by more than this factor.
         use_error_feedback: add what a step lost to the next gradient.
@@ -88,7 +89,7 @@ class PowerSGDState:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int = 1,
+        matrix_approximation_rank: int | RankFunction = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
