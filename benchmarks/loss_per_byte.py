@@ -119,6 +119,8 @@ STYLES: dict[str, dict[str, Any]] = {
     "budget": {"marker": "*", "linestyle": "--", "markersize": 10},
     "alternating": {"marker": "^", "linestyle": ":"},
 }
+LABELS = {"rank": (3, 4), "budget": (4, -11), "alternating": (-12, 4)}
+"""Where a label is, in points from its point."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +253,7 @@ def draw(panels: Mapping[str, Sequence[Point]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, row = plt.subplots(1, len(panels), figsize=(11, 5), layout="constrained", squeeze=False)
+    figure, row = plt.subplots(1, len(panels), figsize=(11, 6.5), layout="constrained", squeeze=False)
     handles: dict[str, Any] = {}
     for axes, (name, found) in zip(row[0], panels.items(), strict=True):
         best = front(found)
@@ -269,7 +271,7 @@ def draw(panels: Mapping[str, Sequence[Point]]) -> None:
                 axes.annotate(
                     point.label,
                     (point.bytes_per_step, point.loss),
-                    **{"xytext": (3, 4), "textcoords": "offset points", "fontsize": 8, "color": COLOURS[width]},
+                    **{"xytext": LABELS[kind], "textcoords": "offset points", "fontsize": 8, "color": COLOURS[width]},
                 )
         axes.set(xscale="log", title=name, xlabel="bytes a step and worker")
         axes.set(ylabel=f"validation loss, {MODELS[name].unit}")
