@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import platform
 import statistics
@@ -103,7 +104,6 @@ MODELS = {
         steps=300,
     ),
 }
-
 
 COLOURS = {
     "allreduce": "black",
@@ -261,9 +261,11 @@ def draw(panels: Mapping[str, Sequence[Point]]) -> None:
             *([getattr(point, field) for point in best] for field in ("bytes_per_step", "loss")),
             **{"color": "gold", "linewidth": 7, "alpha": 0.6, "solid_capstyle": "round", "zorder": 0},
         )[0]
-        for width, kind in dict.fromkeys((point.width, point.kind) for point in found):
+        for width, kind in itertools.product(COLOURS, STYLES):
             those = [point for point in found if (point.width, point.kind) == (width, kind)]
-            handles[f"{width}{'' if kind == 'rank' else f', {kind}'}"] = axes.plot(
+            if not those:
+                continue
+            handles[legend_text(width, kind)] = axes.plot(
                 *([getattr(point, field) for point in those] for field in ("bytes_per_step", "loss")),
                 **{"color": COLOURS[width], "markersize": 5, **STYLES[kind]},
             )[0]
@@ -276,9 +278,15 @@ def draw(panels: Mapping[str, Sequence[Point]]) -> None:
         axes.set(xscale="log", title=name, xlabel="bytes a step and worker")
         axes.set(ylabel=f"validation loss, {MODELS[name].unit}")
         axes.grid(alpha=0.3)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6)
+    order = ["Pareto front", *(legend_text(width, kind) for width, kind in itertools.product(COLOURS, STYLES))]
+    labels = [label for label in order if label in handles]
+    figure.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=6)
     figure.savefig(PICTURE, dpi=120)
     plt.close(figure)
+
+
+def legend_text(width: str, kind: str) -> str:
+    return width if kind == "rank" else f"{width}, {kind}"
 
 
 def main() -> None:
