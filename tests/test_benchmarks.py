@@ -1,8 +1,10 @@
-"""The GPU benchmarks run in a dry run, count what they should, and judge their results."""
+"""The GPU benchmarks run in a dry run, count what they should, and judge their results; so do losses per byte."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tune
+from benchmarks import digits, loss_per_byte, tune
 from benchmarks.shapes import GPU_GRADIENT_SETS, count_parameters
 from benchmarks.targets import targets
 from benchmarks.tracing import WINDOW, read_trace
+from powersgd_triton.demo.train import Arm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -127,3 +130,81 @@ def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_session_script_is_valid_shell() -> None:
     subprocess.run(["bash", "-n", ROOT / "benchmarks" / "gpu_session.sh"], check=True, timeout=30)
+
+
+@pytest.fixture
+def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where losses per byte are recorded during a test; the picture lies beside it."""
+    monkeypatch.setattr(loss_per_byte, "FILE", tmp_path / "losses.json")
+    monkeypatch.setattr(loss_per_byte, "PICTURE", tmp_path / "losses.png")
+    return tmp_path / "losses.json"
+
+
+def loss_record(model: str, arm: str, seed: int, loss: float, sent: float, **others: float) -> dict[str, Any]:
+    steps = loss_per_byte.MODELS[model].steps
+    common = {"model": model, "arm": arm, "seed": seed, "steps": steps, "workers": 2}
+    return {**common, "loss": loss, "bytes_per_step": sent, **others}
+
+
+def test_digits_that_are_missing_are_trained_and_their_bytes_counted(losses: Path) -> None:
+    steps = 3
+    before = {**loss_record("digits", "torch:4", 0, 0.5, 1e4), "steps": steps}
+    losses.write_text(json.dumps([before]))
+    loss_per_byte.run("digits", ["allreduce", "torch:4", "ours:1"], [0], steps, 2)
+    kept, whole, compressed = json.loads(losses.read_text())
+    assert kept == before
+    assert [whole["arm"], compressed["arm"]] == ["allreduce", "ours:1"]
+    layers = list(itertools.pairwise(digits.WIDTHS))
+    assert whole["bytes_per_step"] == 4 * sum(n * m + m for n, m in layers)
+    expected = sum(4 * (n + m) + 4 * m for n, m in layers)
+    # Before the first step workers compare their configurations: less than 100 bytes.
+    assert expected < compressed["bytes_per_step"] < expected + 100 / steps
+    for record in (whole, compressed):
+        assert 0 < record["loss"] < 2 * math.log(10)
+        assert 0 <= record["accuracy"] <= 100
+
+
+def test_report_has_a_table_and_a_panel_for_each_model(
+    losses: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        loss_record("text", "allreduce", 0, 1.6, 3e6),
+        loss_record("text", "ours:4+alternating", 0, 1.8, 2e5),
+        loss_record("digits", "allreduce", 0, 0.10, 8e5, accuracy=97.0),
+        loss_record("digits", "allreduce", 1, 0.20, 8e5, accuracy=95.0),
+        loss_record("digits", "ours:4", 1, 0.22, 4e4, accuracy=94.0),
+        loss_record("digits", "ours:4", 0, 0.12, 4e4, accuracy=95.0),
+        loss_record("digits", "ours:20x+int4", 0, 0.16, 4e4, accuracy=96.0),
+        {**loss_record("digits", "ours:1", 0, 0.5, 1e4), "steps": 7},
+    ]
+    losses.write_text(json.dumps(rows))
+    monkeypatch.setattr(sys, "argv", ["loss_per_byte.py", "report"])
+    loss_per_byte.main()
+    text, _, found = capsys.readouterr().out.partition("\ndigits\n")
+    assert "| ours:4+alternating | 200,000 | 15.0× | **1.800** | +12.5% | 1 |" in text
+    assert "accuracy" not in text
+    # Seed by seed 20% and 10%.
+    assert "| ours:4 | 40,000 | 20.0× | 0.1700 ± 0.0707 | +15.0 ± 5.0% | 94.50% | 2 |" in found
+    assert "| ours:20x+int4 | 40,000 | 20.0× | **0.1600** | +60.0% | 96.00% | 1 |" in found
+    assert "| allreduce | 800,000 | 1.0× | **0.1500** ± 0.0707 |  | 96.00% | 2 |" in found
+    assert "ours:1 " not in found
+    assert losses.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_arms_are_told_apart_in_the_picture() -> None:
+    points = {arm: loss_per_byte.Point(arm, {0: 1.0}, [], 1.0) for arm in ("allreduce", "torch:4", "ours:2.5x+int8")}
+    points |= {arm: loss_per_byte.Point(arm, {0: 1.0}, [], 1.0) for arm in ("ours:8", "ours:8+alternating+bf16")}
+    assert {arm: (point.width, point.kind, point.label) for arm, point in points.items()} == {
+        "allreduce": ("allreduce", "rank", ""),
+        "torch:4": ("torch", "rank", "4"),
+        "ours:2.5x+int8": ("int8", "budget", "2.5×"),
+        "ours:8": ("fp32", "rank", "8"),
+        "ours:8+alternating+bf16": ("bf16", "alternating", "8"),
+    }
+    assert {point.width for point in points.values()} <= loss_per_byte.COLOURS.keys()
+
+
+@pytest.mark.parametrize("name", loss_per_byte.MODELS)
+def test_default_arms_can_be_parsed(name: str) -> None:
+    for arm in loss_per_byte.MODELS[name].arms:
+        Arm.parse(arm, loss_per_byte.DEFAULT_RANK)

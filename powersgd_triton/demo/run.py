@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
-import os
-import pickle
 import statistics
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from powersgd_triton.demo import report
 from powersgd_triton.demo.parallelism import PARALLELISMS, ZERO_STAGES, check_workers
 from powersgd_triton.demo.train import MODES, Arm, Result, Settings, train_worker
+from powersgd_triton.demo.workers import run_workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,32 +80,10 @@ def train_arm(settings: Settings, arm: Arm) -> Result:
         TimeoutError: the workers did not finish in a generous time.
         torch.multiprocessing.ProcessException: a worker failed.
     """
-    # Read when a process loads torch: more threads than cores only get in each other's way.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(  # type: ignore[attr-defined]
-            _work, args=(settings, arm, folder), nprocs=settings.workers, join=False, daemon=True
-        )
-        deadline = time.monotonic() + 120 + 3 * settings.steps
-        while not context.join(timeout=5):
-            if time.monotonic() > deadline:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"{arm} was not done after {120 + 3 * settings.steps} s")
-        results: list[Result] = [
-            pickle.loads(_result_file(folder, worker).read_bytes()) for worker in range(settings.workers)
-        ]
+    task = functools.partial(train_worker, settings=settings, arm=arm)
+    results = run_workers(task, settings.workers, timeout=120 + 3 * settings.steps)
     losses = [statistics.fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
     return dataclasses.replace(results[0], losses=losses)
-
-
-def _work(worker: int, settings: Settings, arm: Arm, folder: str) -> None:
-    result = train_worker(worker, settings, arm, str(Path(folder) / "store"))
-    _result_file(folder, worker).write_bytes(pickle.dumps(result))
-
-
-def _result_file(folder: str, worker: int) -> Path:
-    return Path(folder) / f"result-{worker}"
 
 
 def _arms(arguments: argparse.Namespace, settings: Settings) -> list[Arm]:

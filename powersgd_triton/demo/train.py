@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import re
 import statistics
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
@@ -22,6 +20,7 @@ from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
 from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, ZERO_STAGES, gradient_bytes, shard
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
+from powersgd_triton.demo.workers import process_group
 from powersgd_triton.demo.zero import configuration, make_engine
 from powersgd_triton.integrations import ddp as ours
 
@@ -32,7 +31,6 @@ WARMUP_STEPS = 30
 FINAL_LEARNING_RATE = 0.1
 VALIDATION_BATCHES = 20
 VALIDATION_BATCH = 32
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 METHODS = ("allreduce", "torch", "ours")
 MODES: dict[str, dict[str, Any]] = {
     "alternating": {"algorithm": "alternating"},
@@ -152,21 +150,8 @@ def train_worker(worker: int, settings: Settings, arm: Arm, store_path: str) -> 
         store_path: a file that does not exist yet, through which the workers find each other.
     """
     device = torch.device(settings.device, worker) if settings.device == "cuda" else torch.device(settings.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(store_path, settings.workers),  # type: ignore[attr-defined]
-        rank=worker,
-        world_size=settings.workers,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    try:
+    with process_group(worker, settings.workers, device, store_path):
         return _train(worker, settings, arm, device)
-    finally:
-        dist.destroy_process_group()
 
 
 def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> Result:
@@ -222,7 +207,7 @@ def _distributed(
     if settings.parallelism == "ddp":
         # One bucket, since torch's hook cannot do more on gloo.
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
-        state, hook = _communication(arm, model)
+        state, hook = communication(arm, model)
         wrapped.register_comm_hook(state, timer.timed(hook))
         replica: nn.Module = wrapped
         validated: nn.Module = model
@@ -240,8 +225,8 @@ def _distributed(
     return replica, validated, update
 
 
-def _communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
-    """What to register with DDP."""
+def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
+    """(state, hook) to register with DDP for a model whose gradients are in one bucket."""
     if arm.options is None:
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":

@@ -1,0 +1,103 @@
+"""Trainings of ``loss_per_byte`` on scikit-learn's handwritten digits: a perceptron of five layers, DDP, SGD."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.demo.measure import Traffic
+from powersgd_triton.demo.train import Arm, communication
+from powersgd_triton.demo.workers import process_group, run_workers
+
+WIDTHS = (64, 256, 256, 256, 256, 10)
+BATCH_PER_WORKER = 32
+# Falls linearly to 0. With one layer less at this rate, or two less at 0.03, rank 1 ends close to all-reduce.
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+VALIDATION_IMAGES = 597
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Of one training.
+
+    Attributes:
+        loss: mean cross-entropy of the validation images, in nats.
+        accuracy: share of them that is recognised, in percent.
+        bytes_per_step: that a worker hands to collectives, mean over all steps.
+    """
+
+    loss: float
+    accuracy: float
+    bytes_per_step: float
+
+
+def train_arms(arms: Sequence[Arm], seed: int, steps: int, workers: int) -> list[Figures]:
+    """Train each arm, one after the other in the same fresh processes.
+
+    Args:
+        arms: ways of averaging gradients.
+        seed: of the model and the batches. Which images are for validation does not depend on it.
+        steps: of each training.
+        workers: processes.
+
+    Raises:
+        TimeoutError: the workers did not finish in a generous time.
+        torch.multiprocessing.ProcessException: a worker failed.
+    """
+    task = functools.partial(_train_all, arms=arms, seed=seed, steps=steps, workers=workers)
+    return run_workers(task, workers, timeout=120 + 0.5 * steps * len(arms))[0]
+
+
+def _train_all(
+    worker: int, arms: Sequence[Arm], seed: int, steps: int, workers: int, store_path: str
+) -> list[Figures]:  # fmt: skip
+    with process_group(worker, workers, torch.device("cpu"), store_path):
+        return [_train(worker, arm, seed, steps) for arm in arms]
+
+
+def _train(worker: int, arm: Arm, seed: int, steps: int) -> Figures:
+    images, labels = _images_and_labels()
+    torch.manual_seed(seed)
+    model = _perceptron()
+    # One bucket, since torch's hook cannot do more on gloo.
+    replica = DistributedDataParallel(model, bucket_cap_mb=1024)
+    replica.register_comm_hook(*communication(arm, model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    generator = torch.Generator().manual_seed(seed + 1 + worker)
+    traffic = Traffic()
+    with traffic.counting():
+        for _ in range(steps):
+            batch = torch.randint(VALIDATION_IMAGES, len(labels), (BATCH_PER_WORKER,), generator=generator)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(replica(images[batch]), labels[batch]).backward()
+            optimizer.step()
+            schedule.step()
+    images, labels = images[:VALIDATION_IMAGES], labels[:VALIDATION_IMAGES]
+    with torch.no_grad():
+        scores = model(images)
+    return Figures(
+        loss=nn.functional.cross_entropy(scores, labels).item(),
+        accuracy=100 * (scores.argmax(1) == labels).double().mean().item(),
+        bytes_per_step=traffic.sent / steps,
+    )
+
+
+def _perceptron() -> nn.Sequential:
+    first, *others = (nn.Linear(n, m) for n, m in itertools.pairwise(WIDTHS))
+    return nn.Sequential(first, *(module for layer in others for module in (nn.ReLU(), layer)))
+
+
+def _images_and_labels() -> tuple[Tensor, Tensor]:
+    """(images [N, 64] from 0 to 1, labels [N]), shuffled, always in the same order."""
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]
