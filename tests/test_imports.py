@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "powersgd_triton"
 # A module may import from those of a lower level, and from its own folder. What is not listed is at the top.
 LEVELS = {"config": 0, "layout": 0, "loss_scale": 0, "saved_state": 0, "carried": 0, "wire_format": 0, "checkpoint": 0}
-LEVELS |= {"kernels": 1, "ops": 2, "state": 3, "communication": 4, "agreement": 5, "exchange": 5, "compressor": 6}
-LEVELS |= {"reducer": 7, "integrations": 8}
-TOP = 9
+LEVELS |= {"kernels": 1, "planner": 1, "ops": 2, "rank_report": 2, "rank_plan": 3, "state": 4, "communication": 5}
+LEVELS |= {"agreement": 6, "exchange": 6, "replanner": 6, "compressor": 7, "reducer": 8, "integrations": 9}
+TOP = 10
 MODULES = sorted(path for path in [*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py")])
 
 
