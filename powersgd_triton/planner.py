@@ -122,7 +122,7 @@ def allot(
     columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
     now = {name: min(ranks.get(name, 1), most) for name, most in largest.items()}
     known = [name for name in largest if name in demands]
-    planned = {**now, **{name: -(-now[name] * 2 // 3) for name in known}}
+    planned = {**now, **{name: max(1, now[name] * 2 // 3) for name in known}}
     limits = {name: min(max(now[name] + 1, now[name] * 4 // 3), largest[name]) for name in known}
     spare = budget(tensors, config) - sent_bytes(tensors, planned, config)
 

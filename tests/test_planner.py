@@ -101,7 +101,7 @@ def test_a_plan_changes_ranks_by_a_third_at_most():
     ranks = starting_ranks(MODEL, config())
     found = allot(MODEL, ranks, {"a": 1e9, "b": 1.0, "c": 1.0}, config())
     assert found["a"] == ranks["a"] * 4 // 3
-    assert all(found[name] >= 2 / 3 * rank for name, rank in ranks.items())
+    assert all(found[name] >= rank * 2 // 3 for name, rank in ranks.items())
 
 
 def test_demand():
