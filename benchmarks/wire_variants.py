@@ -29,9 +29,9 @@ from torch import Tensor
 from benchmarks import loss_per_byte
 from benchmarks.rounding import Record, Variant, payload, wires
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.demo import run as demo
 from powersgd_triton.demo.model import GPT
-from powersgd_triton.demo.train import Arm, Settings
+from powersgd_triton.demo.train import Arm, Result, Settings, train_worker
+from powersgd_triton.demo.workers import run_workers
 from powersgd_triton.layout import Layout
 from powersgd_triton.ops import torch_backend
 from powersgd_triton.ops.wire import TorchWire
@@ -160,17 +160,16 @@ def simulate(rank: int, steps: int, n: int, m: int, seed: int, widths: Sequence[
 
 def train(variant: Variant, rank: int, steps: int, seed: int) -> Record:
     """Train and give back a record."""
-    arm = Arm.parse(f"ours:{rank}+{TEXT_WIDTH}", rank)
-    with mock.patch.object(demo, "_work", functools.partial(_work, variant)):
-        result = demo.train_arm(Settings(steps, WORKERS, "cpu", seed), arm)
+    arm, settings = Arm.parse(f"ours:{rank}+{TEXT_WIDTH}", rank), Settings(steps, WORKERS, "cpu", seed)
+    results = run_workers(functools.partial(_train, variant, settings, arm), WORKERS, timeout=120 + 3 * steps)
     labels = {"study": "text", "rank": rank, "width": TEXT_WIDTH, "steps": steps, "seed": seed, **variant.record}
-    return {**labels, "loss": result.validation_loss}
+    return {**labels, "loss": results[0].validation_loss}
 
 
-def _work(variant: Variant, worker: int, settings: Settings, *rest: Any) -> None:
-    """A spawned process, in which the demo's own function is there again."""
+def _train(variant: Variant, settings: Settings, arm: Arm, worker: int, store_path: str) -> Result:
+    """In a process of its own."""
     with mock.patch.object(torch_backend, "TorchWire", wires(variant, settings.seed, worker)):
-        demo._work(worker, settings, *rest)
+        return train_worker(worker, settings, arm, store_path)
 
 
 def text_payload(rank: int, width: str, block: int | None) -> Record:
