@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.communication import Communicator
+from powersgd_triton.layout import compressed_rank
 from powersgd_triton.state import State
 
 Facts = Mapping[str, Any]
@@ -28,7 +29,8 @@ class Agreement:
 
     Args:
         state: this worker's.
-        communicators: the groups that together hold all these workers, from the inside out.
+        communicators: first the workers that average with each other, then groups of others, from the inside out;
+            together they hold all.
     """
 
     def __init__(self, state: State, communicators: Sequence[Communicator]) -> None:
@@ -51,7 +53,7 @@ class Agreement:
         if self.begun:
             return
         self._tensors = {name: list(shape) for name, shape in tensors.items()}
-        check_agreement(self._facts(), self._communicators, device)
+        self._check(self._facts(), self._ranks(), device)
         self._device = device
 
     def end_step(self) -> None:
@@ -64,7 +66,22 @@ class Agreement:
         self._steps += 1
         every = self._state.config.check_every
         if every and self._steps % every == 0 and self._device is not None:
-            check_agreement({**self._facts(), **self._bases()}, self._communicators, self._device)
+            self._check(self._facts(), {**self._ranks(), **self._bases()}, self._device)
+
+    def _check(self, common: Facts, replicated: Facts, device: torch.device) -> None:
+        """Compare facts that all workers have in common, and those of the workers that compress the same tensors."""
+        if len(self._communicators) == 1:
+            check_agreement({**common, **replicated}, self._communicators, device)
+            return
+        try:
+            check_agreement(replicated, self._communicators[:1], device)
+            found = None
+        except DisagreementError as error:
+            found = str(error)
+        # So that it is raised on all workers.
+        check_agreement({**common, "replicas": found}, self._communicators, device)
+        if found is not None:
+            raise DisagreementError(found)
 
     def _facts(self) -> Facts:
         config = self._state.config.to_dict()
@@ -73,6 +90,14 @@ class Agreement:
             **{f"config.{field}": value for field, value in config.items()},
             **{f"shape of {name!r}": shape for name, shape in self._tensors.items()},
         }
+
+    def _ranks(self) -> Facts:
+        """Where they do not follow from the configuration and the shapes."""
+        config, plan = self._state.config, self._state.plan
+        ranks = plan.ranks
+        if callable(config.rank):
+            ranks = {name: compressed_rank(shape, config, name) for name, shape in self._tensors.items()}
+        return {f"rank of {name!r}": rank for name, rank in ranks.items()}
 
     def _bases(self) -> Facts:
         """Fingerprints of what comes of summed messages: the same bits on all workers."""

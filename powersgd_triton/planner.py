@@ -35,14 +35,14 @@ class Spectrum:
 
     @property
     def demand(self) -> float:
-        """How much sooner errors would be sent with more columns: one more than r saves demand / (r (r + 1)) steps.
+        """What more columns are worth: of r columns one more saves about demand / (r (r + 1)).
 
-        With error feedback a share φ of ‖M‖² is sent in a step, so that the rest waits for about 1/φ steps. One more
-        column adds to φ what the weakest quarter of the columns do, hence takes that over φ² from 1/φ.
+        With error feedback a share φ of ‖M‖² is sent in a step, so that the rest waits for about 1/φ steps. What is to
+        be kept small is ‖M‖² / φ: how much waits, times how long. One more column adds to φ about what the weakest
+        quarter of the columns do.
         """
         weakest = sorted(self.columns)[: -(-len(self.columns) // 4)]
-        added = sum(weakest) / len(weakest) / self.total
-        return added / self.share**2 * len(self.columns) ** 2
+        return sum(weakest) / len(weakest) / self.share**2 * len(self.columns) ** 2
 
 
 def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> float:
@@ -104,7 +104,7 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
 def allot(
     tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], demands: Mapping[str, float], config: PowerSGDConfig
 ) -> dict[str, int]:
-    """The ranks with which errors wait for the shortest time, added up over matrices, under the budget.
+    """The ranks with which least waits for least time, under the budget.
 
     Columns are given out one by one, each to the matrix that gains most by it for its bytes. What is known of a matrix
     holds near its rank, so that this grows or falls by a third at most.

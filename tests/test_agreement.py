@@ -204,6 +204,19 @@ def between_shards(worker: int, world_size: int) -> str:
     return disagreement(lambda: train_sharded(module, worker, steps=range(1)))
 
 
+def one_replica_drifts(worker: int, world_size: int) -> tuple[list[str], str]:
+    """Shards have factors and plans of their own, which only their replicas share."""
+    mesh = hybrid_mesh(2, 2)
+    config = PowerSGDConfig(compression=3, min_compression_rate=1, replan_every=1, check_every=1)
+    module, state = hybrid(Net(), mesh, config)
+    said = [disagreement(lambda: train_sharded(module, worker, steps=range(4)))]
+    # Tells the shards' plans apart.
+    said.append(str(state.report()))
+    if worker == 3:
+        next(iter(state._core.buckets())).basis.add_(1.0)
+    return said, disagreement(lambda: train_sharded(module, worker, steps=range(4, 6)))
+
+
 def in_one_shard(worker: int, world_size: int) -> list[tuple[str, float]]:
     """One element of shard 0 overflows, which only its replicas see. No shard may spend what is owed.
 
@@ -249,6 +262,16 @@ def test_shards_are_compared():
     for said in run(between_shards, 4):
         assert said.startswith("workers do not agree: worker 1 differs from worker 0 in config.rank: 3 instead of 2")
         assert "worker 3 differs" in said
+
+
+def test_replicas_of_a_shard_are_compared_with_each_other():
+    results = run(one_replica_drifts, 4)
+    plans = [plan for (_, plan), _ in results]
+    assert plans[0] == plans[2] != plans[1] == plans[3]
+    for (at_first, _), later in results:
+        assert not at_first
+        assert "workers do not agree" in later
+        assert "of the bucket of" in later
 
 
 def test_an_overflow_in_one_shard_spends_no_error_in_the_others():

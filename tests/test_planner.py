@@ -105,15 +105,20 @@ def test_a_plan_changes_ranks_by_a_third_at_most():
 
 
 def test_demand():
-    # All columns alike: 1/φ = total / (r · e), and one more saves nearly 1 / (r² e/total).
-    assert Spectrum((0.02,) * 5, 1.0).demand == pytest.approx(1 / 0.02)
+    # All columns alike: ‖M‖²/φ = 4 · 4 / (r · 0.02), of which one more saves nearly 1 / r.
+    assert Spectrum((0.02,) * 5, 4.0).demand == pytest.approx(4.0**2 / 0.02)
     # Steeper spectra gain less by another column.
     assert Spectrum((0.09, 0.004, 0.003, 0.003), 1.0).demand < Spectrum((0.025,) * 4, 1.0).demand
 
 
-def test_demand_does_not_depend_on_the_size_of_gradients():
-    for size in (1e-30, 1.0, 1e30):
-        assert Spectrum((0.4 * size, 0.1 * size), size).demand == pytest.approx(Spectrum((0.4, 0.1), 1.0).demand)
+def test_plans_do_not_depend_on_the_size_of_gradients():
+    ranks = starting_ranks(MODEL, config())
+    plans = []
+    for size in (1e-20, 1.0, 1e20):
+        spectra = [Spectrum((energy * size, 0.1 * size), 3 * size) for energy in (0.4, 1.0, 2.0)]
+        demands = {name: spectrum.demand for name, spectrum in zip(ranks, spectra, strict=True)}
+        plans.append(allot(MODEL, ranks, demands, config()))
+    assert plans[0] == plans[1] == plans[2] != ranks
 
 
 def test_a_matrix_of_which_nothing_is_known_keeps_its_rank():
