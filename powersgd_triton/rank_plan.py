@@ -33,9 +33,11 @@ class Measurement:
             energies = bucket.column_energies()
             for group, tensors, energy in zip(bucket.layout.groups, bucket.groups, energies, strict=True):
                 self._ranks += [(segment.name, group.rank) for segment in group.segments]
-                totals += [torch.linalg.vector_norm(M, dtype=torch.float32) for M in tensors.M or []]
+                for M in tensors.M or []:
+                    wide = torch.promote_types(M.dtype, torch.float32)
+                    totals.append(torch.linalg.vector_norm(M, dtype=wide).double().square())
                 columns.append(energy.flatten())
-        self.totals = torch.stack(totals).double().square_()
+        self.totals = torch.stack(totals)
         """‖M_w‖² of each matrix, this worker's; to be averaged over workers before ``send``."""
         self._columns = torch.cat(columns)
         self._host: Tensor | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from powersgd_triton.communication import Communicator
-from powersgd_triton.rank_plan import Measurement
 from powersgd_triton.state import State
 
 
@@ -26,9 +25,8 @@ class Replanner:
         """
         plan = self._state.plan
         plan.replan()
-        if plan.is_due(self._state.iteration):
-            buckets = [bucket for bucket in self._state.buckets() if bucket.average and bucket.layout.compressed]
-            if buckets:
-                plan.pending = Measurement(buckets)
-                self._communicator.mean(plan.pending.totals)
-                plan.pending.send()
+        measurement = self._state.measure()
+        if measurement is not None:
+            self._communicator.mean(measurement.totals)
+            measurement.send()
+            plan.pending = measurement

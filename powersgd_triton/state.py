@@ -15,7 +15,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout, compressed_rank, first_turn
 from powersgd_triton.loss_scale import LossScale, LossScaleSource
 from powersgd_triton.ops import Backend, BucketState, Step, select_backend
-from powersgd_triton.rank_plan import RankPlan
+from powersgd_triton.rank_plan import Measurement, RankPlan
 from powersgd_triton.rank_report import RankReport
 from powersgd_triton.saved_state import FORMAT_VERSION, LoadReport, SavedState, Size, fingerprint, listing
 
@@ -312,6 +312,13 @@ class State:
             if "error" in parts:
                 parts["error"].zero_()
         self._carried = CarriedErrors()
+
+    def measure(self) -> Measurement | None:
+        """After a step: the energies from which ranks are to be planned, where it is time to and there are any."""
+        if not self.plan.is_due(self.iteration):
+            return None
+        buckets = [bucket for bucket in self.buckets() if bucket.average and bucket.layout.compressed]
+        return Measurement(buckets) if buckets else None
 
     def report(self, tensors: Mapping[str, Sequence[int]]) -> RankReport:
         """Ranks and bytes of tensors {name: shape}."""

@@ -11,6 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout import compressed_rank
+from powersgd_triton.planner import sent_bytes
 from tests.lockstep import Values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -61,7 +64,7 @@ def shapes() -> st.SearchStrategy[tuple[int, ...]]:
 def cases(draw: st.DrawFn, backend: str = "torch", max_steps: int = 6) -> Case:
     triton = backend == "triton"
     alternating = draw(st.booleans())
-    fields = {
+    fields: dict[str, Any] = {
         "rank": draw(st.sampled_from([1, 2, 3, 4, 16])),
         "min_compression_rate": draw(st.sampled_from([0, 0, 0.5, 2])),
         "start_iter": draw(st.sampled_from([0, 0, 0, 1, 2])),
@@ -77,6 +80,11 @@ def cases(draw: st.DrawFn, backend: str = "torch", max_steps: int = 6) -> Case:
     }
     chosen = draw(st.lists(shapes(), min_size=1, max_size=3 if triton else 6))
     named = {f"t{index}": shape for index, shape in enumerate(chosen)}
+    if fields["error_feedback"] and draw(st.sampled_from([False, False, True])):
+        fields |= {"rank": None, "bytes_per_step": 1, "replan_every": draw(st.sampled_from([1, 1, 2]))}
+        config = PowerSGDConfig(**fields)
+        least = sent_bytes(named, {name: 1 for name, shape in named.items() if compressed_rank(shape, config)}, config)
+        fields["bytes_per_step"] = max(1, math.ceil(least * draw(st.sampled_from([1.0, 1.5, 3.0, 10.0]))))
     dtype = st.sampled_from(DTYPES[:3] if triton else DTYPES)
     common = draw(dtype)
     mixed = not triton and draw(st.sampled_from([False, False, False, True]))

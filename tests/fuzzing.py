@@ -189,7 +189,8 @@ class Follower:
         left, right = self.views(passage, segment, 0)
         alternating = self.config.algorithm == "alternating"
         start = torch.cat([left, right] if alternating else [right])
-        if self.config.warm_start and segment.name in self.following:
+        # A new plan drops columns, or adds some.
+        if self.config.warm_start and segment.name in self.following and not self.config.planned:
             assert torch.equal(start, self.following[segment.name].to(start.dtype)), (
                 f"{segment}: another basis than was left"
             )

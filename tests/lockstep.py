@@ -17,7 +17,6 @@ from powersgd_triton.compressor import Compression
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout import Layout
 from powersgd_triton.ops import BucketState
-from powersgd_triton.rank_plan import Measurement
 from powersgd_triton.state import State
 
 Values = dict[str, Tensor]
@@ -151,16 +150,14 @@ class Fleet:
 
     def _replan(self) -> None:
         """What ``Replanner`` does on each worker."""
-        measured = []
         for state in self.states:
             state.plan.replan()
-            if state.plan.is_due(state.iteration):
-                measured.append(Measurement(state.buckets()))
-                state.plan.pending = measured[-1]
+        measured = [one for state in self.states if (one := state.measure()) is not None]
         totals = [one.totals.clone() for one in measured]
-        for one in measured:
+        for one, state in zip(measured, self.states, strict=bool(measured)):
             one.totals.copy_(sum(totals[1:], totals[0]) / len(totals))
             one.send()
+            state.plan.pending = one
 
     def collectively(self, fn: Callable[[State, Callable[[Tensor], Tensor]], T]) -> list[T]:
         """``fn(state, mean)`` of each worker, where ``mean`` averages over them. ``fn`` is called twice."""
