@@ -193,7 +193,10 @@ class ShardedState(StepState):
             name: {key: part.cpu() for key, part in parts.items()} for name, parts in sorted(saved["matrices"].items())
         }
         factors = io.BytesIO()
-        torch.save({"version": saved["format_version"], "shards": self._gather(parts)}, factors)
+        content = {"version": saved["format_version"], "shards": self._gather(parts)}
+        if self.config.planned:
+            content["plans"] = self._gather(saved["plan"])
+        torch.save(content, factors)
         # Bytes, since the number of shards and the rank may be others when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
@@ -230,12 +233,14 @@ class ShardedState(StepState):
         worker, workers = self._shard()
         shards = factors["shards"]
         # The saved shard in which this one's first rows were; the same one on all replicas.
-        nearest = shards[worker * len(shards) // workers]
+        index = worker * len(shards) // workers
+        nearest, plan = shards[index], factors["plans"][index] if "plans" in factors else {}
         saved_names = {new: old for old, new in (rename or {}).items()}
+        plan = {key: {(rename or {}).get(n, n): value for n, value in part.items()} for key, part in plan.items()}
         tensors: dict[str, Size] = {}
         matrices: dict[str, dict[str, Tensor]] = {}
         for name, shape in self._matrices().items():
-            rank, saved = compressed_rank(shape, self.config), saved_names.get(name, name)
+            rank, saved = compressed_rank(shape, self.config, name), saved_names.get(name, name)
             tensors[name] = (*matrix_shape(shape), rank)
             error = None
             if self.config.error_feedback:
@@ -256,6 +261,7 @@ class ShardedState(StepState):
                 "iteration": state_dict["iteration"],
                 "tensors": tensors,
                 "matrices": matrices,
+                "plan": plan,
             },
             tensors,
         )

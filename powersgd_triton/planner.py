@@ -29,20 +29,20 @@ class Spectrum:
         """How much of ‖M‖² the factors hold."""
         return sum(self.columns) / self.total if self.total else 0.0
 
-    def usable(self) -> bool:
-        """Whether it is of a step that was finite, and not of a zero gradient."""
-        return math.isfinite(self.total) and all(map(math.isfinite, self.columns)) and sum(self.columns) > 0
-
     @property
     def demand(self) -> float:
         """What more columns are worth: of r columns one more saves about demand / (r (r + 1)).
 
         With error feedback a share φ of ‖M‖² is sent in a step, so that the rest waits for about 1/φ steps. What is to
         be kept small is ‖M‖² / φ: how much waits, times how long. One more column adds to φ about what the weakest
-        quarter of the columns do.
+        quarter of the columns do. Not finite where the step was not, or the gradient was zero.
         """
-        weakest = sorted(self.columns)[: -(-len(self.columns) // 4)]
-        return sum(weakest) / len(weakest) / self.share**2 * len(self.columns) ** 2
+        sent, rank = sum(self.columns), len(self.columns)
+        if not sent:
+            return math.nan
+        wait = self.total / sent
+        weakest = sorted(self.columns)[: -(-rank // 4)]
+        return sum(weakest) / len(weakest) * wait * wait * rank * rank
 
 
 def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> float:

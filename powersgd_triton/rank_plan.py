@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
+from powersgd_triton.layout import Layout, sizes
 from powersgd_triton.ops import BucketState
 from powersgd_triton.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
 
@@ -73,7 +73,7 @@ class RankPlan:
     Attributes:
         ranks: {name: rank}.
         spectra: what was measured last, {name: Spectrum}; empty before.
-        demands: what they were planned from, {name: ``Spectrum.demand``, averaged over all plans so far}.
+        demands: what they were planned from, {name: ``Spectrum.demand``, averaged with those of earlier plans}.
         pending: what the next plan is to be made from.
     """
 
@@ -120,9 +120,9 @@ class RankPlan:
         spectra = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending
         self.pending = None
         for name, spectrum in spectra.items():
-            if spectrum.usable():
+            if math.isfinite(spectrum.demand):
                 # One step's energies scatter.
-                self.demands[name] = math.sqrt(self.demands.get(name, spectrum.demand) * spectrum.demand)
+                self.demands[name] = (self.demands.get(name, spectrum.demand) + spectrum.demand) / 2
         ranks = allot(self._tensors, self.ranks, self.demands, self._config)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have new ones", changed, len(ranks))
@@ -155,15 +155,19 @@ class RankPlan:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave, of the matrices that are here.
+        """Go on from what ``state_dict`` gave, or begin anew.
 
-        Where the saved ranks do not keep to this model's budget those of the start are used.
+        Matrices that it does not have begin with their first rank, and so do all where the saved ranks do not keep to
+        this model's budget.
         """
-        if not self._config.planned or not saved:
+        if not self._config.planned:
             return
-        ranks = {**self.ranks, **{n: r for n, r in saved["ranks"].items() if n in self.ranks or not self._tensors}}
-        if sent_bytes(self._tensors, ranks, self._config) <= budget(self._tensors, self._config):
-            self._adopt(ranks)
+        self.begin(self._tensors)
+        self.demands, self.spectra, self.pending = {}, {}, None
+        largest = {name: size[2] for name, size in sizes(self._tensors, self._config).items()}
+        ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
+        if ranks and sent_bytes(self._tensors, self.ranks | ranks, self._config) <= budget(self._tensors, self._config):
+            self._adopt(self.ranks | ranks)
             self.demands = dict(saved["demands"])
             self.spectra, self.pending = (
                 {name: Spectrum(tuple(columns), total) for name, (total, *columns) in saved[key].items()}
