@@ -36,10 +36,19 @@ CONFIG = PowerSGDConfig(**BUDGET, wire_dtype="int8")
 TOO_SMALL = PowerSGDConfig(bytes_per_step=10, min_compression_rate=1)
 
 
-def seen(state: Any, start: RankReport, numel: int, parameters: Iterable[Tensor]) -> dict[str, Any]:
-    """What is checked of a training of ``STEPS`` steps of a model with so many elements."""
+def seen(
+    state: Any, start: RankReport, numel: int, parameters: Iterable[Tensor], other: Any = None
+) -> dict[str, Any]:  # fmt: skip
+    """What is checked of a training of ``STEPS`` steps of a model with so many elements.
+
+    ``other``: a state of the same model, into which this one is loaded.
+    """
     end: RankReport = state.report()
+    if other is not None:
+        other.load_state_dict(state.state_dict())
     return {
+        "loaded": end if other is None else other.report(),
+        "saved": end,
         "sent": 4 * state.compression_stats()[2] / STEPS,
         "budget": 4 * numel / BUDGET["compression"],
         "reported": end.bytes_per_step,
@@ -57,6 +66,7 @@ def check(results: list[Mapping[str, Any]], same: bool = True) -> None:
         assert result["reported"] <= result["budget"] < 2 * result["reported"]
         assert result["start"].keys() == result["end"].keys()
         assert result["start"] != result["end"]
+        assert result["loaded"] == result["saved"]
         assert result["energies"]
         assert all(share is not None and 0 < share <= 1 + 1e-5 for share in result["energies"])
     if same:
@@ -73,7 +83,8 @@ def with_ddp(worker: int, world_size: int) -> dict[str, Any]:
     start = state.report()
     # Several buckets, and smaller ones later: a plan belongs to parameters.
     train(model, worker, state, steps=range(STEPS), bucket_cap_mb=0.01, width=48)
-    return seen(state, start, numel, model.parameters())
+    other = ddp.PowerSGDState(None, start_powerSGD_iter=0, module=model, **{**BUDGET, "wire_dtype": "int8"})
+    return seen(state, start, numel, model.parameters(), other)
 
 
 def refused_by_ddp(worker: int, world_size: int) -> dict[str, str]:
@@ -114,7 +125,7 @@ def with_hsdp(worker: int, world_size: int) -> dict[str, Any]:
     start = state.report()
     train_sharded(module, worker)
     state.check_replicas()
-    return seen(state, start, sum(n * m for n, m in rows), [])
+    return seen(state, start, sum(n * m for n, m in rows), [], hybrid(Net(), mesh, CONFIG)[1])
 
 
 def with_fsdp2(worker: int, world_size: int) -> dict[str, Any]:
@@ -122,7 +133,8 @@ def with_fsdp2(worker: int, world_size: int) -> dict[str, Any]:
     numel = sum(parameter.numel() for parameter in model.parameters())
     module, state = full_shard(model, full_mesh(world_size), CONFIG)
     start = state.report()
-    return seen(state, start, numel, train_sharded(module, worker).parameters.values())
+    parameters = train_sharded(module, worker).parameters.values()
+    return seen(state, start, numel, parameters, full_shard(Net(), full_mesh(world_size), CONFIG)[1])
 
 
 def with_fsdp1(worker: int, world_size: int) -> dict[str, Any]:
@@ -130,7 +142,8 @@ def with_fsdp1(worker: int, world_size: int) -> dict[str, Any]:
     numel = sum(parameter.numel() for parameter in model.parameters())
     module, state = compressed(model, CONFIG)
     start = state.report()
-    return seen(state, start, numel, train_fsdp1(module, worker).parameters.values())
+    parameters = train_fsdp1(module, worker).parameters.values()
+    return seen(state, start, numel, parameters, compressed(Net(), CONFIG)[1])
 
 
 def refused_by_fsdp(worker: int, world_size: int) -> dict[str, str]:
@@ -172,7 +185,7 @@ def with_deepspeed(worker: int, world_size: int) -> list[dict[str, Any]]:
             start = engine.powersgd.report()
             numel = sum(math.prod(shape) for shape in engine.powersgd.shapes.values())
             losses(engine, range(STEPS))
-            found.append(seen(engine.powersgd, start, numel, []))
+            found.append(seen(engine.powersgd, start, numel, [], engine.powersgd))
     return found
 
 
