@@ -18,6 +18,9 @@ from powersgd_triton.demo.parallelism import PARALLELISMS, ZERO_STAGES, check_wo
 from powersgd_triton.demo.train import MODES, Arm, Result, Settings, train_worker
 from powersgd_triton.demo.workers import run_workers
 
+BUDGETED = "ours:20x+int4"
+"""About the bytes of rank 4 in fp32."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
@@ -25,8 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         nargs="+",
         metavar="ARM",
-        help="any of allreduce, torch, ours; a rank may follow, as in ours:4, and modes of ours, as in "
-        f"ours:32+alternating ({', '.join(MODES)}) (default: all three, torch only with ddp)",
+        help="any of allreduce, torch, ours; a rank may follow, as in ours:4, or for ours how many times fewer bytes, "
+        f"as in ours:20x, and modes of ours, as in ours:32+alternating ({', '.join(MODES)}) (default: all three, and "
+        f"{BUDGETED}; torch and the last one with ddp only)",
     )
     parser.add_argument(
         "--parallelism",
@@ -88,7 +92,7 @@ def train_arm(settings: Settings, arm: Arm) -> Result:
 
 def _arms(arguments: argparse.Namespace, settings: Settings) -> list[Arm]:
     check_workers(settings.parallelism, settings.workers)
-    everything = ["allreduce", "torch", "ours"] if settings.parallelism == "ddp" else ["allreduce", "ours"]
+    everything = ["allreduce", "torch", "ours", BUDGETED] if settings.parallelism == "ddp" else ["allreduce", "ours"]
     arms = [Arm.parse(text, arguments.rank) for text in dict.fromkeys(arguments.arms or everything)]
     if settings.parallelism != "ddp" and any(arm.method == "torch" for arm in arms):
         raise ValueError(f"torch's hook works with DistributedDataParallel only, not with {settings.parallelism}")
