@@ -103,7 +103,8 @@ class PowerSGDState:
         **options: Any,
     ) -> None:
         # With a budget there is no rank; torch's default stands for one that was not given.
-        planned = matrix_approximation_rank == 1 and not {"compression", "bytes_per_step"}.isdisjoint(options)
+        budget = any(options.get(key) is not None for key in ("compression", "bytes_per_step"))
+        planned = budget and matrix_approximation_rank == 1
         config = PowerSGDConfig.from_dict(
             {
                 "rank": None if planned else matrix_approximation_rank,
@@ -121,7 +122,7 @@ class PowerSGDState:
             "PowerSGD config: matrix_approximation_rank = %s; start_powerSGD_iter = %s; "
             "min_compression_rate = %s; orthogonalization_epsilon = %s; use_error_feedback = %s; warm_start = %s; "
             "random_seed = %s; compression_stats_logging_frequency = %s; batch_tensors_with_same_shape = %s",
-            matrix_approximation_rank,
+            config.rank,
             start_powerSGD_iter,
             min_compression_rate,
             orthogonalization_epsilon,
@@ -244,6 +245,10 @@ class PowerSGDState:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: everything but the process group, with this worker's own error. Prefer ``state_dict``."""
+        if self.config.planned and not self._names.record():
+            raise ValueError(
+                "a PowerSGDState with a budget can be pickled after its first step, when it knows its buckets"
+            )
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         communicator = self._communicator()
         return {
@@ -420,7 +425,8 @@ def _reduce(
 ) -> torch.futures.Future[torch.Tensor]:
     reducer, buffer = state._prepare(), bucket.buffer()
     if not reducer.checked:
-        reducer.check({segment.name: segment.shape for segment in layout.segments}, buffer.device)
+        known = state._names.shapes() or {segment.name: segment.shape for segment in layout.segments}
+        reducer.check(known, buffer.device)
     if bucket.index() == 0:
         reducer.begin_step()
     if state.iter < state.config.start_iter:

@@ -73,9 +73,9 @@ class StepState(abc.ABC):
         """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
         return (self._before / self._after if self._after else 0.0, self._before, self._after)
 
-    def planned(self, layout: Layout) -> Layout:
-        """A layout with the ranks that its matrices have now."""
-        return self._core.plan.layout(layout)
+    def layout(self) -> Layout:
+        """All tensors in one layout, with the ranks that they have now."""
+        return self._core.layout(self._tensors())
 
     def error_numel(self) -> int:
         """Elements of this worker's error buffers, as far as they have been made."""
@@ -128,7 +128,7 @@ class StepState(abc.ABC):
         ranges: Mapping[str, tuple[int, Tensor]] | None = None,
     ) -> None:
         """Average one unit's gradients in place, or those ranges of the averages."""
-        layout = self.planned(layout)
+        layout = self._core.plan.layout(layout)
         if ranges is not None and self._core.follows_loss_scale:
             self._unequal |= any(_narrow(gradient) for gradient in gradients.values())
         self._before += layout.numel
@@ -253,7 +253,7 @@ class ShardedState(StepState):
                 bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(saved, {}).items()}
                 # Left bases have the rows of a shard.
                 parts = bases if len(shards) == workers else {}
-                parts["basis"] = bases.get("basis", _random_basis(shape, rank))
+                parts["basis"] = bases["basis"] if "basis" in bases else _random_basis(shape, rank)
                 matrices[name] = parts if error is None else {**parts, "error": error}
         self._core.load_state_dict(
             {

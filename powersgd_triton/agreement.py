@@ -97,7 +97,8 @@ class Agreement:
         ranks = plan.ranks
         if callable(config.rank):
             ranks = {name: compressed_rank(shape, config, name) for name, shape in self._tensors.items()}
-        return {f"rank of {name!r}": rank for name, rank in ranks.items()}
+        facts: Facts = {f"rank of {name!r}": rank for name, rank in ranks.items()}
+        return {**facts, **({"ranks are planned from": plan.basis} if config.planned else {})}
 
     def _bases(self) -> Facts:
         """Fingerprints of what comes of summed messages: the same bits on all workers."""

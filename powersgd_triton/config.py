@@ -50,7 +50,8 @@ class PowerSGDConfig:
             planned, where ``compression`` or ``bytes_per_step`` is given.
         compression: instead of a rank, how many times fewer bytes than fp32 gradients a step sends, all of the model's
             tensors counted. Ranks are then planned matrix by matrix, see ``planner.allot``.
-        bytes_per_step: the same as a number of bytes, on a scale on which an all-reduce of B bytes counts B.
+        bytes_per_step: the same as a number of bytes, on a scale on which an all-reduce of B bytes counts B. Both count
+            fp32 elements for what is averaged exactly, and each compression of the gradients as a step.
         replan_every: steps between two plans, counted from ``start_iter``; a plan is measured at the end of a step and
             used after the next one. 0 keeps the first plan, in which all matrices have about the same rank.
         min_compression_rate: a matrix is compressed only if (n + m) · r · min_compression_rate < n · m.

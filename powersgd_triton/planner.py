@@ -35,11 +35,11 @@ class Spectrum:
 
         With error feedback a share φ of ‖M‖² is sent in a step, so that the rest waits for about 1/φ steps. What is to
         be kept small is ‖M‖² / φ: how much waits, times how long. One more column adds to φ about what the weakest
-        quarter of the columns do. Not finite where the step was not, or the gradient was zero.
+        quarter of the columns do. 0 for a gradient of zeros, not finite where the step was not.
         """
         sent, rank = sum(self.columns), len(self.columns)
         if not sent:
-            return math.nan
+            return math.nan if self.total else 0.0
         wait = self.total / sent
         weakest = sorted(self.columns)[: -(-rank // 4)]
         return sum(weakest) / len(weakest) * wait * wait * rank * rank
@@ -107,7 +107,7 @@ def allot(
     """The ranks with which least waits for least time, under the budget.
 
     Columns are given out one by one, each to the matrix that gains most by it for its bytes. What is known of a matrix
-    holds near its rank, so that this grows or falls by a third at most.
+    holds near its rank, so that this grows or falls by a third (rounded, but by a column where that is more).
 
     Args:
         tensors: {name: shape} of all the model's tensors.
@@ -122,9 +122,13 @@ def allot(
     columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
     now = {name: min(ranks.get(name, 1), most) for name, most in largest.items()}
     known = [name for name in largest if name in demands]
-    planned = {**now, **{name: max(1, now[name] * 2 // 3) for name in known}}
     limits = {name: min(max(now[name] + 1, now[name] * 4 // 3), largest[name]) for name in known}
-    spare = budget(tensors, config) - sent_bytes(tensors, planned, config)
+    # More than a third where new tensors have made it necessary.
+    for least in ({name: max(1, now[name] * 2 // 3) for name in known}, dict.fromkeys(known, 1)):
+        planned = now | least
+        spare = budget(tensors, config) - sent_bytes(tensors, planned, config)
+        if spare >= 0:
+            break
 
     def bid(name: str) -> tuple[float, str]:
         return -demands[name] / (planned[name] * (planned[name] + 1)) / columns[name], name

@@ -33,9 +33,7 @@ class Measurement:
             energies = bucket.column_energies()
             for group, tensors, energy in zip(bucket.layout.groups, bucket.groups, energies, strict=True):
                 self._ranks += [(segment.name, group.rank) for segment in group.segments]
-                for M in tensors.M or []:
-                    wide = torch.promote_types(M.dtype, torch.float32)
-                    totals.append(torch.linalg.vector_norm(M, dtype=wide).double().square())
+                totals += [torch.linalg.vector_norm(M, dtype=torch.float64).square() for M in tensors.M or []]
                 columns.append(energy.flatten())
         self.totals = torch.stack(totals)
         """‖M_w‖² of each matrix, this worker's; to be averaged over workers before ``send``."""
@@ -73,7 +71,7 @@ class RankPlan:
     Attributes:
         ranks: {name: rank}.
         spectra: what was measured last, {name: Spectrum}; empty before.
-        demands: what they were planned from, {name: ``Spectrum.demand``, averaged with those of earlier plans}.
+        demands: what they were planned from, {name: its share in all ``Spectrum.demand``, averaged over plans}.
         pending: what the next plan is to be made from.
     """
 
@@ -103,31 +101,41 @@ class RankPlan:
         if not self._config.planned:
             return layout
         if layout not in self._layouts:
-            # What became trainable later has one column until there is a new plan.
             self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
-            self._layouts[layout] = layout.with_ranks(lambda segment: self.ranks.get(segment.name, 1))
+            self._layouts[layout] = self.ranked(layout)
         return self._layouts[layout]
+
+    def ranked(self, layout: Layout) -> Layout:
+        """The same, of a layout that is not a bucket's."""
+        if not self._config.planned:
+            return layout
+        # What became trainable later has one column until there is a new plan.
+        return layout.with_ranks(lambda segment: self.ranks.get(segment.name, 1))
 
     def is_due(self, iteration: int) -> bool:
         """Whether to measure after so many steps."""
         steps, every = iteration - self._config.start_iter, self._config.replan_every
         return self._config.planned and steps > 0 and every > 0 and steps % every == 0
 
-    def replan(self) -> None:
-        """Put the plan in force for which something was measured, if anything was."""
+    def replan(self) -> bool:
+        """Put the plan in force for which something was measured; whether there was one."""
         if not self.pending:
-            return
+            return False
         spectra = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending
         self.pending = None
-        for name, spectrum in spectra.items():
-            if math.isfinite(spectrum.demand):
-                # One step's energies scatter.
-                self.demands[name] = (self.demands.get(name, spectrum.demand) + spectrum.demand) / 2
+        found = {name: spectrum.demand for name, spectrum in spectra.items() if math.isfinite(spectrum.demand)}
+        total = sum(found.values())
+        if not (math.isfinite(total) and total > 0):
+            return False
+        for name, demand in found.items():
+            # One step's energies scatter. Shares, since gradients and loss scales become smaller and larger.
+            self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
         ranks = allot(self._tensors, self.ranks, self.demands, self._config)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have new ones", changed, len(ranks))
-        self.spectra = spectra
+        self.spectra |= {name: spectra[name] for name in found}
         self._adopt(ranks)
+        return True
 
     def kept_columns(self, name: str, before: int, after: int) -> list[int]:
         """Which of a matrix's columns stay when its rank falls: those of the highest energy, in their order."""
@@ -135,6 +143,11 @@ class RankPlan:
         if len(columns) != before:
             return list(range(after))
         return sorted(sorted(range(before), key=lambda k: -columns[k])[:after])
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """What the next ranks depend on, as far as it is on the host."""
+        return {"demands": self.demands, "something was measured": self.pending is not None}
 
     def _adopt(self, ranks: dict[str, int]) -> None:
         if ranks != self.ranks:

@@ -24,7 +24,9 @@ class Replanner:
         What is summed over workers is one number a matrix. Nothing waits for the step that has just ended.
         """
         plan = self._state.plan
-        plan.replan()
+        if plan.replan():
+            # The factors that there are have the ranks of the plan before.
+            return
         measurement = self._state.measure()
         if measurement is not None:
             self._communicator.mean(measurement.totals)

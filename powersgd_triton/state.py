@@ -322,8 +322,11 @@ class State:
 
     def report(self, tensors: Mapping[str, Sequence[int]]) -> RankReport:
         """Ranks and bytes of tensors {name: shape}."""
-        layout = self.plan.layout(Layout.build(tensors, self.config))
-        return RankReport.of(layout, self.config, self.plan.spectra)
+        return RankReport.of(self.layout(tensors), self.config, self.plan.spectra)
+
+    def layout(self, tensors: Mapping[str, Sequence[int]]) -> Layout:
+        """Tensors {name: shape} in one layout, with the ranks that they have now."""
+        return self.plan.ranked(Layout.build(tensors, self.config))
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -386,8 +389,8 @@ class State:
             tensors = self._bound_sizes()
         report = saved.compare(tensors, complete=complete, strict=strict, feedback=feedback)
         unused = {*report.unused, *report.added}
-        self.iteration = saved.iteration
         self.plan.load_state_dict(saved.plan)
+        self.iteration = saved.iteration
         self._forget_step()
         self._restored = {
             name: {key: part.clone() for key, part in parts.items()}

@@ -150,8 +150,10 @@ class Fleet:
 
     def _replan(self) -> None:
         """What ``Replanner`` does on each worker."""
-        for state in self.states:
-            state.plan.replan()
+        replanned = [state.plan.replan() for state in self.states]
+        assert len(set(replanned)) == 1, "some workers have a new plan and others have not"
+        if replanned[0]:
+            return
         measured = [one for state in self.states if (one := state.measure()) is not None]
         totals = [one.totals.clone() for one in measured]
         for one, state in zip(measured, self.states, strict=bool(measured)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -87,6 +88,21 @@ def with_ddp(worker: int, world_size: int) -> dict[str, Any]:
     return seen(state, start, numel, model.parameters(), other)
 
 
+def pickled(worker: int, world_size: int) -> dict[str, Any]:
+    """Before the first step and after some, with a budget, and without one that is spelled out."""
+    model = linear_stack(4, 48)
+    state = ddp.PowerSGDState(None, start_powerSGD_iter=0, module=model, **BUDGET)
+    refused = complaint(pickle.dumps, state)
+    train(model, worker, state, steps=range(5), width=48)
+    report = state.report()
+    other = pickle.loads(pickle.dumps(state))
+    # Parameters are numbered without module=, in the order in which they were seen first.
+    train(model, worker, other, steps=range(5, 6), width=48)
+    ranks = [{tensor.name: tensor.rank for tensor in one.tensors} for one in (report, other.report())]
+    rank_1 = ddp.PowerSGDState(None, module=model, compression=None)
+    return {"refused": refused, "ranks": ranks, "rank": rank_1.matrix_approximation_rank}
+
+
 def refused_by_ddp(worker: int, world_size: int) -> dict[str, str]:
     model = linear_stack(2, 48)
     function = ddp.PowerSGDState(None, lambda *_: 2, start_powerSGD_iter=2, module=model)
@@ -103,6 +119,15 @@ def refused_by_ddp(worker: int, world_size: int) -> dict[str, str]:
 
 def test_ddp():
     check(run(with_ddp, 2))
+
+
+def test_ddp_pickles():
+    for seen_by_one in run(pickled, 2):
+        assert "can be pickled after its first step" in seen_by_one["refused"]
+        before, after = seen_by_one["ranks"]
+        assert before == after
+        assert len(set(after.values()) - {0}) > 1
+        assert seen_by_one["rank"] == 1
 
 
 def test_ddp_refuses():

@@ -67,6 +67,7 @@ class BucketTable:
         bypass: for each tensor that is not compressed (elements, offset in the message of P, in that of Q).
         row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
         device: where the tables live.
+        any_rank: take the kernels that are compiled for no rank in particular, also where all matrices have the same.
 
     Attributes:
         records: int64 [B, 7]: n, m, r, offset of P, offset of Q, offset of P's parts, offset of Q's parts.
@@ -89,13 +90,14 @@ class BucketTable:
         row_tile: tuple[int, int],
         column_tile: tuple[int, int],
         device: torch.device,
+        any_rank: bool = False,
     ) -> None:
         for matrix in matrices:
             _check(matrix)
         (rows, width_block), (height_block, columns) = row_tile, column_tile
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
-        self.uniform_rank = self.rank if all(matrix.r == self.rank for matrix in matrices) else 0
+        self.uniform_rank = 0 if any_rank or any(matrix.r != self.rank for matrix in matrices) else self.rank
         self._pointers: dict[tuple[int, ...], Pointers] = {}
         self._anchors: dict[torch.dtype, Tensor] = {}
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.kernels.table import integers
 from powersgd_triton.layout import Layout, wire_format
 from powersgd_triton.ops.operations import Message, Operations
 from powersgd_triton.ops.wire import Wire
@@ -25,10 +26,12 @@ class Group:
 
     Attributes:
         M: error buffers, B of [n, m]; None without error feedback.
-        keys: [B] int64, for random directions.
+        seeds: for random directions, of each matrix.
+        keys: the same as [B] int64 on the device.
     """
 
     M: list[Tensor] | None
+    seeds: list[int]
     keys: Tensor
 
 
@@ -52,6 +55,7 @@ class BucketState:
             M holds no product that is still to be subtracted.
         scale: scalar, the loss scale that M contains; None for 1.
         width: of the factors in messages.
+        ranks_change: whether there may be many ranks in the course of a training.
         operations: the stages of a step on this bucket.
     """
 
@@ -79,9 +83,10 @@ class BucketState:
         self.bypass_means = self.message_P[layout.p_numel :]
         self.groups = []
         for group in layout.groups:
-            keys = [zlib.crc32(segment.name.encode()) ^ config.seed for segment in group.segments]
-            self.groups.append(Group(None, torch.tensor(keys, dtype=torch.int64).to(device)))
+            seeds = [zlib.crc32(segment.name.encode()) ^ config.seed for segment in group.segments]
+            self.groups.append(Group(None, seeds, integers([seeds], len(seeds), torch.int64, device)[0]))
         self.width = wire_format(config)
+        self.ranks_change = config.planned
         self._wires: dict[tuple[bool, int, int], Wire] = {}
         self.operations = operations(self)
 

@@ -52,7 +52,7 @@ class TritonOperations:
             Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
                    group.q_offset + i * group.m * group.rank, key)
             for group, tensors in zip(layout.groups, bucket.groups, strict=True)
-            for i, key in enumerate(tensors.keys.tolist())
+            for i, key in enumerate(tensors.seeds)
         ]  # fmt: skip
         launches = self._launches = select_configuration(architecture(device), max((x.r for x in matrices), default=1))
         bypass = zip(
@@ -62,8 +62,9 @@ class TritonOperations:
             strict=True,
         )
         self._table = BucketTable(
-            matrices, list(bypass), launches.compensate_project.tile, launches.backproject.tile, device
-        )
+            matrices, list(bypass), launches.compensate_project.tile, launches.backproject.tile, device,
+            any_rank=bucket.ranks_change,
+        )  # fmt: skip
         self._names = [segment.name for group in layout.groups for segment in group.segments]
         self._names += [segment.name for segment in layout.bypass]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
