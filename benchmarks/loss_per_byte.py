@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import digits
+from powersgd_triton.config import PLANNED_WIRE_DTYPE
 from powersgd_triton.demo.run import train_arm
 from powersgd_triton.demo.train import MODES, Arm, Settings
 
@@ -76,12 +77,13 @@ MODELS = {
         decimals=3,
         arms=[
             "allreduce",
-            *(f"torch:{rank}" for rank in (1, 4, 16)),
-            *(f"ours:{rank}" for rank in (1, 4, 16)),
-            *(f"ours:{rank}+bf16" for rank in (8,)),
-            *(f"ours:{rank}+int8" for rank in (4, 8, 16)),
-            *(f"ours:{rank}+int4" for rank in (8, 16, 32, 64)),
-            "ours:64+int4+alternating",
+            "torch:4",
+            *(f"ours:{rank}" for rank in (1, 2, 4, 16, 64)),
+            *(f"ours:{rank}+bf16" for rank in (4, 8, 16, 32)),
+            *(f"ours:{rank}+int8" for rank in (4, 8, 16, 32, 64)),
+            *(f"ours:{rank}+int4" for rank in (4, 8, 16, 32, 64)),
+            # As many bytes as ranks 2 and 4 in fp32, 8 and 32 in int4.
+            *("ours:33.77x+fp32", "ours:19.63x+fp32", "ours:51.6x", "ours:19x"),
         ],
         seeds=(0, 1, 2),
         steps=600,
@@ -92,13 +94,13 @@ MODELS = {
         decimals=4,
         arms=[
             "allreduce",
-            *(f"torch:{rank}" for rank in (1, 4)),
-            *(f"ours:{rank}" for rank in (1, 2, 4, 8, 16)),
-            *(f"ours:{rank}+bf16" for rank in (4, 8)),
-            *(f"ours:{rank}+int8" for rank in (2, 4, 8, 16)),
-            *(f"ours:{rank}+int4" for rank in (4, 8, 16, 32)),
-            *(f"ours:{budget}x" for budget in (10, 20, 40)),
-            *(f"ours:{budget}x+int4" for budget in (20, 40, 80)),
+            *(f"torch:{rank}" for rank in (1, 4, 16)),
+            *(f"ours:{rank}" for rank in (1, 2, 4, 8, 16, 32)),
+            *(f"ours:{rank}+bf16" for rank in (4, 8, 16)),
+            *(f"ours:{rank}+int8" for rank in (2, 4, 8, 16, 32)),
+            *(f"ours:{rank}+int4" for rank in (4, 8, 16, 32, 64)),
+            # As many bytes as ranks 2 and 4 in fp32, 16, 8 and 4 in int4.
+            *("ours:41.03x+fp32", "ours:22.74x+fp32", "ours:40x", "ours:66x", "ours:100x"),
         ],
         seeds=range(5),
         steps=300,
@@ -146,12 +148,11 @@ class Point:
     @property
     def width(self) -> str:
         """What the factors travel in; the method's name where they are not ours."""
-        method, *modes = self.arm.replace(":", "+").split("+")
-        return (
-            next((mode for mode in modes if "wire_dtype" in MODES.get(mode, {})), "fp32")
-            if method == "ours"
-            else method
-        )
+        arm = Arm.parse(self.arm, DEFAULT_RANK)
+        if arm.method != "ours":
+            return arm.method
+        default = "fp32" if arm.compression is None else PLANNED_WIRE_DTYPE
+        return next((mode for mode in arm.modes if "wire_dtype" in MODES[mode]), default)
 
     @property
     def kind(self) -> str:

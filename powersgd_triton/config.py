@@ -14,6 +14,9 @@ RankFunction = Callable[[str, tuple[int, ...]], int]
 """(parameter's name, its shape) → columns of its factors, 0 for exact averaging."""
 
 DEFAULT_RANK = 4
+PLANNED_WIRE_DTYPE = "int4"
+"""What ends at the lowest loss for the same bytes, see benchmarks/loss_per_byte.py."""
+
 BACKENDS = ("auto", "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
 WIRE_DTYPES = {
@@ -66,10 +69,10 @@ class PowerSGDConfig:
         iterations: how often a step repeats that, each time on what the last time left over.
         orthogonalization_epsilon: a column is replaced by a random direction when what is left of it after projecting
             out its predecessors is at most max(epsilon, 2⁻²²) of its norm before.
-        wire_dtype: width of the factors in messages, a torch.dtype or its name: None for fp32 (fp64 for fp64
-            gradients), bf16, fp16, int8 or int4. What is narrower than fp32 is summed by one worker in fp32, rounded,
-            and returned; fp16 and integers have a bf16 scale for each 128 entries of a column. What rounding loses
-            stays in the error.
+        wire_dtype: width of the factors in messages, a torch.dtype or its name: fp32 (fp64 for fp64 gradients), bf16,
+            fp16, int8 or int4. None: fp32, or int4 where ranks are planned. What is narrower than fp32 is summed by one
+            worker in fp32, rounded, and returned; fp16 and integers have a bf16 scale for each 128 entries of a column.
+            What rounding loses stays in the error.
         error_dtype: dtype in which the error is kept between steps, a torch.dtype or its name: None for fp32 (fp64 for
             fp64 gradients), or bf16, which halves that memory.
         seed: seeds Q and the replacement directions, together with the parameter's name.
@@ -138,6 +141,8 @@ class PowerSGDConfig:
                     f"wire_dtype must be None, float32, bfloat16, float16, int8 or int4; got {self.wire_dtype!r}"
                 )
             object.__setattr__(self, "wire_dtype", WIRE_DTYPES[name])
+        elif self.planned:
+            object.__setattr__(self, "wire_dtype", PLANNED_WIRE_DTYPE)
         if self.error_dtype is not None:
             name = str(self.error_dtype).removeprefix("torch.")
             if name not in ERROR_DTYPES:

@@ -82,6 +82,7 @@ def cases(draw: st.DrawFn, backend: str = "torch", max_steps: int = 6) -> Case:
     named = {f"t{index}": shape for index, shape in enumerate(chosen)}
     if fields["error_feedback"] and draw(st.sampled_from([False, False, True])):
         fields |= {"rank": None, "bytes_per_step": 1, "replan_every": draw(st.sampled_from([1, 1, 2]))}
+        fields["wire_dtype"] = "fp32"
         config = PowerSGDConfig(**fields)
         least = sent_bytes(named, {name: 1 for name, shape in named.items() if compressed_rank(shape, config)}, config)
         fields["bytes_per_step"] = max(1, math.ceil(least * draw(st.sampled_from([1.0, 1.5, 3.0, 10.0]))))

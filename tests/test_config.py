@@ -28,6 +28,41 @@ def test_defaults_are_the_documented_ones():
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
 
 
+def test_a_budget_takes_the_place_of_the_rank():
+    config = PowerSGDConfig(compression=20)
+    assert (config.rank, config.wire_dtype, config.planned) == (None, "int4", True)
+    assert PowerSGDConfig(compression=20, wire_dtype="fp32").wire_dtype == "float32"
+    assert PowerSGDConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert not PowerSGDConfig().planned
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "said"),
+    [
+        ({"compression": 0.5}, ValueError, "compression must be finite and at least 1; got 0.5"),
+        ({"compression": float("inf")}, ValueError, "compression must be finite"),
+        ({"compression": "20"}, TypeError, "compression must be a number; got '20'"),
+        ({"bytes_per_step": 1e5}, TypeError, "bytes_per_step must be an int; got 100000.0"),
+        ({"bytes_per_step": 0}, ValueError, "bytes_per_step must be finite and at least 1; got 0"),
+        ({"rank": 4, "compression": 20}, ValueError, "expected one of rank, compression and bytes_per_step"),
+        ({"compression": 20, "error_feedback": False}, ValueError, "it needs error_feedback=True"),
+        ({"compression": 20, "replan_every": -1}, ValueError, "replan_every must be at least 0; got -1"),
+        ({"rank": "f"}, TypeError, "rank must be an int or a function"),
+    ],
+    ids=str,
+)
+def test_budgets_are_checked(fields: dict[str, Any], error: type[Exception], said: str):
+    with pytest.raises(error, match=said):
+        PowerSGDConfig(**fields)
+
+
+def test_a_function_in_the_ranks_place_is_kept_as_its_name():
+    config = PowerSGDConfig(rank=test_is_frozen_keyword_only_and_hashable)  # type: ignore[arg-type]
+    assert config.to_dict()["rank"] == "function test_is_frozen_keyword_only_and_hashable"
+    with pytest.raises(TypeError, match="rank must be an int or a function"):
+        PowerSGDConfig.from_dict(config.to_dict())
+
+
 def test_is_frozen_keyword_only_and_hashable():
     config = PowerSGDConfig(rank=2)
     with pytest.raises(dataclasses.FrozenInstanceError):

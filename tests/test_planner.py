@@ -17,7 +17,7 @@ MODEL: dict[str, tuple[int, ...]] = {"a": (96, 96), "b": (96, 96), "c": (64, 400
 
 
 def config(compression: float = 6.0, **fields: Any) -> PowerSGDConfig:
-    return PowerSGDConfig(compression=compression, **fields)
+    return PowerSGDConfig(compression=compression, **{"wire_dtype": "fp32", **fields})
 
 
 # The first plan -----------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_bytes_count_the_width_and_what_is_exact():
 
 def test_a_budget_in_bytes_is_the_same_as_one_by_ratio():
     numel = sum(math.prod(shape) for shape in MODEL.values())
-    by_bytes = PowerSGDConfig(bytes_per_step=4 * numel // 6)
+    by_bytes = PowerSGDConfig(bytes_per_step=4 * numel // 6, wire_dtype="fp32")
     assert starting_ranks(MODEL, by_bytes) == starting_ranks(MODEL, config())
 
 
@@ -56,16 +56,16 @@ def test_alternating_has_twice_the_rank_for_the_same_bytes():
 
 def test_a_budget_for_everything_gives_the_largest_ranks():
     whole = sum(4 * math.prod(shape) for shape in MODEL.values())
-    ranks = starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=whole))
+    ranks = starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=whole, wire_dtype="fp32"))
     assert ranks == {name: compressed_rank(MODEL[name], config()) for name in ranks}
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():
     with pytest.raises(ValueError, match=r"the budget is 500 bytes a step, but .* sends 3,824, 432 of them") as caught:
-        starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=500))
+        starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=500, wire_dtype="fp32"))
     largest = float(str(caught.value).split("compression of at most ")[1].split(";")[0])
     assert starting_ranks(MODEL, config(largest - 0.1))
-    starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=3824))
+    starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=3824, wire_dtype="fp32"))
 
 
 def test_a_model_without_matrices_needs_no_plan():
@@ -130,7 +130,7 @@ def test_zeros_want_nothing():
 
 
 def test_tensors_that_were_added_are_made_room_for_at_once():
-    tight = PowerSGDConfig(bytes_per_step=20_000)
+    tight = PowerSGDConfig(bytes_per_step=20_000, wire_dtype="fp32")
     ranks = starting_ranks(MODEL, tight)
     grown = {**MODEL, "new bias": (2000,)}
     found = allot(grown, ranks, dict.fromkeys(ranks, 1.0), tight)
@@ -160,7 +160,7 @@ def test_nothing_is_learnt_from_overflows(spectrum: Spectrum):
 sizes = st.integers(1, 200)
 shapes = st.one_of(st.tuples(sizes, sizes), st.tuples(sizes), st.tuples(sizes, st.integers(1, 9), st.integers(1, 9)))
 models = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), shapes, max_size=8)
-widths = st.sampled_from([None, "bf16", "fp16", "int8", "int4"])
+widths = st.sampled_from(["fp32", "bf16", "fp16", "int8", "int4"])
 
 
 @given(models, widths, st.floats(1, 60), st.sampled_from(["standard", "alternating"]), st.data())

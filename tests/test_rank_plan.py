@@ -38,7 +38,7 @@ def spectral(seed: int, workers: int) -> list[Values]:
 
 
 def planned(**fields: Any) -> PowerSGDConfig:
-    return PowerSGDConfig(**{"compression": 4, "replan_every": 3, **fields})
+    return PowerSGDConfig(**{"compression": 4, "replan_every": 3, "wire_dtype": "fp32", **fields})
 
 
 # One process --------------------------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ def test_what_a_function_gives_is_checked(given: Any, error: type[Exception]):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}], ids=str)
-@pytest.mark.parametrize("width", [None, "int4"])
+@pytest.mark.parametrize("width", ["fp32", "int4"])
 def test_nothing_is_lost_when_ranks_change(width: str | None, fields: dict[str, Any], workers: int):
     """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t over several plans; workers hold the same bits (``Fleet`` asserts it)."""
-    compression = 4 if width is None else 12
+    compression = 4 if width == "fp32" else 12
     fleet = Fleet(planned(wire_dtype=width, compression=compression, **fields), SHAPES, workers)
     owed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     size = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}

@@ -18,7 +18,7 @@ from powersgd_triton.demo.parallelism import PARALLELISMS, ZERO_STAGES, check_wo
 from powersgd_triton.demo.train import MODES, Arm, Result, Settings, train_worker
 from powersgd_triton.demo.workers import run_workers
 
-BUDGETED = "ours:20x+int4"
+BUDGETED = "ours:20x"
 """About the bytes of rank 4 in fp32."""
 
 
