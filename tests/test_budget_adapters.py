@@ -91,7 +91,7 @@ def with_ddp(worker: int, world_size: int) -> dict[str, Any]:
 def pickled(worker: int, world_size: int) -> dict[str, Any]:
     """Before the first step and after some, with a budget, and without one that is spelled out."""
     model = linear_stack(4, 48)
-    state = ddp.PowerSGDState(None, start_powerSGD_iter=0, module=model, **BUDGET)
+    state = ddp.PowerSGDState(None, start_powerSGD_iter=0, module=model, **{**BUDGET, "wire_dtype": "int8"})
     refused = complaint(pickle.dumps, state)
     train(model, worker, state, steps=range(5), width=48)
     report = state.report()
