@@ -74,7 +74,7 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
     Raises:
         ValueError: the budget is too small.
     """
-    largest = _largest_ranks(tensors, config)
+    largest = largest_ranks(tensors, config)
     total = budget(tensors, config)
 
     def sent(rank: int) -> float:
@@ -118,7 +118,7 @@ def allot(
     Returns:
         {name: rank} of all that are compressed.
     """
-    largest = _largest_ranks(tensors, config)
+    largest = largest_ranks(tensors, config)
     columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
     now = {name: min(ranks.get(name, 1), most) for name, most in largest.items()}
     known = [name for name in largest if name in demands]
@@ -145,7 +145,7 @@ def allot(
     return planned
 
 
-def _largest_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, int]:
+def largest_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, int]:
     """Those of matrices that are worth compressing."""
     largest = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
     return {name: rank for name, rank in largest.items() if rank}

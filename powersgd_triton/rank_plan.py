@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout, sizes
+from powersgd_triton.layout import Layout
 from powersgd_triton.ops import BucketState
-from powersgd_triton.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
+from powersgd_triton.planner import Spectrum, allot, budget, largest_ranks, sent_bytes, starting_ranks
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -119,9 +119,7 @@ class RankPlan:
 
     def replan(self) -> bool:
         """Put the plan in force for which something was measured; whether there was one."""
-        if not self.pending:
-            return False
-        spectra = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending
+        spectra = self._measured()
         self.pending = None
         found = {name: spectrum.demand for name, spectrum in spectra.items() if math.isfinite(spectrum.demand)}
         total = sum(found.values())
@@ -136,6 +134,10 @@ class RankPlan:
         self.spectra |= {name: spectra[name] for name in found}
         self._adopt(ranks)
         return True
+
+    def _measured(self) -> dict[str, Spectrum]:
+        """What is pending; waits until it is on the host."""
+        return self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
 
     def kept_columns(self, name: str, before: int, after: int) -> list[int]:
         """Which of a matrix's columns stay when its rank falls: those of the highest energy, in their order."""
@@ -157,13 +159,12 @@ class RankPlan:
 
     def state_dict(self) -> dict[str, Any]:
         """Ranks, and what they and the next ones are planned from: plain numbers."""
-        pending = self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
         return {
             "ranks": dict(self.ranks),
             "demands": dict(self.demands),
             **{
                 key: {name: [spectrum.total, *spectrum.columns] for name, spectrum in spectra.items()}
-                for key, spectra in (("spectra", self.spectra), ("pending", pending))
+                for key, spectra in (("spectra", self.spectra), ("pending", self._measured()))
             },
         }
 
@@ -177,7 +178,7 @@ class RankPlan:
             return
         self.begin(self._tensors)
         self.demands, self.spectra, self.pending = {}, {}, None
-        largest = {name: size[2] for name, size in sizes(self._tensors, self._config).items()}
+        largest = largest_ranks(self._tensors, self._config)
         ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
         if ranks and sent_bytes(self._tensors, self.ranks | ranks, self._config) <= budget(self._tensors, self._config):
             self._adopt(self.ranks | ranks)

@@ -41,6 +41,12 @@ def planned(**fields: Any) -> PowerSGDConfig:
     return PowerSGDConfig(**{"compression": 4, "replan_every": 3, "wire_dtype": "fp32", **fields})
 
 
+def compress(compressor: Compressor, steps: range) -> None:
+    """Steps of one worker."""
+    for step in steps:
+        compressor.compress(spectral(step, 1)[0])
+
+
 # One process --------------------------------------------------------------------------------------------------------
 
 
@@ -71,8 +77,7 @@ def test_every_step_keeps_to_the_budget(fields: dict[str, Any]):
 
 def test_more_columns_go_to_what_lags_behind():
     compressor = Compressor(planned(), SHAPES)
-    for step in range(13):
-        compressor.compress(spectral(step, 1)[0])
+    compress(compressor, range(13))
     ranks = {s.name: s.rank for s in compressor.layout.segments}
     assert ranks["flat"] > ranks["steep"]
     assert ranks["bias"] == ranks["tiny"] == 0
@@ -81,8 +86,7 @@ def test_more_columns_go_to_what_lags_behind():
 def test_without_replanning_ranks_stay_as_they_begin():
     compressor = Compressor(planned(replan_every=0), SHAPES)
     first = compressor.layout
-    for step in range(5):
-        compressor.compress(spectral(step, 1)[0])
+    compress(compressor, range(5))
     assert compressor.layout is first
 
 
@@ -117,8 +121,7 @@ def test_a_budget_that_cannot_be_kept_is_refused(fields: dict[str, Any]):
 def test_report():
     config = planned()
     compressor = Compressor(config, SHAPES)
-    for step in range(5):
-        compressor.compress(spectral(step, 1)[0])
+    compress(compressor, range(5))
     report = compressor.report()
     assert report.bytes_per_step <= budget(SHAPES, config)
     assert report.compression >= 4
@@ -201,8 +204,7 @@ def test_the_columns_of_the_highest_energy_stay():
 
 def test_a_matrix_keeps_its_error_and_basis_when_its_rank_changes():
     compressor = Compressor(planned(), SHAPES)
-    for step in range(4):
-        compressor.compress(spectral(step, 1)[0])
+    compress(compressor, range(4))
     before = {name: matrix.bases["basis"].clone() for name, matrix in compressor._state.matrices.items()}
     after = {name: basis.shape[1] for name, basis in before.items()} | compressor._state.plan.ranks
     errors = compressor.error()
