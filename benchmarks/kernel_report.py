@@ -46,7 +46,7 @@ from powersgd_triton.kernels import subtract_projection as subtract
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
 from powersgd_triton.kernels.wire_table import WireTable
-from powersgd_triton.wire_format import FORMATS, WirePlan
+from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -14,12 +14,12 @@ from unittest import mock
 from torch import Tensor
 
 import powersgd_triton.kernels
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compression
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops import BucketState
-from powersgd_triton.state import State
 
 PHASES = (
     *["compensate_project", "pack P", "orthogonalize P", "backproject", "pack Q", "orthogonalize Q", "commit"],

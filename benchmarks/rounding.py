@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.wire_format import FORMATS, SCALE_BYTES, Piece, WirePlan
+from powersgd_triton.layout.wire_format import FORMATS, SCALE_BYTES, Piece, WirePlan
 
 Record = dict[str, Any]
 

@@ -16,7 +16,7 @@ from benchmarks.providers import STEP_PROVIDERS
 from benchmarks.results_file import Results
 from benchmarks.timing import Clock
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
+from powersgd_triton.layout.layout import Layout
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,10 @@ from benchmarks.shapes import Shapes, count_parameters
 from benchmarks.timing import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.configurations import Launch, architecture, select_configuration
-from powersgd_triton.layout import Layout
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire, Wire
-from powersgd_triton.wire_format import FORMATS, WirePlan
 
 WIRE_PHASES = ("encode", "reduce", "decode")
 WORKERS = 4

@@ -32,10 +32,10 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.demo.model import GPT
 from powersgd_triton.demo.train import Arm, Result, Settings, train_worker
 from powersgd_triton.demo.workers import run_workers
-from powersgd_triton.layout import Layout
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.wire_format import BLOCK
 from powersgd_triton.ops import torch_backend
 from powersgd_triton.ops.wire import TorchWire
-from powersgd_triton.wire_format import BLOCK
 from tests.lockstep import Fleet, Values
 
 FILE = Path(__file__).parent / "results" / "wire-variants.json"

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.sharded import FullSizeState, check_config, plain_name
-from powersgd_triton.layout import Layout
+from powersgd_triton.layout.layout import Layout
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
-from powersgd_triton.loss_scale import LossScaleSource
+from powersgd_triton.core.loss_scale import LossScaleSource
+from powersgd_triton.core.reducer import Reducer
+from powersgd_triton.core.saved_state import FORMAT_VERSION, Size
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout, compressed_rank, matrix_shape
 from powersgd_triton.ops.reference import note_overflow
-from powersgd_triton.rank_report import RankReport
-from powersgd_triton.reducer import Reducer
-from powersgd_triton.saved_state import FORMAT_VERSION, Size
-from powersgd_triton.state import State
+from powersgd_triton.ranks.report import RankReport
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 

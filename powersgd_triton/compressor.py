@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.agreement import Agreement
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.agreement import Agreement
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import summed
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.exchange import summed
-from powersgd_triton.layout import Layout
-from powersgd_triton.loss_scale import LossScaleSource
+from powersgd_triton.core.loss_scale import LossScaleSource
+from powersgd_triton.core.replanner import Replanner
+from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops import BucketState, TorchOperations, reconstruct_ranges
 from powersgd_triton.ops.reference import subtract_product_reference
-from powersgd_triton.rank_report import RankReport
-from powersgd_triton.replanner import Replanner
-from powersgd_triton.saved_state import LoadReport
-from powersgd_triton.state import State
+from powersgd_triton.ranks.report import RankReport
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

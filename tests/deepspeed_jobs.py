@@ -218,7 +218,7 @@ def _largest(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float
 
 def bypassed_seam(stage: int) -> str:
     """What is said when DeepSpeed stops calling what was replaced."""
-    from powersgd_triton.integrations.deepspeed_seams import seam_class
+    from powersgd_triton.integrations.deepspeed.seams import seam_class
 
     with engine_for(Case("", stage), RANK_4) as engine:
         losses(engine, range(1))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import compressed_rank
-from powersgd_triton.planner import sent_bytes
+from powersgd_triton.layout.layout import compressed_rank
+from powersgd_triton.ranks.planner import sent_bytes
 from tests.lockstep import Values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

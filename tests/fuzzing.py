@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout import Segment, first_turn
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Segment, first_turn
 from powersgd_triton.ops.reference import DEAD_COLUMN
-from powersgd_triton.state import State
 from tests.fp64_model import Model, total
 from tests.fuzz_cases import Case, gradients
 from tests.lockstep import Fleet, Passage, Values, assert_same_bits

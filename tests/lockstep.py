@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compression
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops import BucketState
-from powersgd_triton.state import State
 
 Values = dict[str, Tensor]
 T = TypeVar("T")

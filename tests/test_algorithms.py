@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from tests.checks import SHAPES, bases, everything, gradients, same_bits, step
 from tests.distributed import outcome, run_cases
 from tests.fp64_model import Model

@@ -14,7 +14,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
-from powersgd_triton.rank_report import RankReport
+from powersgd_triton.ranks.report import RankReport
 from tests.distributed import run
 from tests.sharded_training import (
     STEPS,

@@ -19,7 +19,7 @@ pytest.importorskip("deepspeed")
 import deepspeed
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations import deepspeed_refusals as refusals
+from powersgd_triton.integrations.deepspeed import refusals
 from tests import deepspeed_jobs as jobs
 from tests.deepspeed_training import result, run_all
 from tests.distributed import run

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.communication import Communicator
-from powersgd_triton.layout import Layout
-from powersgd_triton.reducer import Reducer
-from powersgd_triton.state import State
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core.reducer import Reducer
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
 from tests.checks import everything
 from tests.faults import table
 from tests.faults.episodes import Tally

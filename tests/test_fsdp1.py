@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
-from powersgd_triton.layout import compressed_rank
+from powersgd_triton.layout.layout import compressed_rank
 from tests.sharded_training import (
     FULL_RANK,
     RANK_2,

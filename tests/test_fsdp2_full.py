@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
-from powersgd_triton.layout import compressed_rank
+from powersgd_triton.layout.layout import compressed_rank
 from tests.sharded_training import (
     CASES,
     RANK_2,

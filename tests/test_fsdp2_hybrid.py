@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
-from powersgd_triton.layout import compressed_rank
+from powersgd_triton.layout.layout import compressed_rank
 from tests.sharded_training import (
     CASES,
     FULL_RANK,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.wire_table import WireTable
+from powersgd_triton.layout.wire_format import BLOCK, FORMATS, Chunk, Piece, WirePlan
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire, Wire
-from powersgd_triton.wire_format import BLOCK, FORMATS, Chunk, Piece, WirePlan
 from tests.kernel_cases import INF, MARGIN, NAN, Memory
 
 WIDTHS = ("bfloat16", "float16", "int8", "int4")

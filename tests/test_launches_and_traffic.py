@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compression
-from powersgd_triton.layout import Layout
-from powersgd_triton.state import State
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
 from tests.checks import everything, gradients
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")

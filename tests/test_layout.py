@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.config import ALGORITHMS
-from powersgd_triton.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.layout.layout import Layout, compressed_rank, matrix_shape
 
 Shapes = list[tuple[int, ...]]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=12)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.core.loss_scale import LARGEST, LossScale
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from powersgd_triton.loss_scale import LARGEST, LossScale
 from tests.distributed import run
 from tests.small import MANY, RANK_2, WIDTH, stack
 from tests.training import batch, flat, gradients_of, squared_error

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout import compressed_rank, matrix_bytes, matrix_shape
-from powersgd_triton.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
+from powersgd_triton.layout.layout import compressed_rank, matrix_bytes, matrix_shape
+from powersgd_triton.ranks.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
 
 MODEL: dict[str, tuple[int, ...]] = {"a": (96, 96), "b": (96, 96), "c": (64, 400), "norm": (96,), "small": (3, 4)}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
-from powersgd_triton.reducer import Reducer
-from powersgd_triton.state import State
+from powersgd_triton.core.reducer import Reducer
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
 
 SHAPES = {"a": (12, 7), "bias": (9,), "b": (12, 7), "c": (5, 3, 4), "small": (2, 2)}
 # Whole, a part of a row, parts of two rows, rows, nothing, the end.

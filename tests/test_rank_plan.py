@@ -11,8 +11,8 @@ from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.compressor import Compression
-from powersgd_triton.planner import Spectrum, budget, sent_bytes
-from powersgd_triton.rank_plan import RankPlan
+from powersgd_triton.ranks.plan import RankPlan
+from powersgd_triton.ranks.planner import Spectrum, budget, sent_bytes
 from tests.lockstep import Fleet, Values
 
 # Spectra of different steepness, so that ranks have reasons to change.

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from powersgd_triton.layout import compressed_rank
+from powersgd_triton.layout.layout import compressed_rank
 from tests.sharded_training import (
     RANK_2,
     Net,

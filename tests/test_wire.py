@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout import Layout, compressed_rank
+from powersgd_triton.layout.layout import Layout, compressed_rank
+from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, FORMATS, WirePlan
 from powersgd_triton.ops.wire import TorchWire
-from powersgd_triton.wire_format import ALIGNMENT, BLOCK, FORMATS, WirePlan
 from tests.lockstep import Fleet, Values
 
 NARROW = ["bfloat16", "float16", "int8", "int4"]

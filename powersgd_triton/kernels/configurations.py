@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from powersgd_triton.wire_format import BLOCK
+from powersgd_triton.layout.wire_format import BLOCK
 
 
 @dataclasses.dataclass(frozen=True)

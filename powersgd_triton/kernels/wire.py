@@ -16,7 +16,7 @@ from torch import Tensor
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import COPY_BLOCK
 from powersgd_triton.kernels.wire_table import WireTable
-from powersgd_triton.wire_format import BLOCK
+from powersgd_triton.layout.wire_format import BLOCK
 
 CODES = {"bfloat16": torch.int16, "float16": torch.float16, "int8": torch.int8, "int4": torch.int8}
 

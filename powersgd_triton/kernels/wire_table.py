@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from powersgd_triton.kernels.table import COPY_BLOCK, integers
-from powersgd_triton.wire_format import BLOCK, SCALE_BYTES, Chunk, Piece, WireFormat, WirePlan
+from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, Chunk, Piece, WireFormat, WirePlan
 
 ITEMSIZE = 4
 """Of messages, which are fp32."""

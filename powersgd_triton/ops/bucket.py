@@ -11,10 +11,10 @@ from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.table import integers
-from powersgd_triton.layout import Layout, wire_format
+from powersgd_triton.layout.layout import Layout, wire_format
+from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.operations import Message, Operations
 from powersgd_triton.ops.wire import Wire
-from powersgd_triton.wire_format import WirePlan
 
 Product = list[tuple[Tensor, Tensor]]
 """Σ L Rᵀ for all matrices: pairs of flat factors, one for each iteration of a step."""

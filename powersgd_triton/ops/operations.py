@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.wire import Wire
-from powersgd_triton.wire_format import WirePlan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.bucket import BucketState, Product
 from powersgd_triton.ops.operations import Message, Step
 from powersgd_triton.ops.reference import (
@@ -22,7 +23,6 @@ from powersgd_triton.ops.reference import (
     subtract_product_reference,
 )
 from powersgd_triton.ops.wire import TorchWire, Wire
-from powersgd_triton.wire_format import WirePlan
 
 
 class TorchOperations:

@@ -19,12 +19,12 @@ from powersgd_triton.kernels.orthogonalize import orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
+from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.bucket import BucketState
 from powersgd_triton.ops.operations import Message, Step
 from powersgd_triton.ops.torch_backend import TorchOperations
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import Wire
-from powersgd_triton.wire_format import WirePlan
 
 
 class Workspace:

@@ -8,7 +8,7 @@ from torch import Tensor
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.wire import decode_triton, encode_triton, reduce_triton
 from powersgd_triton.kernels.wire_table import WireTable
-from powersgd_triton.wire_format import WirePlan
+from powersgd_triton.layout.wire_format import WirePlan
 
 
 class TritonWire:

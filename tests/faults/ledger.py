@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout import compressed_rank, matrix_shape
+from powersgd_triton.layout.layout import compressed_rank, matrix_shape
 
 Named = Mapping[str, Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from powersgd_triton.communication import Communicator, wait
+from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.ops import BucketState, Message
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.wire_format import FORMATS, WireFormat
+from powersgd_triton.layout.wire_format import FORMATS, WireFormat
 
 LARGEST_PLANNED_RANK = 256
 """What the Triton kernels can do."""

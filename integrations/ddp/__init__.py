@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import GRADIENT_DTYPES
 from powersgd_triton.config import PowerSGDConfig, RankFunction
-from powersgd_triton.integrations.parameter_names import ParameterNames, memory_shape
-from powersgd_triton.layout import Layout
-from powersgd_triton.loss_scale import LossScaleSource
-from powersgd_triton.rank_report import RankReport
-from powersgd_triton.reducer import Reducer
-from powersgd_triton.saved_state import LoadReport
-from powersgd_triton.state import State
+from powersgd_triton.core.loss_scale import LossScaleSource
+from powersgd_triton.core.reducer import Reducer
+from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.state import State
+from powersgd_triton.integrations.ddp.names import ParameterNames, memory_shape
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ranks.report import RankReport
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

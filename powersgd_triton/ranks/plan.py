@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops import BucketState
-from powersgd_triton.planner import Spectrum, allot, budget, largest_ranks, sent_bytes, starting_ranks
+from powersgd_triton.ranks.planner import Spectrum, allot, budget, largest_ranks, sent_bytes, starting_ranks
 
 logger = logging.getLogger("powersgd_triton")
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.communication import Communicator
-from powersgd_triton.layout import compressed_rank
-from powersgd_triton.state import State
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import compressed_rank
 
 Facts = Mapping[str, Any]
 SHOWN = 3

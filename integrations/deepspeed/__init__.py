@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from typing import Any
 
 try:
@@ -26,8 +25,8 @@ except ImportError as error:
 
 import torch.distributed as dist
 
-from powersgd_triton.integrations.deepspeed_checkpoints import attach_checkpoints
-from powersgd_triton.integrations.deepspeed_refusals import (
+from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints
+from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
     PowerSGDConfigError,
     engine_problems,
@@ -36,9 +35,9 @@ from powersgd_triton.integrations.deepspeed_refusals import (
     refuse,
     section_of,
 )
-from powersgd_triton.integrations.deepspeed_seams import averaging_group, loss_scale_source, seam_class
-from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
-from powersgd_triton.integrations.deepspeed_traffic import describe, expected_traffic
+from powersgd_triton.integrations.deepspeed.seams import averaging_group, loss_scale_source, seam_class
+from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
+from powersgd_triton.integrations.deepspeed.traffic import describe, expected_traffic
 
 __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
 
@@ -127,9 +126,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *dir(_deepspeed)})
-
-
-if __name__ == "__main__":
-    from powersgd_triton.integrations.deepspeed_runner import main
-
-    main(sys.argv[1:])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from powersgd_triton.agreement import fingerprint
+from powersgd_triton.comm.agreement import fingerprint
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.carried import CarriedErrors
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout, compressed_rank, first_turn
-from powersgd_triton.loss_scale import LossScale, LossScaleSource
+from powersgd_triton.core.carried import CarriedErrors
+from powersgd_triton.core.loss_scale import LossScale, LossScaleSource
+from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, SavedState, Size, fingerprint, listing
+from powersgd_triton.layout.layout import Layout, compressed_rank, first_turn
 from powersgd_triton.ops import Backend, BucketState, Step, select_backend
-from powersgd_triton.rank_plan import Measurement, RankPlan
-from powersgd_triton.rank_report import RankReport
-from powersgd_triton.saved_state import FORMAT_VERSION, LoadReport, SavedState, Size, fingerprint, listing
+from powersgd_triton.ranks.plan import Measurement, RankPlan
+from powersgd_triton.ranks.report import RankReport
 
 logger = logging.getLogger("powersgd_triton")
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import sizes
-from powersgd_triton.saved_state import Size
+from powersgd_triton.core.saved_state import Size
+from powersgd_triton.layout.layout import sizes
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
 """Buckets of the first backward pass: for each its parameters' names and shapes."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import compressed_rank, matrix_bytes, matrix_shape
+from powersgd_triton.layout.layout import compressed_rank, matrix_bytes, matrix_shape
 
 
 @dataclasses.dataclass(frozen=True)

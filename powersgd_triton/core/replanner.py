@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from powersgd_triton.communication import Communicator
-from powersgd_triton.state import State
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core.state import State
 
 
 class Replanner:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.checkpoint import save as save_file
-from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
+from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
 logger = logging.getLogger("powersgd_triton")
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.agreement import Agreement
-from powersgd_triton.communication import Communicator, wait
+from powersgd_triton.comm.agreement import Agreement
+from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.compressor import Compression
-from powersgd_triton.layout import Layout
-from powersgd_triton.replanner import Replanner
-from powersgd_triton.state import State
+from powersgd_triton.core.replanner import Replanner
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
 
 
 class Reducer:

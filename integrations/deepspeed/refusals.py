@@ -12,7 +12,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.deepspeed_seams import averaging_group, is_bf16_optimizer, seam_class
+from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
 
 SECTION = "powersgd"
 ENABLED = "enabled"

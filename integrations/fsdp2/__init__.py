@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.fsdp2_units import Unit, find_units
-from powersgd_triton.integrations.replicas import broadcast_from_first, unequal_tensors
+from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, unequal_tensors
+from powersgd_triton.integrations.fsdp2.units import Unit, find_units
 from powersgd_triton.integrations.sharded import (
     FullSizeState,
     ShardedState,
@@ -29,7 +29,7 @@ from powersgd_triton.integrations.sharded import (
     contiguous_stride,
     rows_of,
 )
-from powersgd_triton.layout import matrix_shape
+from powersgd_triton.layout.layout import matrix_shape
 
 __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
 

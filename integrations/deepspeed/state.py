@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.communication import Communicator
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, fingerprint
 from powersgd_triton.integrations.sharded import StepState, plain_name
-from powersgd_triton.layout import Layout, sizes
-from powersgd_triton.saved_state import LoadReport, SavedState, Size, fingerprint
+from powersgd_triton.layout.layout import Layout, sizes
 
 
 @dataclasses.dataclass

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.deepspeed_seams import is_bf16_optimizer
-from powersgd_triton.integrations.deepspeed_state import DeepSpeedState
-from powersgd_triton.layout import Layout
+from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
+from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
+from powersgd_triton.layout.layout import Layout
 
 FACTOR_BYTES = 4
 

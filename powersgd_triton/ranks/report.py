@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout import Layout, matrix_bytes
-from powersgd_triton.planner import Spectrum
+from powersgd_triton.layout.layout import Layout, matrix_bytes
+from powersgd_triton.ranks.planner import Spectrum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Process groups: collectives, the exchange of messages, and whether all workers do the same."""

@@ -1,0 +1,1 @@
+"""The step, what is remembered between steps, and what is saved."""

@@ -1,0 +1,1 @@
+"""Integers only: which tensors are compressed, as which matrices, and where everything lies."""

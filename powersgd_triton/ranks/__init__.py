@@ -1,0 +1,1 @@
+"""Ranks under a byte budget: planned, in force, reported."""
