@@ -1,86 +1,43 @@
-"""Compress and decompress: one bucket's step in stages, and the public ``Compressor`` over one set of tensors."""
+"""The public ``Compressor`` over one set of tensors: compress and decompress."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import Agreement
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.exchange import summed
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.loss_scale import LossScaleSource
-from powersgd_triton.core.replanner import Replanner
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.core.state import State
-from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops import BucketState, TorchOperations, reconstruct_ranges
+from powersgd_triton.layout.layout import Layout, sizes
+from powersgd_triton.ops.backend import Backend
+from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.reference import subtract_product_reference
-from powersgd_triton.ranks.report import RankReport
+from powersgd_triton.ops.torch_backend import TorchBackend
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Compression:
-    """One step of one bucket, cut where its messages travel.
-
-    Args:
-        state: the model's state.
-        layout: the tensors of the bucket.
-        gradients: {name: contiguous tensor of the layout's shape}, not changed before ``reconstruct``.
-        communicator: whom to average with.
-    """
-
-    def __init__(
-        self, state: State, layout: Layout, gradients: Mapping[str, Tensor], communicator: Communicator
-    ) -> None:
-        device = gradients[layout.segments[0].name].device
-        self._state = state
-        self._communicator = communicator
-        self.verdict = state.verdict(device)
-        self._step = state.step(communicator.world_size)
-        self.bucket = state.bind(layout, {gradient.dtype for gradient in gradients.values()}, device)
-        self._gradients = state.add_carried(layout, gradients)
-
-    def run(self) -> Iterator[None]:
-        """Do the step up to the averaged factors; each time this yields, a collective is under way.
-
-        Every worker must advance all its buckets in the same order, since that is the order of the collectives.
-        """
-        operations = self.bucket.operations
-        step = dataclasses.replace(self._step, growth=self._state.rescale(self.bucket))
-        if not step.warm_start:
-            operations.redraw_bases(step)
-        for message in operations.exchange(self._gradients, step, self.verdict):
-            yield from summed(self.bucket, message, self._communicator)
-
-    def reconstruct(self, gradients: Mapping[str, Tensor]) -> None:
-        """Ĝ, and the bypass tensors' means, into {name: contiguous tensor}.
-
-        Where one does not fit its dtype the step is not finite, see ``State.verdict_on_averages``.
-        """
-        self.bucket.operations.reconstruct(gradients, self._state.verdict_on_averages(self.verdict))
-
-    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]]) -> None:
-        """Parts of them, see ``ops.reconstruct_ranges``; for whole averages that do not fit ask all who hold a part."""
-        reconstruct_ranges(self.bucket, out, self._state.verdict_on_averages(self.verdict))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compressed:
-    """The averaged factors of one step: views of the compressor's memory, valid until its next ``compress``."""
+    """The averaged factors of one step: views of the compressor's memory, valid until its next ``compress``.
 
-    bucket: BucketState
+    Attributes:
+        backend: of the bucket that holds the factors.
+        iteration: number of the step, from 1.
+        verdict: scalar, 1 where the step was finite, else 0. Known once the averages are written, see ``decompress``.
+    """
+
+    backend: Backend
     iteration: int
     verdict: Tensor
-    """Scalar: 1 where the step was finite, else 0. Known once the averages are written, see ``decompress``."""
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{name: (left [n, r], right [m, r])}, views, with Ĝ = left · rightᵀ. Bypass tensors have none.
@@ -88,15 +45,15 @@ class Compressed:
         That is P̂ and Q̄, or P̄ and Q̂ in every second step of the alternating algorithm. With several iterations they
         are copies with iterations · r columns.
         """
-        factors = self.bucket.joined(self.bucket.average)
+        bucket = self.backend.bucket
         return {
             segment.name: (left[index], right[index])
-            for group, (left, right) in zip(self.bucket.layout.groups, factors, strict=True)
+            for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True)
             for index, segment in enumerate(group.segments)
         }
 
 
-class Compressor:
+class Compressor(Handle):
     """PowerSGD (arXiv:1905.13727) over one set of named gradients, averaged over a process group.
 
     Args:
@@ -128,26 +85,16 @@ class Compressor:
             if isinstance(tensor, Tensor):
                 _check_dtype(name, tensor)
                 self._kinds[name] = (tensor.dtype, tensor.device)
-        self.config = config
-        self._communicator = Communicator(group)
-        self._state = State(config)
-        self._state.plan.begin(shapes)
-        self._agreement = Agreement(self._state, [self._communicator])
-        self._replanner = Replanner(self._state, self._communicator)
         self._compressing = Layout.build(shapes, config)
         self._exact = Layout.build(shapes, config, compress=False)
-        self._before = self._after = 0
+        super().__init__(Engine(config, Communicator(group), lambda: shapes))
+        # Whether the averages of the last step were written once.
         self._written = False
-
-    @property
-    def iteration(self) -> int:
-        """Number of steps done."""
-        return self._state.iteration
 
     @property
     def layout(self) -> Layout:
         """Which tensors are compressed, and as which matrices."""
-        return self._state.plan.layout(self._compressing)
+        return self._engine.plan.layout(self._compressing)
 
     def compress(self, gradients: Gradients) -> Compressed:
         """Average this step's gradients over the workers, in compressed form. Collective.
@@ -165,31 +112,22 @@ class Compressor:
         """
         named = self._named(gradients)
         self._kinds = {name: (tensor.dtype, tensor.device) for name, tensor in named.items()}
-        if not self._agreement.begun:
-            device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
-            self._agreement.begin({segment.name: segment.shape for segment in self._compressing.segments}, device)
-        layout = self._exact if self._state.iteration < self.config.start_iter else self.layout
+        engine, step = self._engine, self._engine.step
+        device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
+        layout = self._compressing if engine.begin(self._compressing, device, last=True) else self._exact
         if not layout.segments:
-            self._end_step()
-            nothing = BucketState(layout, torch.float32, torch.device("cpu"), self.config, TorchOperations)
-            return Compressed(nothing, self._state.iteration, torch.ones(()))
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
-        compression = Compression(self._state, layout, contiguous, self._communicator)
-        try:
-            collections.deque(compression.run(), maxlen=0)
-        except BaseException:
-            self._state.void_step()
-            raise
-        self._after += layout.sent_numel(self.config, self._state.iteration)
+            engine.end_step()
+            nothing = TorchBackend(Bucket(layout, torch.float32, device, self.config))
+            return Compressed(nothing, step.iteration, torch.ones(()))
+        found: list[Compressed] = []
+        # What ``decompress`` reconstructs.
+        engine.average(
+            layout,
+            {name: tensor.detach().contiguous() for name, tensor in named.items()},
+            write=lambda backend: found.append(Compressed(backend, step.iteration + 1, step.verdict(device))),
+        )
         self._written = False
-        self._end_step()
-        self._before += layout.numel
-        return Compressed(compression.bucket, self._state.iteration, compression.verdict)
-
-    def _end_step(self) -> None:
-        self._state.end_step()
-        self._agreement.end_step()
-        self._replanner.end_step()
+        return found[0]
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
         """Write the averaged gradients Ĝ.
@@ -211,18 +149,17 @@ class Compressor:
         """
         self._check_valid(compressed)
         if out is None:
-            bucket = compressed.bucket
+            dtype = compressed.backend.bucket.message_P.dtype
             out = {
                 segment.name: torch.empty(segment.shape, dtype=kind[0], device=kind[1])
                 for segment in self._compressing.segments
-                for kind in [self._kinds.get(segment.name, (bucket.message_P.dtype, bucket.message_P.device))]
+                for kind in [self._kinds.get(segment.name, (dtype, compressed.verdict.device))]
             }
         named = self._named(out, same_dtype=False)
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         if named:
-            verdict = self._state.verdict_on_averages(compressed.verdict)
-            verdict = torch.zeros_like(verdict) if self._written else verdict
-            compressed.bucket.operations.reconstruct(contiguous, verdict)
+            decides = self._engine.step.loss_scale is not None and not self._written
+            compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
             self._written = True
         for name, tensor in named.items():
             if contiguous[name].data_ptr() != tensor.data_ptr():
@@ -246,7 +183,7 @@ class Compressor:
         """
         self._check_valid(compressed)
         named = {name: tensor.detach() for name, tensor in self._named(gradients).items()}
-        bucket, verdict = compressed.bucket, compressed.verdict
+        bucket, verdict = compressed.backend.bucket, compressed.verdict
         contiguous = {name: tensor.contiguous() for name, tensor in named.items()}
         for matrices, (P, Q) in zip(bucket.matrices(contiguous), bucket.joined(bucket.product), strict=True):
             subtract_product_reference(matrices, P, Q, verdict)
@@ -266,41 +203,33 @@ class Compressor:
         return dropped
 
     def _check_valid(self, compressed: Compressed) -> None:
-        if compressed.iteration != self._state.iteration:
+        if compressed.iteration != self._engine.step.iteration:
             raise RuntimeError(
                 f"factors are valid until the next compress; these are of step {compressed.iteration}, "
-                f"the last step was {self._state.iteration}"
+                f"the last step was {self._engine.step.iteration}"
             )
 
-    def attach(self, scaler: LossScaleSource) -> None:
-        """Let the error follow the loss scale of a ``torch.amp.GradScaler``, or one that a function returns.
-
-        Raises:
-            TypeError: it is neither.
-        """
-        self._state.attach(scaler)
-
     def error(self) -> dict[str, Tensor]:
-        """{name: E}: what this worker still owes, of the gradients' shapes and without loss scale; copies.
+        """{name: E}: what this worker has not sent yet, of the gradients' shapes and without loss scale; copies.
 
         Empty without error feedback.
         """
         shapes = {segment.name: segment.shape for segment in self._compressing.segments}
-        return {name: error.view(shapes[name]) for name, error in self._state.error().items()}
+        return {name: error.view(shapes[name]) for name, error in super().error().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers: the mean error over workers, the bases, the step. Collective: all workers call it.
 
         Any worker's result can be loaded on all workers of any world size: only the mean error enters the trajectory.
         """
-        return self._state.state_dict(self._communicator.mean)
+        return self._engine.state_dict()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadReport:
         """Go on from a saved state, of any world size and rank.
 
-        A tensor that is compressed no longer gets what it is owed with its next gradient.
+        When a tensor is no longer compressed, its remaining error is added to its next gradient.
 
         Args:
             state_dict: from ``state_dict``.
@@ -314,16 +243,9 @@ class Compressor:
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
         """
-        tensors = {s.name: (s.n, s.m, s.rank) for s in self._compressing.segments}
-        return self._state.load_state_dict(state_dict, tensors, strict=strict, rename=rename)
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """(rate, elements before, elements after) over all steps so far; rate 0 before the first."""
-        return (self._before / self._after if self._after else 0.0, self._before, self._after)
-
-    def report(self) -> RankReport:
-        """Which tensors are compressed, at which rank, and the bytes of a step; ``print`` it."""
-        return self._state.report({segment.name: segment.shape for segment in self._compressing.segments})
+        return self._engine.load_state_dict(
+            state_dict, sizes(self._engine.tensors(), self.config), strict=strict, rename=rename
+        )
 
     def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
         """Gradients by name, checked against the layout and, with ``same_dtype``, their dtypes."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import powersgd_triton
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.ops import select_backend
+from powersgd_triton.ops.backends import select_backend
 
 STEPS = 8
 SHAPES = {"weight": (64, 48), "bias": (64,)}
@@ -99,8 +99,8 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _backend(device: torch.device) -> Iterator[Check]:
-    backend = select_backend(PowerSGDConfig(), device)
-    yield Check("backend 'auto'", True, f"{backend.name}: {backend.reason}")
+    name, reason = select_backend(PowerSGDConfig(), device)
+    yield Check("backend 'auto'", True, f"{name}: {reason}")
 
 
 def _ordinary_steps(device: torch.device) -> Iterator[Check]:

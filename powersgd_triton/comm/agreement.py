@@ -1,4 +1,4 @@
-"""Whether all workers do the same: compared once at the start, and every so many steps on request."""
+"""Whether all workers do the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core.state import State
-from powersgd_triton.layout.layout import compressed_rank
 
 Facts = Mapping[str, Any]
 SHOWN = 3
@@ -24,108 +22,36 @@ class DisagreementError(RuntimeError):
     """Workers that must do the same do not. Raised on all of them."""
 
 
-class Agreement:
-    """Compares configuration, tensors, step and factors of all workers that take part in one model's compression.
+def compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device) -> None:
+    """Compare facts of all workers that compress one model. Collective; sends 40 bytes a worker unless they differ.
 
     Args:
-        state: this worker's.
-        communicators: first the workers that average with each other, then groups of others, from the inside out;
-            together they hold all.
-    """
-
-    def __init__(self, state: State, communicators: Sequence[Communicator]) -> None:
-        self._state = state
-        self._communicators = communicators
-        self._device: torch.device | None = None
-        self._tensors: dict[str, list[int]] = {}
-        self._steps = 0
-
-    @property
-    def begun(self) -> bool:
-        return self._device is not None
-
-    def begin(self, tensors: Mapping[str, Sequence[int]], device: torch.device) -> None:
-        """Compare configuration, step and {name: shape} before the first message. Collective; later calls do nothing.
-
-        Raises:
-            DisagreementError: they are not the same on all workers. Nothing was sent.
-        """
-        if self.begun:
-            return
-        self._tensors = {name: list(shape) for name, shape in tensors.items()}
-        self._check(self._facts(), self._ranks(), device)
-        self._device = device
-
-    def end_step(self) -> None:
-        """After a step, every ``config.check_every`` of them: compare what all workers must hold. Collective.
-
-        Raises:
-            DisagreementError: they do not.
-        """
-        # Counted here, since the iteration is one of the things that may differ.
-        self._steps += 1
-        every = self._state.config.check_every
-        if every and self._steps % every == 0 and self._device is not None:
-            self._check(self._facts(), {**self._ranks(), **self._bases()}, self._device)
-
-    def _check(self, common: Facts, replicated: Facts, device: torch.device) -> None:
-        """Compare facts that all workers have in common, and those of the workers that compress the same tensors."""
-        if len(self._communicators) == 1:
-            check_agreement({**common, **replicated}, self._communicators, device)
-            return
-        try:
-            check_agreement(replicated, self._communicators[:1], device)
-            found = None
-        except DisagreementError as error:
-            found = str(error)
-        # So that it is raised on all workers.
-        check_agreement({**common, "replicas": found}, self._communicators, device)
-        if found is not None:
-            raise DisagreementError(found)
-
-    def _facts(self) -> Facts:
-        config = self._state.config.to_dict()
-        return {
-            "iteration": self._state.iteration,
-            **{f"config.{field}": value for field, value in config.items()},
-            **{f"shape of {name!r}": shape for name, shape in self._tensors.items()},
-        }
-
-    def _ranks(self) -> Facts:
-        """Where they do not follow from the configuration and the shapes."""
-        config, plan = self._state.config, self._state.plan
-        ranks = plan.ranks
-        if callable(config.rank):
-            ranks = {name: compressed_rank(shape, config, name) for name, shape in self._tensors.items()}
-        facts: Facts = {f"rank of {name!r}": rank for name, rank in ranks.items()}
-        return {**facts, **({"ranks are planned from": plan.basis} if config.planned else {})}
-
-    def _bases(self) -> Facts:
-        """Fingerprints of what comes of summed messages: the same bits on all workers."""
-        found: dict[str, Any] = {}
-        for bucket in self._state.buckets():
-            names = [segment.name for segment in bucket.layout.segments]
-            where = f"of the bucket of {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            found[f"tensors {where}"] = names
-            for name, factors in (("P̂", bucket.P_hat), ("Q", bucket.basis)):
-                found[f"{name} {where}"] = int(fingerprint(factors))
-        return found
-
-
-def check_agreement(facts: Facts, communicators: Sequence[Communicator], device: torch.device) -> None:
-    """Compare facts that JSON can express. Collective; sends 40 bytes a worker unless they differ.
-
-    Args:
-        facts: {what: value}.
-        communicators: groups to gather over, one after the other; together they hold all workers.
+        common: {what: value} that all workers must have in common. JSON can express the values.
+        replicated: the same, of the workers of the communicator's group only, which compress the same tensors.
+        communicator: the workers that average with each other, and its ``others``.
         device: where messages lie; the host waits for it.
 
     Raises:
         DisagreementError: they differ; says on which worker, and in what. On all workers.
     """
+    if not communicator.others:
+        _check({**common, **replicated}, [communicator], device)
+        return
+    try:
+        _check(replicated, [communicator], device)
+        found = None
+    except DisagreementError as error:
+        found = str(error)
+    # The other groups must hear of it too, so that all workers raise.
+    _check({**common, "replicas": found}, [communicator, *communicator.others], device)
+    if found is not None:
+        raise DisagreementError(found)
+
+
+def _check(facts: Facts, communicators: Sequence[Communicator], device: torch.device) -> None:
     text = json.dumps(facts, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64)
-    mine = torch.cat([torch.tensor([communicators[-1].global_rank, len(text)]), digest]).to(device)
+    mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)]), digest]).to(device)
     table = _gathered(mine, communicators).cpu()
     if bool((table[:, 1:] == table[0, 1:]).all()):
         return

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from powersgd_triton.config import PowerSGDConfig
+
 FORMAT_VERSION = 2
 Parts = dict[str, Tensor]
 Plan = dict[str, dict[str, Any]]
@@ -46,7 +48,7 @@ class LoadReport:
 
 @dataclasses.dataclass(frozen=True)
 class SavedState:
-    """A saved state that was checked.
+    """What a checkpoint holds, whatever adapter wrote it.
 
     Attributes:
         iteration: number of steps done.
@@ -54,19 +56,37 @@ class SavedState:
         matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}; of matrices that are not
             compressed only an error, without error feedback none.
         plan: of ``RankPlan``, empty where ranks are not planned.
+        strict: whether a model into which it was loaded must have no other matrices.
+        own: whether the errors are one worker's own instead of the mean over the workers.
+        owner: (index, world size) of that worker, until it is checked.
     """
 
-    iteration: int
-    tensors: dict[str, Size]
-    matrices: dict[str, Parts]
-    plan: Plan
+    iteration: int = 0
+    tensors: dict[str, Size] = dataclasses.field(default_factory=dict)
+    matrices: dict[str, Parts] = dataclasses.field(default_factory=dict)
+    plan: Plan = dataclasses.field(default_factory=dict)
+    strict: bool = False
+    own: bool = False
+    owner: tuple[int, int] | None = None
+
+    def to_dict(self, config: PowerSGDConfig) -> dict[str, Any]:
+        """Plain numbers and tensors, which ``parse`` reads."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "iteration": self.iteration,
+            "config": config.to_dict(),
+            "fingerprint": sizes_digest(self.tensors),
+            "tensors": {name: list(size) for name, size in sorted(self.tensors.items())},
+            "matrices": self.matrices,
+            **({"plan": self.plan} if config.planned else {}),
+        }
 
     @classmethod
     def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> SavedState:
         """Check a state.
 
         Args:
-            state: what ``State.state_dict`` gave.
+            state: what ``to_dict`` gave.
             needs_errors: whether compressed matrices must have errors.
             rename: {saved name: this model's}.
 
@@ -87,7 +107,7 @@ class SavedState:
             raise ValueError("expected tensors as {name: [n, m, rank]}")
         if not isinstance(matrices, Mapping) or not all(isinstance(parts, Mapping) for parts in matrices.values()):
             raise ValueError(f"expected matrices as {{name: {{part: tensor}}}}; got {type(matrices).__name__}")
-        if "fingerprint" in state and state["fingerprint"] != fingerprint(tensors):
+        if "fingerprint" in state and state["fingerprint"] != sizes_digest(tensors):
             raise ValueError("the saved state's tensors are not those of its fingerprint")
         compressed = {name for name, (_, _, rank) in tensors.items() if rank}
         if not compressed <= matrices.keys() <= tensors.keys():
@@ -143,8 +163,20 @@ class SavedState:
             waiting=tuple(sorted(() if complete else unused - other)),
         )
 
+    def used(self, report: LoadReport, *, strict: bool, owner: tuple[int, int] | None) -> SavedState:
+        """This state without what ``report`` says is not used."""
+        left_out = {*report.unused, *report.added}
+        return dataclasses.replace(
+            self,
+            tensors={name: size for name, size in self.tensors.items() if name not in left_out},
+            matrices={name: parts for name, parts in self.matrices.items() if name not in left_out},
+            strict=strict and bool(self.matrices),
+            own=owner is not None,
+            owner=owner,
+        )
 
-def fingerprint(tensors: Mapping[str, Iterable[int]]) -> str:
+
+def sizes_digest(tensors: Mapping[str, Iterable[int]]) -> str:
     """Digest of {name: size}; the same for any order."""
     text = json.dumps({name: list(size) for name, size in tensors.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

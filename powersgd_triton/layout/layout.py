@@ -88,9 +88,15 @@ def factors_sent(config: PowerSGDConfig) -> float:
     return config.iterations * (0.5 if config.algorithm == "alternating" else 1.0)
 
 
-def first_turn(config: PowerSGDConfig, iteration: int) -> int:
-    """Number of alternating products before the step of that number; the even ones multiply from the left."""
-    return (iteration - config.start_iter) * config.iterations
+def products(config: PowerSGDConfig, iteration: int, repetition: int) -> tuple[bool, bool]:
+    """(whether P = M Q, whether Q = Mᵀ P̂ is computed and sent) in a repetition of a step.
+
+    Both in the standard algorithm. In the alternating one they take turns, from the first compressed step on.
+    """
+    if config.algorithm == "standard":
+        return True, True
+    turn = (iteration - config.start_iter) * config.iterations + repetition
+    return turn % 2 == 1, turn % 2 == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +187,10 @@ class Layout:
         return self if segments == self.segments else Layout(segments, self.batch_by_shape)
 
     @functools.cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(segment.name for segment in self.segments)
+
+    @functools.cached_property
     def numel(self) -> int:
         return sum(segment.numel for segment in self.segments)
 
@@ -229,11 +239,8 @@ class Layout:
         width = wire_format(config)
         left = sum(len(g.segments) * width.factor_bytes(g.n, g.rank) for g in self.groups)
         right = sum(len(g.segments) * width.factor_bytes(g.m, g.rank) for g in self.groups)
-        lefts = rights = config.iterations
-        if config.algorithm == "alternating":
-            first = first_turn(config, iteration)
-            rights = sum(turn % 2 == 0 for turn in range(first, first + config.iterations))
-            lefts = config.iterations - rights
+        sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
+        lefts, rights = sum(P for P, _ in sent), sum(Q for _, Q in sent)
         return -(-(lefts * left + rights * right) // 4) + self.bypass_numel
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:

@@ -87,7 +87,7 @@ class Chunk:
     pieces: tuple[Piece, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WirePlan:
     """A message's bytes: one chunk for each worker, all of ``size`` bytes."""
 

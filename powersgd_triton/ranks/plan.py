@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops import BucketState
+from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.planner import Spectrum, allot, budget, largest_ranks, sent_bytes, starting_ranks
 
 logger = logging.getLogger("powersgd_triton")
@@ -25,16 +26,15 @@ class Measurement:
         buckets: that have been in a step, of one device.
     """
 
-    def __init__(self, buckets: Iterable[BucketState]) -> None:
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
         self._ranks: list[tuple[str, int]] = []
         totals: list[Tensor] = []
         columns: list[Tensor] = []
         for bucket in buckets:
-            energies = bucket.column_energies()
-            for group, tensors, energy in zip(bucket.layout.groups, bucket.groups, energies, strict=True):
+            for group, M in zip(bucket.layout.groups, bucket.M or [], strict=True):
                 self._ranks += [(segment.name, group.rank) for segment in group.segments]
-                totals += [torch.linalg.vector_norm(M, dtype=torch.float64).square() for M in tensors.M or []]
-                columns.append(energy.flatten())
+                totals += [torch.linalg.vector_norm(error, dtype=torch.float64).square() for error in M]
+            columns += [energy.flatten() for energy in _column_energies(bucket)]
         self.totals = torch.stack(totals)
         """‖M_w‖² of each matrix, this worker's; to be averaged over workers before ``send``."""
         self._columns = torch.cat(columns)
@@ -63,6 +63,18 @@ class Measurement:
             name: Spectrum(tuple(next(columns) for _ in range(rank)), total)
             for (name, rank), total in zip(self._ranks, totals, strict=True)
         }
+
+
+def _column_energies(bucket: Bucket) -> list[Tensor]:
+    """fp64 [B, r] for each group: ‖l_k‖² ‖r_k‖² of the average's columns. One of each pair is orthonormal."""
+    found = [
+        torch.zeros(len(g.segments), g.rank, device=bucket.P_hat.device, dtype=torch.float64)
+        for g in bucket.layout.groups
+    ]
+    for P, Q in bucket.average:
+        for energy, left, right in zip(found, bucket.left(P), bucket.right(Q), strict=True):
+            energy += left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
+    return found
 
 
 class RankPlan:
@@ -112,12 +124,23 @@ class RankPlan:
         # What became trainable later has one column until there is a new plan.
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, 1))
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether to measure after so many steps."""
-        steps, every = iteration - self._config.start_iter, self._config.replan_every
-        return self._config.planned and steps > 0 and every > 0 and steps % every == 0
+    def end_step(self, iteration: int, buckets: Sequence[Bucket], communicator: Communicator) -> None:
+        """After a step: use what was measured a step ago, or measure where it is time to. Collective.
 
-    def replan(self) -> bool:
+        One number a matrix is averaged over the workers. Nothing waits for the step that has just ended.
+        """
+        if self._replan():
+            # The factors in the buckets still have the ranks of the plan before.
+            return
+        steps, every = iteration - self._config.start_iter, self._config.replan_every
+        buckets = [bucket for bucket in buckets if bucket.average and bucket.layout.compressed]
+        if self._config.planned and steps > 0 and every > 0 and steps % every == 0 and buckets:
+            measurement = Measurement(buckets)
+            communicator.mean(measurement.totals)
+            measurement.send()
+            self.pending = measurement
+
+    def _replan(self) -> bool:
         """Put the plan in force for which something was measured; whether there was one."""
         spectra = self._measured()
         self.pending = None
@@ -147,7 +170,7 @@ class RankPlan:
         return sorted(sorted(range(before), key=lambda k: -columns[k])[:after])
 
     @property
-    def basis(self) -> dict[str, Any]:
+    def planned_from(self) -> dict[str, Any]:
         """What the next ranks depend on, as far as it is on the host."""
         return {"demands": self.demands, "something was measured": self.pending is not None}
 
