@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.sharded import FullSizeState, check_config, plain_name
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.integrations.names import plain_name
+from powersgd_triton.integrations.sharded import ShardedState, WholeParameters, group_of_its_own
 from powersgd_triton.layout.layout import Layout
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
@@ -56,7 +59,7 @@ class Unit:
         self.layout = Layout.build(shapes, config)
 
 
-class PowerSGDState(FullSizeState):
+class PowerSGDState(ShardedState):
     """Memory of the compression of one FSDP1 model's gradients.
 
     FULL_SHARD, SHARD_GRAD_OP and NO_SHARD; every worker keeps errors of the whole model's size. The sums of factors
@@ -74,7 +77,8 @@ class PowerSGDState(FullSizeState):
     """
 
     def __init__(self, fsdp_model: FullyShardedDataParallel, config: PowerSGDConfig) -> None:
-        check_config(config)
+        if not isinstance(config, PowerSGDConfig):
+            raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         if not isinstance(fsdp_model, FullyShardedDataParallel):
             raise TypeError(
                 f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. For models of "
@@ -105,11 +109,14 @@ class PowerSGDState(FullSizeState):
             raise ValueError("the model has no trainable parameters; unfreeze them before building the state")
         group: Any = fsdp_model.process_group
         device = fsdp_model.compute_device or torch.device("cpu")
-        super().__init__(config, group, DeviceMesh.from_group(group, device.type))
-        self._units = [Unit(module, name, config) for name, module in trainable.items()]
-        self._begin_plan()
+        units = [Unit(module, name, config) for name, module in trainable.items()]
+        shapes = {s.name: s.shape for unit in units for s in unit.layout.segments}
+        sharding = WholeParameters(group, DeviceMesh.from_group(group, device.type), lambda: shapes)
+        communicator = Communicator(group_of_its_own(group, device.type))
+        super().__init__(Engine(config, communicator, lambda: shapes), sharding)
+        self._workers, self._worker = sharding.workers, sharding.worker
         self._current: Unit | None = None
-        for unit, module in zip(self._units, trainable.values(), strict=True):
+        for unit, module in zip(units, trainable.values(), strict=True):
             # FSDP does not tell its hook the unit. This fires just before it, in backward passes without
             # synchronisation too, where no hook follows.
             handle: Any = module._handle
@@ -128,9 +135,6 @@ class PowerSGDState(FullSizeState):
             )
         return unit
 
-    def _tensors(self) -> dict[str, tuple[int, ...]]:
-        return {s.name: s.shape for unit in self._units for s in unit.layout.segments}
-
 
 @torch.no_grad()
 def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None = None) -> None:
@@ -148,18 +152,19 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     unit = state._unit_of(gradient)
-    if not state._begin(unit, gradient.device):
+    engine = state._engine
+    if not engine.begin(unit.layout, gradient.device):
         if output is None:
-            state._reducer.average(gradient, last=True, done=lambda: None)
+            engine.average_exactly(gradient)
         else:
-            dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=state._communicator.group)
+            dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=engine.communicator.group)
         return
     views = {
         s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel].view(s.shape)
         for s in unit.layout.segments
     }
     if output is None:
-        state._compress(unit.layout, views)
+        engine.average(unit.layout, views)
         return
     # Frozen parameters and padding have no part in it.
     output.zero_()
@@ -170,4 +175,4 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         first, behind = max(offset, low), min(offset + segment.numel, high)
         if first < behind:
             ranges[segment.name] = first - offset, output[first - low : behind - low]
-    state._compress(unit.layout, views, ranges)
+    engine.average(unit.layout, views, ranges=ranges)

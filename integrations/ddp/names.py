@@ -72,6 +72,11 @@ class ParameterNames:
         shapes = self.shapes()
         return None if shapes is None else sizes(shapes, config)
 
+    def known(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all trainable parameters, where they are known by name; else of those seen so far."""
+        shapes = self.shapes()
+        return self.seen() if shapes is None else shapes
+
     def seen(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters whose gradients have come so far, or had where a loaded state was saved."""
         return {name: shape for bucket in self.record() for name, shape in bucket}

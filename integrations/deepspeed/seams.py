@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.core.loss_scale import LossScaleSource
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, Gradient, whole_shape
+from powersgd_triton.ops.step import LossScaleSource
 
 STAGE_3_METHOD = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, fingerprint
-from powersgd_triton.integrations.sharded import StepState, plain_name
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
+from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import Layout, sizes
 
 
@@ -35,29 +37,7 @@ class Gradient:
     part: tuple[int, Tensor] | None = None
 
 
-class LoggedCommunicator(Communicator):
-    """Sends through ``deepspeed.comm``, whose logger then counts the factors too."""
-
-    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
-        """Start summing ``tensor`` over the workers in place."""
-        if self.world_size == 1 or tensor.numel() == 0:
-            return None
-        work: dist.Work | None = deepspeed.comm.all_reduce(tensor, group=self.group, async_op=True)
-        return work
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start giving row w of ``sent`` to worker w."""
-        work: dist.Work = deepspeed.comm.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return work
-
-    def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
-        """Start collecting every worker's ``tensor``."""
-        flat = gathered.view(-1)
-        work: dist.Work = deepspeed.comm.all_gather_into_tensor(flat, tensor, group=self.group, async_op=True)
-        return work
-
-
-class DeepSpeedState(StepState):
+class DeepSpeedState(Handle):
     """What ``engine.powersgd`` is: the compression of one engine's gradients.
 
     Args:
@@ -70,9 +50,8 @@ class DeepSpeedState(StepState):
     """
 
     def __init__(self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup) -> None:
-        super().__init__(config, LoggedCommunicator(group))
         self.group = group
-        self._engine = engine
+        self._framework = engine
         self._names = {id(parameter): plain_name(name) for name, parameter in engine.module.named_parameters()}
         sparse = {id(module.weight) for module in engine.module.modules() if getattr(module, "sparse", False) is True}
         # Of what DeepSpeed averages densely; it sends sparse gradients by itself.
@@ -81,7 +60,8 @@ class DeepSpeedState(StepState):
             for parameter in engine.module.parameters()
             if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
         }
-        self._core.plan.begin(self.shapes)
+        # Through DeepSpeed's collectives, whose logger then counts the factors too.
+        super().__init__(Engine(config, Communicator(group, collectives=deepspeed.comm), lambda: self.shapes))
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._reached = False
 
@@ -104,7 +84,7 @@ class DeepSpeedState(StepState):
     def compressing(self) -> bool:
         """Whether the seam's gradients are to be compressed now. Notes that DeepSpeed has come through the seam."""
         self._reached = True
-        return bool(self._engine.global_steps >= self.config.start_iter)
+        return bool(self._framework.global_steps >= self.config.start_iter)
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Gradient], factor: float = 1.0) -> None:
@@ -112,13 +92,6 @@ class DeepSpeedState(StepState):
         if not gradients:
             return
         names = tuple(gradient.name for gradient in gradients)
-        if self._device is None:
-            self._device = gradients[0].tensor.device
-            self._reducer.check(self.shapes, self._device)
-        if not self._seen.isdisjoint(names):
-            # ZeRO 2 and 3 reduce in every micro-batch; each is a step of the compression.
-            self._end_step()
-        self._seen.update(names)
         layout = self._layouts.get(names)
         if layout is None:
             shapes = ((gradient.name, gradient.shape) for gradient in gradients)
@@ -131,11 +104,9 @@ class DeepSpeedState(StepState):
             if target.numel()
         }
         whole = all(gradient.part is None for gradient in gradients)
-        try:
-            self._compress(layout, views, None if whole else ranges)
-        except BaseException:
-            self._seen.clear()
-            raise
+        # ZeRO 2 and 3 reduce in every micro-batch: a gradient that comes again begins a new step of the compression.
+        self._engine.begin(layout, gradients[0].tensor.device)
+        self._engine.average(layout, views, ranges=None if whole else ranges)
         if factor != 1.0:
             for target in targets:
                 target.mul_(factor)
@@ -149,34 +120,30 @@ class DeepSpeedState(StepState):
         if self.shapes and not self._reached:
             raise RuntimeError(
                 f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
-                f"{self._engine.global_steps} without it. This release may have another way of reducing gradients: use "
+                f"{self._framework.global_steps} without it. This release may reduce gradients in another way: use "
                 "one that the README lists, or take the section 'powersgd' out. (The same happens where "
                 "deepspeed.enable is called between backward() and step().)"
             )
 
     def close_step(self) -> None:
         """After the optimizer's step, applied or skipped."""
-        if not self._reached:
-            return
-        if self._seen and self._device is not None and getattr(self._engine.optimizer, "overflow", False):
-            # Skipped, maybe for a reason that no bucket of this worker shows: what was sent is still owed.
-            self._core.verdict(self._device).zero_()
-        self._reached = False
-        self._seen.clear()
-        self._reducer.end_step()
+        if self._reached:
+            self._reached = False
+            # Skipped, maybe for a reason that no bucket of this worker shows.
+            self._engine.end_step(applied=not getattr(self._framework.optimizer, "overflow", False))
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors on the CPU and numbers: the mean error, the bases, the step. Collective, the same for all."""
-        self._end_step()
-        saved = self._core.state_dict(lambda error: self._communicator.mean(error).cpu())
+        mean = self._engine.communicator.mean
+        saved = self._engine.state_dict(lambda error: mean(error).cpu())
         for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
         # Parameters that have had no gradient yet are of this model too.
         idle = {name: [n, m, 0] for name, (n, m, _) in self._sizes().items()}
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
-        return {**saved, "fingerprint": fingerprint(tensors)}
+        return {**saved, "fingerprint": sizes_digest(tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> LoadReport:
         """Go on from a saved state, of any number of workers and any rank.
@@ -184,9 +151,7 @@ class DeepSpeedState(StepState):
         Raises:
             ValueError: it is of another model or format. Nothing was changed.
         """
-        report = self._core.load_state_dict(state_dict, self._sizes())
-        self._seen.clear()
-        return report
+        return self._engine.load_state_dict(state_dict, self._sizes())
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what ``load_state_dict`` would raise, before anything is loaded."""
@@ -196,11 +161,8 @@ class DeepSpeedState(StepState):
 
     def forget(self) -> None:
         """Drop all errors: the weights are others now."""
-        self._core.forget_errors()
-        self._seen.clear()
-
-    def _tensors(self) -> dict[str, tuple[int, ...]]:
-        return self.shapes
+        self._engine.memory.forget_errors(self._engine.step)
+        self._engine.step.forget()
 
     def _sizes(self) -> dict[str, Size]:
         return sizes(self.shapes, self.config)

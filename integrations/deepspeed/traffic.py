@@ -47,7 +47,7 @@ class Traffic:
 
 def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
     """What a step sends after ``start_iter``."""
-    layout = state.layout()
+    layout = state._engine.layout()
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
     compressed = sum(segment.numel for segment in layout.compressed)

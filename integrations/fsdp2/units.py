@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.sharded import plain_name
+from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import Layout
 
 ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'

@@ -48,6 +48,7 @@ class Engine:
         memory: errors and bases by name.
         plan: the ranks, where they are planned.
         step: what belongs to the step under way.
+        numel: [elements before, elements after compression] over all compressed steps so far.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Engine:
         # Where the workers' facts are compared; None until they were, before the first step.
         self._device: torch.device | None = None
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
-        self._numel = [0, 0]
+        self.numel = [0, 0]
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -87,8 +88,7 @@ class Engine:
         """
         step = self.step
         if self._device is None:
-            self.memory.claim((self.communicator.index, self.communicator.world_size), step)
-            self._check_agreement(device, factors=False)
+            self._check_agreement(layout, device)
             self._device = device
         if not step.names.isdisjoint(layout.names):
             # Every gradient comes once in a step, so this is the next one.
@@ -159,8 +159,8 @@ class Engine:
         if ranges is not None and step.loss_scale is not None:
             # In fp16 an average may not fit though its factors do, and only who writes that part sees it.
             step.uneven |= any(gradient.dtype == torch.float16 for gradient in gradients.values())
-        self._numel[0] += layout.numel
-        self._numel[1] += self.plan.layout(layout).sent_numel(self.config, step.iteration)
+        self.numel[0] += layout.numel
+        self.numel[1] += self.plan.layout(layout).sent_numel(self.config, step.iteration)
 
         def reconstruct(backend: Backend) -> None:
             if ranges is None:
@@ -227,7 +227,7 @@ class Engine:
         step.end()
         every = self.config.check_every
         if every and step.ended % every == 0 and self._device is not None:
-            self._check_agreement(self._device, factors=True)
+            self._check_agreement(None, self._device)
         if self.config.planned:
             self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
 
@@ -246,10 +246,13 @@ class Engine:
         """Average with other workers from the next step on; they are compared before it."""
         self.communicator, self._device = communicator, None
 
-    def _check_agreement(self, device: torch.device, *, factors: bool) -> None:
+    def _check_agreement(self, first: Layout | None, device: torch.device) -> None:
+        """Compare what all workers must have in common; after the first bucket, given as ``first``, factors as well."""
         tensors = self.tensors()
+        if first is not None and not tensors:
+            tensors = {segment.name: segment.shape for segment in first.segments}
         replicated = rank_facts(self.config, tensors, self.plan)
-        if factors:
+        if first is None:
             replicated |= factor_facts(self.memory.buckets())
         compare(common_facts(self.config, tensors, self.step.iteration), replicated, self.communicator, device)
 
@@ -261,7 +264,6 @@ class Engine:
         ``mean``: averages a tensor over the workers; None for an all-reduce.
         """
         self.finish()
-        self.memory.claim((self.communicator.index, self.communicator.world_size), self.step)
         return self.memory.save(self.step, mean or self.communicator.mean).to_dict(self.config)
 
     def load_state_dict(
@@ -309,5 +311,5 @@ class Engine:
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
-        before, after = self._numel
+        before, after = self.numel
         return (before / after if after else 0.0, before, after)

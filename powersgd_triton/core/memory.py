@@ -279,17 +279,8 @@ class Memory:
         """(index, world size) of the worker whose own errors were loaded, until they are used for the first time."""
         return self._loaded.owner
 
-    def claim(self, worker: tuple[int, int], step: Step) -> None:
-        """Before loaded errors are used: drop them where they are another worker's own. ``worker``: this one."""
-        owner = self._loaded.owner
-        if owner is not None and owner != worker:
-            logger.warning(
-                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
-                "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
-                *owner,
-                *worker,
-            )
-            self.forget_errors(step)
+    def claim(self) -> None:
+        """Loaded errors are this worker's own: it was checked that no other worker made them."""
         self._loaded = dataclasses.replace(self._loaded, owner=None)
 
 

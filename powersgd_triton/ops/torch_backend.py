@@ -147,8 +147,8 @@ class TorchBackend:
         compensate: Callable[..., None] = compensate_backproject_reference if left else compensate_project_reference
         if repetition > 0:
             # M is compensated already: it is what the first product of this step left there.
-            for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
-                compensate(M, None, basis, basis, None, basis, out=result)
+            for matrices, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
+                compensate(matrices, None, basis, basis, None, basis, out=result)
             self._leave_out(bases, out, left=left)
             return
         self._product, self._average, self._means = [], [], []

@@ -1,0 +1,153 @@
+"""The hooks that DDP calls with each bucket of gradients."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from powersgd_triton.compressor import GRADIENT_DTYPES
+from powersgd_triton.integrations.ddp.names import memory_shape
+from powersgd_triton.integrations.ddp.pickles import check_owner
+from powersgd_triton.integrations.ddp.state import PowerSGDState
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.backend import Backend
+
+logger = logging.getLogger("powersgd_triton.integrations.ddp")
+
+SQUARE, REST = "bucket {}", "rest of bucket {}"
+"""Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of what is left over."""
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket's gradients in compressed form; register it with ``ddp_model.register_comm_hook(state, …)``.
+
+    On the CPU a bucket's Future may be completed while a later bucket is handled; the last bucket completes all. On
+    CUDA everything is enqueued on a side stream and the host waits for nothing.
+
+    Raises:
+        TypeError: the bucket is not a dense floating-point tensor.
+        RuntimeError: a loaded checkpoint does not fit the model, or a collective failed.
+    """
+    parameters = bucket.parameters()
+    names = state._names.of(bucket.index(), parameters)
+    layout = state._layouts.get(names)
+    if layout is None:
+        shapes = zip(names, (memory_shape(parameter) for parameter in parameters), strict=True)
+        layout = state._layouts[names] = Layout.build(shapes, state.config)
+    segments = layout.segments
+    return _average(
+        state,
+        bucket,
+        layout,
+        lambda: {s.name: g.view(s.shape) for s, g in zip(segments, bucket.gradients(), strict=True)},
+    )
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as one square matrix, whatever tensors it holds: torch's hook of that name.
+
+    Use ``powerSGD_hook`` unless a model consists of so many tiny tensors that its bucket has to be one matrix: rows
+    that cut across tensors have no low-rank structure, and accuracy is much lower at ranks above 1 and at rank 1.
+    Biases and norms are compressed with everything else.
+
+    Of L elements, rows of ⌈√L⌉ make a matrix; where torch pads the last row with zeros, its elements are averaged
+    exactly here, and nothing is copied. Error and basis belong to the bucket, so its boundaries must stay.
+
+    Raises:
+        TypeError: the bucket is not a dense floating-point tensor.
+        ValueError: ``start_powerSGD_iter`` is below 2, before DDP has settled its buckets; or ranks are by parameter.
+        RuntimeError: a bucket has another size than before, or a collective failed.
+    """
+    if state.config.start_iter < 2:
+        raise ValueError(
+            "batched_powerSGD_hook remembers errors by bucket, and DDP settles its buckets after the first iteration: "
+            f"start_powerSGD_iter must be at least 2; got {state.config.start_iter}"
+        )
+    if state.config.planned or callable(state.config.rank):
+        raise ValueError("batched_powerSGD_hook has one matrix a bucket: it needs one rank, not ranks by parameter")
+    layout, buffer = _square_layout(state, bucket), bucket.buffer()
+    return _average(
+        state,
+        bucket,
+        layout,
+        lambda: {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments},
+    )
+
+
+def _square_layout(state: PowerSGDState, bucket: GradBucket) -> Layout:
+    """A bucket as a matrix of ⌈√L⌉ columns, and the rest of its L elements."""
+    numel = bucket.buffer().numel()
+    names = (SQUARE.format(bucket.index()), REST.format(bucket.index()))
+    layout = state._layouts.get(names)
+    if layout is not None and layout.numel != numel and state.iter >= state.config.start_iter:
+        raise RuntimeError(
+            f"bucket {bucket.index()} had {layout.numel} elements and now has {numel}; batched_powerSGD_hook needs "
+            "buckets that stay, powerSGD_hook does not"
+        )
+    if layout is None or layout.numel != numel:
+        columns = math.isqrt(max(0, numel - 1)) + 1
+        rows = numel // columns
+        shapes = zip(names, ((rows, columns), (numel - rows * columns,)), strict=True)
+        layout = state._layouts[names] = Layout.build(shapes, state.config)
+    return layout
+
+
+def _average(
+    state: PowerSGDState, bucket: GradBucket, layout: Layout, gradients: Callable[[], dict[str, Tensor]]
+) -> torch.futures.Future[torch.Tensor]:
+    """Give a bucket to the engine. ``gradients``: its gradients by name, views of its buffer."""
+    engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
+    if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
+        raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
+    check_owner(engine)
+    with _side_stream(state, buffer) as future:
+        compressing = engine.begin(layout, buffer.device, last=last)
+        step, first = state.iter, bucket.index() == 0
+        if not compressing:
+            engine.average_exactly(buffer, done=lambda: future.set_result(buffer))
+        else:
+            if step == state.config.start_iter == 0 and first:
+                logger.info("Start to apply PowerSGD after %s iterations.", step)
+            views = gradients()
+
+            def write(backend: Backend) -> None:
+                backend.reconstruct(views, engine.step.overflow(buffer.device))
+                future.set_result(buffer)
+
+            engine.average(layout, views, write=write)
+            if last and step >= state.next_stats_report:
+                _log_statistics(state, step)
+        if last and state.iter == state.config.start_iter:
+            logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
+    return future
+
+
+@contextlib.contextmanager
+def _side_stream(state: PowerSGDState, buffer: Tensor) -> Iterator[torch.futures.Future[torch.Tensor]]:
+    """The bucket's Future. On CUDA what is done inside is enqueued on a stream of the state's own."""
+    if not buffer.is_cuda:
+        yield torch.futures.Future()
+        return
+    stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))
+    stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    buffer.record_stream(stream)
+    with torch.cuda.stream(stream):
+        # Made here: a Future with devices waits for the stream on which its result is set.
+        yield torch.futures.Future(devices=[buffer.device])
+
+
+def _log_statistics(state: PowerSGDState, step: int) -> None:
+    rate, before, after = state.compression_stats()
+    logger.info(
+        "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+        step,
+        before,
+        after,
+        rate,
+    )
+    state.next_stats_report = step + state.compression_stats_logging_frequency

@@ -1,0 +1,58 @@
+"""Pickles of DDP's state. They hold one worker's own error, so ``state_dict`` is to be preferred."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.integrations.ddp.names import Record
+
+logger = logging.getLogger("powersgd_triton.integrations.ddp")
+
+
+def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
+    """What a pickle holds: everything but the process group.
+
+    Raises:
+        ValueError: a state with a budget does not know its buckets yet.
+    """
+    if engine.config.planned and not buckets:
+        raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it knows its buckets")
+    logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+    before, after = engine.numel
+    return {
+        "config": engine.config,
+        "core": engine.memory.save(engine.step, lambda error: error).to_dict(engine.config),
+        "buckets": buckets,
+        "worker": engine.memory.owner or (engine.communicator.index, engine.communicator.world_size),
+        "total_numel_before_compression": before,
+        "total_numel_after_compression": after,
+    }
+
+
+def restore(engine: Engine, saved: dict[str, Any]) -> None:
+    """Give an engine, made of the pickle's configuration and buckets, what the pickle holds."""
+    logger.warning(
+        "NOTE: Process group will be set to a default group (i.e. the world size). "
+        "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
+    )
+    engine.load_state_dict(saved["core"], None, owner=saved["worker"])
+    engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
+
+
+def check_owner(engine: Engine) -> None:
+    """Before a pickle's error is used for the first time: only the worker that pickled it may go on with it."""
+    owner = engine.memory.owner
+    if owner is None:
+        return
+    worker = engine.communicator.index, engine.communicator.world_size
+    if owner != worker:
+        logger.warning(
+            "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
+            "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
+            *owner,
+            *worker,
+        )
+        engine.memory.forget_errors(engine.step)
+    engine.memory.claim()

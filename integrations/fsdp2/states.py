@@ -1,0 +1,205 @@
+"""FSDP2: what replaces its all-reduce over replicas, and its reduce-scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.integrations.fsdp2.replicas import unequal_tensors
+from powersgd_triton.integrations.fsdp2.units import Unit
+from powersgd_triton.integrations.sharded import (
+    ShardedState,
+    WholeParameters,
+    contiguous_stride,
+    group_of_its_own,
+    rows_of,
+)
+from powersgd_triton.layout.layout import matrix_shape
+
+
+class HybridShardState(ShardedState):
+    """Compression across replicas of each worker's shard of the gradients; made by ``apply_powersgd``.
+
+    Gradient accumulation works as with FSDP's own HSDP: ``model.set_requires_gradient_sync(False)`` for all but the
+    last micro-batch communicates nothing, ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums
+    (one fp32 shard of the gradients) until a backward pass with ``True``.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: PowerSGDConfig, units: list[Unit], replicate_group: dist.ProcessGroup
+    ) -> None:
+        shard_group = units[0].shard_group
+        engine = Engine(config, Communicator(replicate_group, [shard_group]), lambda: shapes(units, padded=True))
+        super().__init__(engine, Shards(units, shard_group))
+        self._model, self._group = model, replicate_group
+        # Sums of micro-batches that were not averaged yet.
+        self._unreduced: dict[Unit, Tensor] = {}
+
+    def check_replicas(self) -> None:
+        """Compare parameters and buffers of all replicas, bit by bit. Collective.
+
+        Raises:
+            RuntimeError: they are not the same; names them.
+        """
+        names = unequal_tensors(self._model, self._group)
+        if names:
+            raise RuntimeError(
+                f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "
+                "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
+        """As for every state; gradients of micro-batches that were not averaged yet are forgotten."""
+        super().load_state_dict(state_dict, rename=rename)
+        self._unreduced.clear()
+
+    @torch.no_grad()
+    def all_reduce(self, unit: Unit, output: Tensor) -> None:
+        """FSDP's hook: ``output`` is what the reduce-scatter gave this worker, and what FSDP goes on with."""
+        if output.is_cuda:
+            output.record_stream(torch.cuda.current_stream(output.device))
+        earlier = self._unreduced.pop(unit, None)
+        if earlier is not None and earlier.numel() != output.numel():
+            raise RuntimeError(
+                "other parameters than in the micro-batch before had a gradient; call "
+                "model.set_reduce_scatter_unused_params(True) where micro-batches use different ones"
+            )
+        buffer = output if earlier is None else earlier.add_(output)
+        if not unit.parameter_group.all_reduce_grads:
+            wide = torch.promote_types(output.dtype, torch.float32)
+            self._unreduced[unit] = output.to(wide, copy=True) if earlier is None else earlier
+            output.zero_()
+            return
+        self._average(unit, buffer)
+        factor = 1
+        if getattr(unit.parameter_group, "gradient_divide_factor", None) is not None:
+            # What the user divides by counts all workers.
+            factor = self._engine.communicator.world_size
+            buffer.mul_(factor)
+        if buffer is not output:
+            output.copy_(buffer)
+        if output.dtype != buffer.dtype or factor > 1:
+            self._note_overflow(output)
+
+    def _average(self, unit: Unit, buffer: Tensor) -> None:
+        engine, layout = self._engine, unit.layout(padded=True)
+        # Where a parameter had no gradient, FSDP leaves it out and does not say which one it was.
+        whole = layout.numel == buffer.numel()
+        if not engine.begin(layout, buffer.device) or not whole:
+            engine.average_exactly(buffer)
+            return
+        engine.average(layout, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
+
+
+class Shards:
+    """The sharding where each worker compresses its own shard, with the padding that makes shards equal.
+
+    Args:
+        units: of the model.
+        group: the workers that hold the shards of one replica.
+    """
+
+    def __init__(self, units: list[Unit], group: dist.ProcessGroup) -> None:
+        self._units, self._group = units, group
+
+    def place(self, name: str, error: Tensor) -> DTensor:
+        parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
+        local = parameter.to_local()
+        rows = error.view(-1, *local.shape[1:])[: local.shape[0]].to(parameter.device_mesh.device_type)
+        return DTensor.from_local(
+            rows.contiguous(), parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=contiguous_stride(parameter.shape),
+        )  # fmt: skip
+
+    def take(self, name: str, error: DTensor) -> Tensor:
+        n, m = matrix_shape(shapes(self._units, padded=True)[name])
+        local = error.to_local()
+        matrix = local.new_zeros(n, m)
+        matrix[: local.shape[0]] = local.reshape(-1, m)
+        return matrix
+
+    def shard(self) -> tuple[int, int]:
+        return dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    def gather(self, factors: Any) -> list[Any]:
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, factors, group=self._group)
+        return gathered
+
+
+class FullShardState(ShardedState):
+    """Compression of whole gradients, of which each worker keeps its shard; made by ``apply_powersgd``."""
+
+    def __init__(self, config: PowerSGDConfig, units: list[Unit]) -> None:
+        group = units[0].shard_group
+        mesh = units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh
+
+        def whole_shapes() -> dict[str, tuple[int, ...]]:
+            return shapes(units, padded=False)
+
+        self._whole = WholeParameters(group, mesh, whole_shapes)
+        communicator = Communicator(group_of_its_own(group, mesh.device_type))
+        super().__init__(Engine(config, communicator, whole_shapes), self._whole)
+
+    @torch.no_grad()
+    def reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
+        """``sent`` is [workers, shard], where a shard has each parameter's rows of one worker, padded."""
+        padded = unit.layout(padded=True)
+        worker, workers = self._whole.worker, self._whole.workers
+        compressing = self._engine.begin(padded, output.device)
+        if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise RuntimeError(
+                f"expected sums or means over workers, FSDP asks for {how['op']}; where set_gradient_divide_factor is "
+                "used, call set_force_sum_reduction_for_comms(True) on the same modules"
+            )
+        if not compressing or padded.numel != output.numel():
+            default(output_tensor=output, input_tensor=sent, **how)
+            return
+        layout = unit.layout(padded=False)
+        shards = sent.view(workers, -1)
+        memory = sent.new_empty(layout.numel)
+        gradients: dict[str, Tensor] = {}
+        ranges: dict[str, tuple[int, Tensor]] = {}
+        for whole, part in zip(layout.segments, padded.segments, strict=True):
+            gradient = gradients[whole.name] = memory[whole.offset : whole.offset + whole.numel].view(whole.shape)
+            columns = shards[:, part.offset : part.offset + part.numel]
+            gradient.copy_(columns.reshape(-1, *part.shape[1:])[: whole.shape[0]])
+            first, behind = rows_of(worker, workers, whole.shape[0])
+            width = part.numel // part.shape[0]
+            mine = output[part.offset : part.offset + part.numel]
+            mine[(behind - first) * width :].zero_()
+            ranges[whole.name] = (first * width, mine[: (behind - first) * width])
+        self._engine.average(layout, gradients, ranges=ranges)
+        if how["op"] == dist.ReduceOp.SUM:
+            self._note_overflow(output.mul_(workers))
+
+
+def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of all trainable parameters: of this worker's shards with their padding, or of the whole ones."""
+    return {s.name: s.shape for unit in units for s in unit.layout(padded=padded).segments}
+
+
+def custom_reduce_scatter(state: FullShardState, unit: Unit) -> Any:
+    """What FSDP calls for one unit. Its base class is imported here, since older versions of torch lack it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+    default = unit.parameter_group._reduce_scatter_comm
+
+    class PowerSGDReduceScatter(ReduceScatter):
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+        ) -> None:
+            state.reduce_scatter(unit, output_tensor, input_tensor, default, group=group, op=op, async_op=async_op)
+
+    return PowerSGDReduceScatter()
