@@ -36,7 +36,7 @@ from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.wire_format import BLOCK
 from powersgd_triton.ops import torch_backend
 from powersgd_triton.ops.wire import TorchWire
-from tests.lockstep import Fleet, Values
+from tests.support.lockstep import Fleet, Values
 
 FILE = Path(__file__).parent / "results" / "wire-variants.json"
 WORKERS = 2
