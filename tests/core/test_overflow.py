@@ -11,8 +11,8 @@ from torch import Tensor
 
 from powersgd_triton import Compressor
 from powersgd_triton.ops.reference import may_overflow, reconstruct_reference
-from tests.conftest import INTERPRETED
 from tests.support.checks import everything
+from tests.support.device import INTERPRETED
 from tests.support.fuzzing import gamma
 
 SHAPES = {"large": (8, 8), "twin": (8, 8), "other": (5, 7), "bias": (6,)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops import reference
-from tests.support.checks import SHAPES, everything, gradients, random_states, same_bits, step
+from tests.support.checks import SHAPES, everything, gradients, live_bytes, random_states, same_bits, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -37,17 +36,6 @@ def test_results_do_not_depend_on_global_random_state():
         step(compressor, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
         results.append(step(compressor, gradients(0)))
     assert same_bits(*results)
-
-
-def live_bytes() -> int:
-    """Bytes of all storages that any tensor in the process refers to."""
-    gc.collect()
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    }
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("start_iter", [0, 2])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given
 
-from tests.conftest import INTERPRETED
+from tests.support.device import INTERPRETED
 from tests.support.fp64_model import total
 from tests.support.fuzz_cases import NOT_FINITE, Case, Fault, cases, gradients
 from tests.support.fuzzing import Follower, fits, gamma, owed

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.core.test_side_effects import live_bytes
-from tests.integrations.ddp.test_digits import BATCH, TEST_IMAGES, images_and_labels
+from tests.support.checks import live_bytes
+from tests.support.digits import BATCH, TEST_IMAGES, images_and_labels
 from tests.support.distributed import run
 from tests.support.training import digest
 

@@ -15,8 +15,8 @@ from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.ranks.report import RankReport
-from tests.integrations.test_fsdp1 import compressed, train_fsdp1, wrapped
 from tests.support.distributed import run
+from tests.support.fsdp1_training import compressed, train_fsdp1, wrapped
 from tests.support.sharded_training import (
     STEPS,
     Net,

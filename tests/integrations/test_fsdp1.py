@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import warnings
@@ -13,22 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn import functional as F
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
 from powersgd_triton.layout.layout import compressed_rank
+from tests.support.fsdp1_training import compressed, train_fsdp1, wrapped
 from tests.support.sharded_training import (
     FULL_RANK,
     RANK_2,
     STEPS,
-    Block,
     Net,
-    Run,
-    batch,
     check_full_rank,
     checkpoint,
     compare,
@@ -41,54 +36,6 @@ from tests.support.small import complaint
 
 FULL, GRADIENTS, NO = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def wrapped(model: Net, strategy: ShardingStrategy = FULL, original: bool = True, **options: Any) -> Any:
-    """FSDP1 around each block and the model."""
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        sharding_strategy=strategy,
-        use_orig_params=original,
-        device_id=torch.device("cpu"),
-        **options,
-    )
-
-
-def compressed(model: Net, config: PowerSGDConfig, **options: Any) -> tuple[Any, PowerSGDState]:
-    module = wrapped(model, **options)
-    state = PowerSGDState(module, config)
-    module.register_comm_hook(state, powerSGD_hook)
-    return module, state
-
-
-def train_fsdp1(
-    module: Any,
-    worker: int,
-    *,
-    micro_batches: int = 1,
-    sync_each: bool = True,
-    lr: float = 0.05,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> Run:
-    run = Run()
-    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(micro_batches):
-            quiet = not sync_each and micro < micro_batches - 1
-            with module.no_sync() if quiet else contextlib.nullcontext():
-                tokens, targets = batch(worker, step, micro)
-                loss = F.cross_entropy(module(tokens).float().flatten(0, 1), targets.flatten())
-                loss.backward()
-        # Each worker's shard; what is compared is all that the optimizer sees.
-        gradients = {n: p.grad.detach().float().clone() for n, p in module.named_parameters() if p.grad is not None}
-        run.gradients.append({name: gradient for name, gradient in gradients.items() if gradient.numel()})
-        run.losses.append(float(loss.detach()))
-        optimizer.step()
-    with FullyShardedDataParallel.summon_full_params(module):
-        run.parameters = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return run
 
 
 def against_native(

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from powersgd_triton.layout.layout import compressed_rank
-from tests.integrations.test_fsdp1 import compressed, train_fsdp1
+from tests.support.fsdp1_training import compressed, train_fsdp1
 from tests.support.sharded_training import (
     RANK_2,
     Net,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from powersgd_triton.kernels.commit import commit_triton
 from powersgd_triton.ops.reference import rollback_reference
-from tests.kernels.test_products import compensate_project
-from tests.ops.test_reference import assert_within
+from tests.support.bounds import assert_within
 from tests.support.kernel_cases import ERRORS, GRADIENTS, INF, NAN, Bucket, Shape, mixed, over_dtypes, stored
+from tests.support.kernel_checks import compensate_project
 
 
 def commit(bucket: Bucket, finite: bool, workers: int = 3, advance: bool = True) -> tuple[list[Tensor], float]:

@@ -8,7 +8,7 @@ import torch
 from powersgd_triton.kernels.compensate_backproject import compensate_backproject_triton
 from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.ops.reference import compensate_backproject_reference
-from tests.ops.test_reference import assert_within
+from tests.support.bounds import assert_within
 from tests.support.kernel_cases import (
     ERRORS,
     GRADIENTS,

@@ -15,9 +15,9 @@ from powersgd_triton.kernels.configurations import TABLES, architecture, select_
 from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, MAX_RANK, BucketTable, Matrix
-from tests.kernels.test_products import check_backproject, check_compensate_project
-from tests.ops.test_reference import assert_within
+from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, mixed, over_dtypes, rounding, stored
+from tests.support.kernel_checks import check_backproject, check_compensate_project
 
 CPU = torch.device("cpu")
 TILES = (128, 32), (32, 64)

@@ -15,10 +15,10 @@ from powersgd_triton.kernels.gram import gram_triton
 from powersgd_triton.kernels.orthogonalize import _orthogonalize_kernel, orthogonalize_triton
 from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
 from powersgd_triton.ops.reference import DEAD_COLUMN, orthogonalize_reference, random_directions
-from tests.kernels.test_products import compensate_project
-from tests.ops.test_orthogonalize import ORTHONORMAL, assert_basis_of, conditioned, departure
-from tests.ops.test_reference import assert_within
+from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory, over_dtypes
+from tests.support.kernel_checks import compensate_project
+from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
 
 U, U64 = 2.0**-24, 2.0**-53
 

@@ -22,6 +22,7 @@ from powersgd_triton.ops.reference import (
     rollback_reference,
     subtract_product_reference,
 )
+from tests.support.bounds import assert_within
 
 NAN = float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -65,12 +66,6 @@ class Case:
 def stack(matrices: list[Tensor]) -> Tensor:
     """fp64 copy [B, n, m]."""
     return torch.stack(matrices).double()
-
-
-def assert_within(actual: Tensor, truth: Tensor, bound: Tensor) -> None:
-    difference = (actual.double() - truth).abs()
-    assert actual.isfinite().all()
-    assert (difference <= bound).all(), f"off by {difference.max():.3e}; {(difference / bound).max():.2f} × the bound"
 
 
 def block_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

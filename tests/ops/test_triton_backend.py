@@ -12,10 +12,10 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.reference import reconstruct_reference
 from powersgd_triton.ops.triton_backend import TritonOperations, Workspace
-from tests.ops.test_orthogonalize import ORTHONORMAL, departure
-from tests.ops.test_reference import assert_within
+from tests.support.bounds import assert_within
 from tests.support.checks import COMPRESSED, SHAPES, bases, everything, gradients, poisoned, same_bits
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, over_dtypes, rounding, stored
+from tests.support.orthonormal import ORTHONORMAL, departure
 
 U = 2.0**-24
 FEW = {name: SHAPES[name] for name in ("linear", "bias", "scalar", "column", "empty")}

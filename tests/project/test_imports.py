@@ -1,4 +1,4 @@
-"""Imports point one way, triton stays in kernels/, and the adapters have one name."""
+"""Imports point one way, triton stays in kernels/, no test is imported, and the adapters have one name."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def module_of(path: Path) -> str:
     return ".".join(("powersgd_triton", *parts) if parts[0] == "integrations" else parts)
 
 
+def is_test(module: str) -> bool:
+    """Whether pytest collects it, or a name in it."""
+    return any(part == "conftest" or part.startswith("test_") for part in module.split("."))
+
+
 def test_files_were_found():
     names = {module_of(path) for path in MODULES}
     assert {"powersgd_triton.config", "powersgd_triton.ops.reference", "powersgd_triton.integrations.fsdp1"} <= names
@@ -79,12 +84,28 @@ def test_triton_only_in_kernels(path: Path):
     assert not uses or part(module_of(path)) == "kernels"
 
 
+def test_no_test_is_imported():
+    """What tests share lies in tests/support/."""
+    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    found = {module_of(path): sorted(filter(is_test, imported(path))) for path in files}
+    assert {"tests.support.checks", "tests.project.test_imports"} <= found.keys()
+    assert not {importer: names for importer, names in found.items() if names}
+
+
+def test_benchmarks_do_not_import_tests():
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        names = {name for name in imported(path) if name.split(".")[0] == "tests"}
+        assert not names, f"{path.name} imports {sorted(names)}"
+
+
 def test_the_checks_can_fail(tmp_path: Path):
     source = tmp_path / "layout.py"
     source.write_text(
         "def f():\n    from powersgd_triton import compressor\n    import triton\n    torch.distributed.barrier()\n"
     )
-    assert {"powersgd_triton.core.state", "triton", "torch.distributed"} <= imported(source)
+    assert {"powersgd_triton.compressor", "triton", "torch.distributed"} <= imported(source)
+    source.write_text("def f():\n    from tests.ops import test_wire\n")
+    assert any(map(is_test, imported(source)))
 
 
 def test_adapters_have_one_name():

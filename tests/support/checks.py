@@ -1,7 +1,8 @@
-"""What several test files measure: steps, bases, states of global random generators."""
+"""What several test files measure: steps, bases, states of global random generators, memory."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,3 +60,14 @@ def bases(compressor: Compressor) -> dict[str, Tensor]:
 def random_states() -> tuple[Any, ...]:
     """States of all global random generators, comparable."""
     return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that any tensor in the process refers to."""
+    gc.collect()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    }
+    return sum(storages.values())

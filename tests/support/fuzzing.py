@@ -13,10 +13,10 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.state import State
 from powersgd_triton.layout.layout import Segment, first_turn
 from powersgd_triton.ops.reference import DEAD_COLUMN
-from tests.ops.test_orthogonalize import ORTHONORMAL, departure
 from tests.support.fp64_model import Model, total
 from tests.support.fuzz_cases import Case, gradients
 from tests.support.lockstep import Fleet, Passage, Values, assert_same_bits
+from tests.support.orthonormal import ORTHONORMAL, departure
 
 TINY = 2.0**-126
 """What an operation on fp32 numbers may lose where they are denormal."""

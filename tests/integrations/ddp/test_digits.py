@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.digits import BATCH, TEST_IMAGES, images_and_labels
 from tests.support.distributed import run
 from tests.support.training import digest
 
 SEEDS = (0, 1, 2)
 EPOCHS = 15
-BATCH = 32
-TEST_IMAGES = 597
 # Measured: with learning rates of 0.01 to 0.1 compression costs at most 1.1 points, and 19 to 52 without feedback;
 # with this one and 9 seeds, three at a time, at most 0.6. After 12 epochs some rates have not caught up yet.
 LEARNING_RATE = 0.03
@@ -33,12 +31,6 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 }
 # What issue 2 asks for, in percentage points.
 ALLOWED_LOSS = 1.5
-
-
-def images_and_labels(seed: int) -> tuple[Tensor, Tensor]:
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(seed))
-    return torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]
 
 
 def training(worker: int, world_size: int, settings: dict[str, Any] | None, seed: int) -> dict[str, Any]:
