@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import digits, loss_per_byte, tune, wire_variants
-from benchmarks.rounding import Variant
+from benchmarks import digits, loss_per_byte, tune
 from benchmarks.shapes import GPU_GRADIENT_SETS, count_parameters
 from benchmarks.targets import targets
 from benchmarks.tracing import WINDOW, read_trace
@@ -128,41 +126,6 @@ def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> Non
     assert "failed" not in printed
     for kernel in tune.KERNELS:
         assert f"    {kernel}=Launch(" in printed
-
-
-@pytest.mark.parametrize("width", ["int8", "int4"])
-def test_a_variant_of_128_to_nearest_is_what_the_package_does(width: str) -> None:
-    streams = wire_variants.Streams(300, 40, seed=0)
-    variants = [None, Variant(128, stochastic=False), *wire_variants.VARIANTS]
-    own, same, *others = (wire_variants.Simulation(3, width, variant, streams, 0) for variant in variants)
-    true = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in streams.shapes.items()}
-    for _ in range(3):
-        given = streams.draw(wire_variants.WORKERS)
-        for name, total in true.items():
-            total += torch.stack([values[name] for values in given]).double().mean(dim=0)
-        for simulation in (own, same, *others):
-            simulation.step(given, measured=True)
-    for name in true:
-        assert torch.equal(own.sums[name], same.sums[name])
-        assert own.errors[name] == same.errors[name]
-        for simulation in others:
-            # Both roundings are owed. In each of 3 steps an error and a sum take about 14 roundings (a product of rank
-            # 3, its subtraction, a gradient), each of half an eps of what is at most twice this size.
-            size = max(true[name].abs().max(), simulation.owed()[name].abs().max())
-            missing = true[name] - simulation.sums[name] - simulation.owed()[name]
-            assert missing.abs().max() <= 64 * torch.finfo(torch.float32).eps * size
-
-
-def test_variants_of_the_wire_are_measured_and_repeat(capsys: pytest.CaptureFixture[str]) -> None:
-    records = wire_variants.simulate(2, 4, 256, 32, 0, ["int4"])
-    assert len(records) == 5 * (1 + len(wire_variants.VARIANTS))
-    assert all(0 < record["error"] < 10 for record in records)
-    assert records == wire_variants.simulate(2, 4, 256, 32, 0, ["int4"])
-    sizes = {record.get("block"): (record["bytes"], record["scale_bytes"]) for record in records[5:]}
-    assert sizes == {32: (324, 36), 64: (308, 20), 128: (300, 12), None: (296, 8)}
-    table = wire_variants.streams_table(records).splitlines()
-    assert len(table) == 2 + 1 + len(wire_variants.VARIANTS)
-    assert {line.count("|") for line in table} == {17}
 
 
 def test_session_script_is_valid_shell() -> None:
