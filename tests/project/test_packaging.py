@@ -65,7 +65,7 @@ def modules() -> set[str]:
 
 
 def test_wheel_holds_every_module(names: set[str]) -> None:
-    assert {"powersgd_triton/state.py", "powersgd_triton/integrations/ddp.py"} <= modules()
+    assert {"powersgd_triton/config.py", "powersgd_triton/integrations/ddp/__init__.py"} <= modules()
     assert {name for name in names if name.endswith(".py")} == modules()
 
 
@@ -93,5 +93,5 @@ def test_installed_adapter_is_imported(wheel: Path, tmp_path: Path) -> None:
     code = "import powersgd_triton.integrations.ddp as ddp; ddp.PowerSGDState(None); print(ddp.__file__)"
     printed = call("-c", code, cwd=elsewhere, PYTHONPATH=str(target), OMP_NUM_THREADS="1")
     imported = Path(printed.splitlines()[-1])
-    assert imported == target / "powersgd_triton" / "integrations" / "ddp.py"
+    assert imported == target / "powersgd_triton" / "integrations" / "ddp" / "__init__.py"
     assert not imported.is_symlink()
