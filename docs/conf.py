@@ -16,7 +16,6 @@ html_title = project
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 
-myst_enable_extensions = ["colon_fence", "deflist"]
 # Headings can be linked as page.md#heading, as on GitHub.
 myst_heading_anchors = 3
 

@@ -236,6 +236,12 @@ def test_api_reference_has_what_is_public():
         assert not missing, f"docs/api.md lacks {missing} of {module}"
 
 
+def test_classes_of_the_architecture_are_where_it_says():
+    for name, file, _ in rows(DOCS / "architecture.md", "class"):
+        text = (ROOT / "powersgd_triton" / file.strip("`")).read_text(encoding="utf-8")
+        assert re.search(rf"^class {name.strip('`')}\b", text, re.MULTILINE), f"{file} has no class {name}"
+
+
 def test_the_checks_can_fail(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# Same, twice\n# Same, twice\n[a](#same-twice-1) [b](#b) [c](c.md) ![d](page.md#x)\n")
