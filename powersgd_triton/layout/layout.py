@@ -90,7 +90,7 @@ def factors_sent(config: PowerSGDConfig) -> float:
 
 
 def first_turn(config: PowerSGDConfig, iteration: int) -> int:
-    """Return the number of alternating products before step ``iteration``. Even ones multiply from the left."""
+    """Number of alternating products before the step of that number; the even ones multiply from the left."""
     return (iteration - config.start_iter) * config.iterations
 
 

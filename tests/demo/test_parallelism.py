@@ -1,0 +1,87 @@
+"""The demo's ways of distributing its model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from powersgd_triton.__main__ import main
+from powersgd_triton.demo import train, zero
+from powersgd_triton.demo.model import CONTEXT, LAYERS, WIDTH
+from powersgd_triton.demo.text import VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--parallelism", "hsdp", "--workers", "3"], ["hsdp", "2 replicas", "3"]),
+        (["--parallelism", "fsdp2", "--arms", "torch"], ["torch's hook", "fsdp2"]),
+    ],
+)
+def test_what_cannot_be_is_explained(
+    arguments: list[str], parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *arguments, "--device", "cpu", "--output", str(tmp_path / "results")]) == 2
+    message = capsys.readouterr().err
+    assert all(part in message for part in parts), message
+    assert not (tmp_path / "results").exists()
+
+
+def sent_bytes(rank: int, shards: int) -> int:
+    """By the formula in docs/guides/fsdp2.md."""
+    matrices = [(VOCABULARY, WIDTH), (CONTEXT, WIDTH), (VOCABULARY, WIDTH)]
+    matrices += LAYERS * [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
+    vectors = [WIDTH, WIDTH, *LAYERS * [WIDTH, WIDTH, WIDTH, WIDTH, 3 * WIDTH, WIDTH, 4 * WIDTH, WIDTH]]
+    total = sum(vectors) // shards
+    for n, m in matrices:
+        k = n // shards
+        total += min((k + m) * rank if 2 * (k + m) * rank < k * m else k * m, k * m)
+    return 4 * total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallelism", "workers"), [("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_bytes_are_those_of_the_formula(parallelism: str, workers: int, tmp_path: Path) -> None:
+    arguments = ["--steps", "3", "--workers", str(workers), "--arms", "allreduce", "ours:4", "--device", "cpu"]
+    assert main(["demo", "--parallelism", parallelism, *arguments, "--output", str(tmp_path)]) == 0
+    exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
+    shards = 2 if parallelism == "hsdp" else 1
+    assert exact["bytes_per_step"] == exact["gradient_bytes"]
+    assert ours["bytes_per_step"] == sent_bytes(4, shards)
+    assert ours["losses"][-1] < ours["losses"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_sends_those_bytes_too(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    arguments = ["--steps", "3", "--arms", "allreduce", "ours:4", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(["demo", "--parallelism", f"zero{stage}", *arguments]) == 0
+    exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
+    # Up to two numbers of ZeRO itself: whether a step overflowed, and the gradient's norm.
+    assert 0 <= exact["bytes_per_step"] - exact["gradient_bytes"] <= 8
+    assert 0 <= ours["bytes_per_step"] - sent_bytes(4, 1) <= 8
+    assert ours["losses"][-1] < ours["losses"][0]
+
+
+def test_deepspeeds_configuration_is_that_of_the_other_demos() -> None:
+    for stage in range(4):
+        made = zero.configuration(stage, {"rank": 4, "algorithm": "alternating"})
+        assert made["zero_optimization"] == {"stage": stage}
+        assert made["powersgd"] == {"enabled": True, "rank": 4, "algorithm": "alternating"}
+        assert made["train_micro_batch_size_per_gpu"] == train.BATCH_PER_WORKER
+        assert made["optimizer"]["params"]["lr"] == train.LEARNING_RATE
+        assert made["optimizer"]["params"]["weight_decay"] == train.WEIGHT_DECAY
+        assert not made["gradient_clipping"]
+    assert not zero.configuration(0, None)["powersgd"]["enabled"]
+
+
+def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
+    assert main(["demo", "--parallelism", "zero1"]) == 2
+    assert "pip install 'powersgd_triton[deepspeed]'" in capsys.readouterr().err
