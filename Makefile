@@ -2,8 +2,10 @@
 PYTHON3 ?= python3
 PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
+# What only the documentation needs has a stamp of its own, so that `make test` does not wait for it.
+INSTALLED_DOCS := .venv/.installed-docs
 
-.PHONY: demo demo-deepspeed test test-all faults check bench bench-gpu clean
+.PHONY: demo demo-deepspeed test test-all faults check docs bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -23,7 +25,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 900 -m "not gpu"
 
-# The table in the README: every fault 50 times, in ten to twenty minutes.
+# The table in docs/faults.md: every fault 50 times, in ten to twenty minutes.
 faults: $(INSTALLED)
 	$(PYTHON) -m tests.faults --write
 
@@ -31,6 +33,10 @@ check: $(INSTALLED)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+# Into docs/_build/index.html. Needs no network once installed.
+docs: $(INSTALLED_DOCS)
+	$(PYTHON) -m sphinx -W --keep-going --quiet docs docs/_build
 
 bench: $(INSTALLED)
 	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m "not gpu"
@@ -40,11 +46,15 @@ bench-gpu: $(INSTALLED)
 	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m gpu --record gpu
 
 clean:
-	rm -rf .venv build dist demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first and by itself, so that nothing else decides which build of it is taken.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON3) -m venv .venv
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@

@@ -1,7 +1,7 @@
-"""Files for those who save by hand: written whole or not at all, and refused where they are not what was written.
+"""Save a state to a file and load it again. Files are written completely or not at all, and checked when read.
 
 from powersgd_triton import checkpoint
-saved = state.state_dict()                      # on all workers
+saved = state.state_dict()                      # collective: on all workers
 if worker == 0:
     checkpoint.save(saved, "powersgd.pt")       # or "powersgd.safetensors"
 state.load_state_dict(checkpoint.load("powersgd.pt"))
@@ -26,16 +26,19 @@ SAFETENSORS = ".safetensors"
 
 
 def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a saved state to a file, which then has all of it, or what it had before. One worker calls it.
+    """Write a saved state to a file. Call it on one worker.
+
+    The new file replaces the old one in one move: an interrupted call leaves the old file unchanged.
 
     Args:
-        state_dict: from ``state_dict()`` of any of this package's states but those for DCP.
-        path: in an existing folder. With the suffix .safetensors the file is of that format (which needs the package
-            safetensors), else what ``torch.save`` writes.
+        state_dict: Result of ``state_dict()`` of any state of this package except those for
+            ``torch.distributed.checkpoint``.
+        path: File in an existing folder. With the suffix .safetensors the file has that format, which requires the
+            package safetensors. Otherwise it is written by ``torch.save``.
 
     Raises:
-        TypeError: the state has values that are neither tensors nor plain.
-        OSError: the file cannot be written.
+        TypeError: The state has values that are neither tensors nor plain values.
+        OSError: The file cannot be written.
     """
     path = Path(path)
     tensors, rest = flatten(state_dict)
@@ -53,29 +56,29 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file that ``save`` wrote; tensors are on the CPU. Nothing in it is executed.
+    """Read a file that ``save`` wrote. Tensors are on the CPU. Nothing in the file is executed.
 
     Raises:
-        ValueError: it is another file, incomplete or damaged.
-        OSError: it cannot be read.
+        ValueError: The file was not written by ``save``, or it is incomplete or damaged.
+        OSError: The file cannot be read.
     """
     path = Path(path)
     content = path.read_bytes()
     try:
         tensors, values = (_from_safetensors if path.suffix == SAFETENSORS else _from_torch)(content)
         if values["checksum"] != str(_checksum(tensors, values[FORMAT])):
-            raise ValueError("its checksum does not fit")
+            raise ValueError("its checksum does not match its content")
         return unflatten(tensors, json.loads(values[FORMAT]))
-    # Whatever a damaged file makes the readers do.
+    # A damaged file can make the readers raise anything.
     except Exception as error:
         raise ValueError(f"{path} is not a saved PowerSGD state, or it is damaged: {error!r}") from error
 
 
 def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A saved state as ({"name/part": tensor}, everything else, which JSON can express).
+    """Split a saved state into its tensors, {"name/part": tensor}, and all other values, as JSON can express them.
 
     Raises:
-        TypeError: something is neither.
+        TypeError: A value is neither.
     """
     matrices: Mapping[str, Mapping[str, Tensor]] = state_dict.get("matrices", {})
     tensors = {
@@ -89,7 +92,7 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of ``flatten``."""
+    """Join what ``flatten`` split."""
     matrices: dict[str, dict[str, Tensor]] = {name: {} for name in rest["matrices"]}
     for key, tensor in tensors.items():
         name, _, part = key.rpartition("/")
@@ -106,7 +109,7 @@ def _from_safetensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]
     from safetensors.torch import load as from_bytes
 
     tensors: dict[str, Tensor] = from_bytes(content)
-    # Eight bytes of length and a JSON header begin the file; the library's reader of bytes does not give the metadata.
+    # The library does not return the metadata of bytes. The file begins with the length of its JSON header, in 8 bytes.
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     return tensors, header["__metadata__"]
 
@@ -120,7 +123,7 @@ def _checksum(tensors: Mapping[str, Tensor], text: str) -> int:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file in one move, once all of the new one is on the disk."""
+    """Write a temporary file, flush it to the disk, and move it over the old one."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

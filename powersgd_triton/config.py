@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 RankFunction = Callable[[str, tuple[int, ...]], int]
-"""(parameter's name, its shape) → columns of its factors, 0 for exact averaging."""
+"""Maps a parameter's name and shape to the rank of its approximation; 0 means that it is averaged exactly."""
 
 DEFAULT_RANK = 4
 PLANNED_WIRE_DTYPE = "int4"
-"""What ends at the lowest loss for the same bytes, see benchmarks/loss_per_byte.py."""
+"""The width that gave the lowest loss for the same bytes; measured by benchmarks/loss_per_byte.py."""
 
 BACKENDS = ("auto", "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
@@ -32,7 +32,7 @@ WIRE_DTYPES = {
     "int4": "int4",
 }
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0}
-"""Fields that are integers, with the smallest value of each."""
+"""The integer fields, with the smallest value of each."""
 
 ERROR_DTYPES = {
     "float32": torch.float32,
@@ -45,46 +45,52 @@ ERROR_DTYPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerSGDConfig:
-    """How gradients are compressed: immutable, keyword-only, validated on construction.
+    """How gradients are compressed. Immutable, keyword-only, and validated on construction.
+
+    Give at most one of ``rank``, ``compression`` and ``bytes_per_step``.
 
     Args:
-        rank: columns of the factors P and Q; a matrix of n × m uses min(rank, n, m). Or a function
-            (name, shape) → rank, the same on all workers, 0 for a matrix that is to be averaged exactly. None: 4, or
-            planned, where ``compression`` or ``bytes_per_step`` is given.
-        compression: instead of a rank, how many times fewer bytes than fp32 gradients a step sends, all of the model's
-            tensors counted. Ranks are then planned matrix by matrix, see ``planner.allot``.
-        bytes_per_step: the same as a number of bytes, on a scale on which an all-reduce of B bytes counts B. Both count
-            fp32 elements for what is averaged exactly, and each compression of the gradients as a step.
-        replan_every: steps between two plans, counted from ``start_iter``; a plan is measured at the end of a step and
-            used after the next one. 0 keeps the first plan, in which all matrices have about the same rank.
-        min_compression_rate: a matrix is compressed only if (n + m) · r · min_compression_rate < n · m.
-            0 compresses every non-empty matrix.
-        start_iter: number of first steps that average gradients exactly. 0 compresses from the first step.
-        error_feedback: keep what a step lost and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
-        warm_start: start a step from the last step's Q; otherwise from a fresh random one (section 3).
-        algorithm: "standard" is the paper's Algorithm 1: P = M Q and Q = Mᵀ P̂, two all-reduces a step. "alternating"
-            multiplies from the left and from the right by turns: one product and one all-reduce a step (Vogels et al.
-            2020, "Practical Low-Rank Communication Compression in Decentralized Deep Learning", and the authors'
-            reference implementation). It needs warm_start.
-        iterations: how often a step repeats that, each time on what the last time left over.
-        orthogonalization_epsilon: a column is replaced by a random direction when what is left of it after projecting
-            out its predecessors is at most max(epsilon, 2⁻²²) of its norm before.
-        wire_dtype: width of the factors in messages, a torch.dtype or its name: fp32 (fp64 for fp64 gradients), bf16,
-            fp16, int8 or int4. None: fp32, or int4 where ranks are planned. What is narrower than fp32 is summed by one
-            worker in fp32, rounded, and returned; fp16 and integers have a bf16 scale for each 128 entries of a column.
-            What rounding loses stays in the error.
-        error_dtype: dtype in which the error is kept between steps, a torch.dtype or its name: None for fp32 (fp64 for
-            fp64 gradients), or bf16, which halves that memory.
-        seed: seeds Q and the replacement directions, together with the parameter's name.
-        batch_by_shape: treat matrices of equal shape in batched operations. The result does not depend on it
-            beyond rounding.
-        check_every: number of steps after which workers compare configuration, step and factors, to raise a
-            ``DisagreementError`` instead of training on; the host waits for the device then. 0: only before the first.
-        backend: "triton", "torch", or "auto", which is Triton where it can be used on a CUDA or ROCm device.
+        rank: Rank of the approximation: the number of columns of the factors P and Q. An n × m matrix uses
+            min(rank, n, m). It may be a function (name, shape) → rank, which must be the same on all workers; 0 means
+            that the matrix is averaged exactly. Default: 4, or planned ranks if a budget is given.
+        compression: A byte budget in place of a rank: how many times fewer bytes than fp32 gradients a step sends,
+            counting all tensors of the model. Ranks are planned for each matrix.
+        bytes_per_step: The same budget as a number of bytes, counted so that an all-reduce of B bytes counts B. Both
+            budgets count 4 bytes for an element that is averaged exactly, and each compression of the gradients as
+            one step.
+        replan_every: Number of steps between two plans, counted from ``start_iter``. A plan is measured at the end of a
+            step and takes effect after the next step. 0 keeps the first plan, which gives all matrices about the same
+            rank.
+        min_compression_rate: A matrix is compressed only if (n + m) · r · min_compression_rate < n · m (for factors
+            sent in fp32; for narrower ones their bytes are compared). 0 compresses every non-empty matrix.
+        start_iter: Number of first steps that average gradients exactly. 0 compresses from the first step.
+        error_feedback: Keep what a step did not send and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
+        warm_start: Start each step from the last step's Q. Otherwise each step starts from a new random Q (section 3 of
+            the paper).
+        algorithm: "standard" is the paper's Algorithm 1: P = M Q and Q = Mᵀ P̂, with two all-reduces a step.
+            "alternating" multiplies from the left and from the right by turns, with one product and one all-reduce a
+            step (Vogels et al. 2020, "Practical Low-Rank Communication Compression in Decentralized Deep Learning",
+            and the authors' reference implementation). It requires ``warm_start``.
+        iterations: Number of times that a step repeats the algorithm, each time on what is left over.
+        orthogonalization_epsilon: A column is replaced by a random direction if, after projecting out the columns
+            before it, at most max(epsilon, 2⁻²²) of its norm is left.
+        wire_dtype: Width of the factors in messages, as a torch.dtype or its name: fp32 (fp64 for fp64 gradients),
+            bf16, fp16, int8 or int4. Default: fp32, or int4 if ranks are planned. Factors narrower than fp32 are
+            summed in fp32 by one worker, rounded, and sent back. fp16 and integers have one bf16 scale for each 128
+            entries of a column. What rounding loses stays in the error.
+        error_dtype: Dtype of the error buffer between steps, as a torch.dtype or its name. Default: fp32 (fp64 for fp64
+            gradients). bf16 halves the memory of the buffer.
+        seed: Seed of the first Q and of replacement directions, used together with the parameter's name.
+        batch_by_shape: Use batched operations for matrices of equal shape. Results change by rounding only.
+        check_every: Number of steps after which workers compare configuration, step and factors, and raise a
+            ``DisagreementError`` if they differ. The host waits for the device in such a step. 0 compares only before
+            the first step.
+        backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it and
+            plain torch elsewhere.
 
     Raises:
-        TypeError: a value has the wrong type.
-        ValueError: a value is out of its range.
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range.
     """
 
     rank: int | RankFunction | None = None
@@ -133,7 +139,7 @@ class PowerSGDConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.algorithm == "alternating" and not self.warm_start:
-            raise ValueError("algorithm 'alternating' starts from the last step's factors: it needs warm_start=True")
+            raise ValueError("algorithm 'alternating' starts from the last step's factors and requires warm_start=True")
         if self.wire_dtype is not None:
             name = str(self.wire_dtype).removeprefix("torch.")
             if name not in WIRE_DTYPES:
@@ -147,11 +153,11 @@ class PowerSGDConfig:
             name = str(self.error_dtype).removeprefix("torch.")
             if name not in ERROR_DTYPES:
                 raise ValueError(f"error_dtype must be None, float32 or bfloat16; got {self.error_dtype!r}")
-            # Kept as its name, so that equal configurations are equal and go into JSON.
+            # Kept as a name, so that configurations compare equal and can be written as JSON.
             object.__setattr__(self, "error_dtype", str(ERROR_DTYPES[name]).removeprefix("torch."))
 
     def _check_rank(self) -> None:
-        """Rank, or the budget in its place. Raises as ``__post_init__``."""
+        """Validate the rank or the budget; raises as ``__post_init__`` does."""
         budgets = {"compression": (int, float), "bytes_per_step": (int,)}
         given = [name for name in ("rank", *budgets) if getattr(self, name) is not None]
         if len(given) > 1:
@@ -166,7 +172,7 @@ class PowerSGDConfig:
             if not (math.isfinite(value) and value >= 1):
                 raise ValueError(f"{name} must be finite and at least 1; got {value}")
             if not self.error_feedback:
-                raise ValueError(f"{name} plans ranks from what is in the error: it needs error_feedback=True")
+                raise ValueError(f"{name} plans ranks from the error buffers: it needs error_feedback=True")
         if not given:
             object.__setattr__(self, "rank", DEFAULT_RANK)
         if self.rank is None or callable(self.rank):
@@ -186,7 +192,9 @@ class PowerSGDConfig:
         """Build a configuration from a JSON section.
 
         Raises:
-            ValueError: a key is not a field; the message names it and the nearest field.
+            TypeError: A value has the wrong type.
+            ValueError: A key is not a field, or a value is out of range. For an unknown key, the message names the
+                nearest field.
         """
         fields = [field.name for field in dataclasses.fields(cls)]
         for key in section:
@@ -196,9 +204,9 @@ class PowerSGDConfig:
         return cls(**section)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, such that ``from_dict`` gives back an equal configuration.
+        """Return the fields as plain values, from which ``from_dict`` builds an equal configuration.
 
-        A function that gives ranks is there as its name only, which ``from_dict`` refuses.
+        A rank function is represented by its name, which ``from_dict`` refuses.
         """
         name = getattr(self.rank, "__qualname__", type(self.rank).__qualname__)
         return {**dataclasses.asdict(self), **({"rank": f"function {name}"} if callable(self.rank) else {})}

@@ -1,4 +1,4 @@
-"""``python -m powersgd_triton doctor``: what is installed, what is used, and whether a step is computed correctly."""
+"""``python -m powersgd_triton doctor``: show versions, devices and the chosen backend, and test a step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from powersgd_triton.ops.backends import select_backend
 STEPS = 8
 SHAPES = {"weight": (64, 48), "bias": (64,)}
 ORTHONORMAL_TOLERANCE = 1e-5
-# Per step M = G + E, the product P̂ Q̄ᵀ of rank 4 and the subtraction each round a few times, in units of max|M|.
+# In units of max|M|: in each step, M = G + E, the product P̂ Q̄ᵀ of rank 4 and the subtraction round a few times.
 CONSERVATION_TOLERANCE = 8 * STEPS * torch.finfo(torch.float32).eps
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding: what was looked at, whether it is as it should be, and the figure that shows it."""
+    """Result of one check: its name, whether it passed, and the figure that shows it."""
 
     name: str
     passed: bool
@@ -35,11 +35,11 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has no options of its own."""
+    """Add no arguments: the command has none."""
 
 
 def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
-    """Print the report; return 1 where something is broken."""
+    """Print the report. Return 1 if something is broken, else 0."""
     broken = 0
     print("Versions")
     for name, version, fine in versions():
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
     for device in devices:
         print(f"  {device!s:<16} {_describe(device)}")
     print(f"\nDistributed backends\n  {', '.join(distributed_backends()) or 'none'}")
-    # One device of a kind is enough: all of a kind are treated alike.
+    # One device of each type is enough: the backend depends on the type only.
     kinds = [device for device in devices if device.index in (None, 0)]
     for device in kinds:
         print(f"\nBackend and self-test on {device}")
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
 
 
 def versions() -> Iterator[tuple[str, str, bool]]:
-    """(name, version or what is wrong, whether that is fine) of this package and what it runs on."""
+    """Yield (name, version or problem, whether it is fine) for this package and its dependencies."""
     yield "powersgd_triton", powersgd_triton.__version__, True
     yield (
         "python",
@@ -73,24 +73,24 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     yield "torch", f"{torch.__version__}{f' (built for {cuda})' if cuda else ''}", True
     for package in ("numpy", "triton"):
         yield package, *_imported(package)
-    # Importing DeepSpeed takes seconds and prints; its adapter is what needs it.
+    # Not imported: that takes seconds and prints. Only the adapter needs it.
     yield "deepspeed", _installed("deepspeed") or "not installed", True
 
 
 def compute_devices() -> list[torch.device]:
-    """The CPU and every CUDA device."""
+    """Return the CPU and all CUDA devices."""
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
 
 
 def distributed_backends() -> list[str]:
-    """Names of the backends that this build of torch.distributed has."""
+    """Return the names of the backends that this build of torch.distributed supports."""
     if not dist.is_available():
         return []
     return [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """Choose the backend and test steps in one process; what raises is a failed check."""
+    """Choose the backend and test steps in one process. A check that raises has failed."""
     for check in (_backend, _ordinary_steps, _zero_gradient, _non_finite_gradient):
         try:
             yield from check(device)
@@ -104,48 +104,48 @@ def _backend(device: torch.device) -> Iterator[Check]:
 
 
 def _ordinary_steps(device: torch.device) -> Iterator[Check]:
-    """max |P̂ᵀP̂ − I|; Σ Ĝ + E = Σ G; bypass tensors come back as they are."""
+    """Factors are orthonormal, Σ Ĝ + E = Σ G, and bypass tensors are unchanged."""
     compressor = _compressor()
-    owed = torch.zeros(SHAPES["weight"], dtype=torch.float64)
-    given = owed.clone()
+    gradient_sum = torch.zeros(SHAPES["weight"], dtype=torch.float64)
+    average_sum = gradient_sum.clone()
     skew, scale, bypass_off = 0.0, 0.0, 0.0
     for index in range(STEPS):
         gradients = _gradients(index, device)
         averaged, P_hat = _step(compressor, gradients)
-        owed += gradients["weight"].double().cpu()
-        given += averaged["weight"].double().cpu()
+        gradient_sum += gradients["weight"].double().cpu()
+        average_sum += averaged["weight"].double().cpu()
         error = compressor.error()["weight"].double().cpu()
         scale = max(scale, _largest(gradients["weight"]) + _largest(error))
         skew = max(skew, _largest(P_hat.T @ P_hat - torch.eye(P_hat.shape[1], dtype=P_hat.dtype, device=device)))
         bypass_off = max(bypass_off, _largest(averaged["bias"] - gradients["bias"]))
-    lost = _largest(given + error - owed) / scale
+    lost = _largest(average_sum + error - gradient_sum) / scale
     yield Check("orthonormal factors", skew <= ORTHONORMAL_TOLERANCE, f"max|PᵀP − I| = {skew:.1e} in {STEPS} steps")
     yield Check("nothing lost", lost <= CONSERVATION_TOLERANCE, f"max|ΣĜ + E − ΣG| = {lost:.1e} of max|M|")
     yield Check("exact bypass", bypass_off == 0, f"max|difference| = {bypass_off:.1e}")
 
 
 def _zero_gradient(device: torch.device) -> Iterator[Check]:
-    """A zero gradient gives zeros, and the layer gets gradients when it wakes."""
+    """A zero gradient gives zeros, and the layer receives gradients as soon as its own are nonzero."""
     compressor = _compressor()
     zero = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
-    asleep = [_step(compressor, zero)[0] for _ in range(2)]
-    awake = _step(compressor, _gradients(0, device))[0]
-    fine = all(not averaged["weight"].any() for averaged in asleep) and _finite(awake) and bool(awake["weight"].any())
+    during = [_step(compressor, zero)[0] for _ in range(2)]
+    after = _step(compressor, _gradients(0, device))[0]
+    fine = all(not averaged["weight"].any() for averaged in during) and _finite(after) and bool(after["weight"].any())
     yield Check(
-        "zero gradient", fine, "zeros, and a gradient after it" if fine else "not zeros, or frozen, or not finite"
+        "zero gradient", fine, "zeros, and gradients after it" if fine else "nonzero, or no gradient after it, or NaN"
     )
 
 
 def _non_finite_gradient(device: torch.device) -> Iterator[Check]:
-    """An infinite element makes this step's result NaN, and leaves no trace in the next."""
+    """An infinite element makes this step's result NaN and does not affect the next step."""
     compressor = _compressor()
     _step(compressor, _gradients(0, device))
-    overflown = _gradients(1, device)
-    overflown["weight"][3, 5] = torch.inf
-    averaged = _step(compressor, overflown)[0]
+    infinite = _gradients(1, device)
+    infinite["weight"][3, 5] = torch.inf
+    averaged = _step(compressor, infinite)[0]
     seen = bool(averaged["weight"].isnan().all())
     recovered = _finite(_step(compressor, _gradients(2, device))[0])
-    yield Check("non-finite gradient", seen, "reaches the optimizer as NaN" if seen else "is hidden")
+    yield Check("non-finite gradient", seen, "reaches the optimizer as NaN" if seen else "is hidden from the optimizer")
     yield Check("step after it", recovered, "finite" if recovered else "not finite")
 
 
@@ -154,7 +154,7 @@ def _compressor() -> Compressor:
 
 
 def _step(compressor: Compressor, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """The averaged gradients, and P̂ of the weight in fp64."""
+    """Return the averaged gradients, and P̂ of the weight in fp64."""
     compressed = compressor.compress(gradients)
     averaged = {name: torch.full_like(gradient, torch.nan) for name, gradient in gradients.items()}
     compressor.decompress(compressed, out=averaged)
@@ -167,7 +167,7 @@ def _gradients(seed: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def _largest(tensor: Tensor) -> float:
-    """max|·|; NaN where any element is, so that it fails every comparison."""
+    """Return max|·|, or NaN if an element is NaN, which fails every comparison."""
     return float(tensor.abs().max())
 
 
@@ -191,7 +191,7 @@ def _installed(package: str) -> str | None:
 
 
 def _imported(package: str) -> tuple[str, bool]:
-    """(version, True), or what is wrong and whether the package can do without it."""
+    """Return (version, True), or the problem and whether this package works without that one."""
     version = _installed(package)
     if version is None:
         return "not installed", package == "triton"

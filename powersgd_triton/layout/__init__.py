@@ -1,1 +1,1 @@
-"""Integers only: which tensors are compressed, as which matrices, and where everything lies."""
+"""Layouts, in integers only: which tensors are compressed, their matrix shapes, and all offsets."""

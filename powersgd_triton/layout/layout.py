@@ -1,4 +1,4 @@
-"""Which tensors of a flat buffer are compressed, as which matrices, and where everything lies. Integers only."""
+"""The layout of a flat buffer: which tensors are compressed, their matrix shapes, and the offsets of their factors."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.wire_format import FORMATS, WireFormat
 
 LARGEST_PLANNED_RANK = 256
-"""What the Triton kernels can do."""
+"""The largest rank that the Triton kernels support."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """View of a tensor as a matrix: dim 0 × the rest. Tensors of fewer than two dimensions are one row."""
+    """Return (n, m) of a tensor viewed as a matrix: dim 0 × the rest. Fewer than two dimensions give one row."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])
 
 
 def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = "") -> int:
-    """Rank r = min(rank, n, m) if compressing is worth it, else 0 (bypass).
+    """Return the rank r = min(rank, n, m) of a tensor's approximation, or 0 for a bypass tensor.
 
-    Worth it means that the bytes of its factors in a step, scales included, times min_compression_rate are fewer than
-    the 4 n m bytes that it has as an fp32 tensor. Without ``wire_dtype`` that is (n + m) · r · min_compression_rate <
-    n · m for each time that both factors travel. Where ranks are planned this is the largest one that is worth it.
+    A matrix is compressed only if the bytes of its factors in a step, scales included, times ``min_compression_rate``
+    are fewer than the 4 n m bytes of an fp32 tensor. For factors sent once in fp32 that is
+    (n + m) · r · min_compression_rate < n · m. If ranks are planned, the result is the largest rank that qualifies.
 
     Args:
-        shape: the tensor's.
-        config: with the rank.
-        name: the tensor's, for a configuration whose rank is a function.
+        shape: Shape of the tensor.
+        config: Configuration with the rank.
+        name: Name of the tensor, which is passed to the configuration's rank function if it has one.
 
     Raises:
-        TypeError, ValueError: that function's result is not a rank.
+        TypeError: The rank function returned something other than an int.
+        ValueError: The rank function returned a negative number.
     """
     if len(shape) < 2:
         return 0
@@ -55,12 +56,12 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
 
 
 def sizes(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, tuple[int, int, int]]:
-    """{name: (n, m, rank)} of tensors {name: shape}; rank 0 where a tensor is not compressed."""
+    """Return {name: (n, m, rank)} for tensors {name: shape}. Rank 0 means that a tensor is not compressed."""
     return {name: (*matrix_shape(shape), compressed_rank(shape, config, name)) for name, shape in shapes.items()}
 
 
 def _largest_rank(n: int, m: int, config: PowerSGDConfig) -> int:
-    """Bisection, since a factor's bytes grow with its rank."""
+    """Return the largest rank that saves enough bytes, or 0. Bisection works because bytes grow with the rank."""
     low, high = 0, min(n, m, LARGEST_PLANNED_RANK)
     while low < high:
         middle = (low + high + 1) // 2
@@ -73,18 +74,18 @@ def _is_worth_it(n: int, m: int, r: int, config: PowerSGDConfig) -> bool:
 
 
 def matrix_bytes(n: int, m: int, rank: int, config: PowerSGDConfig) -> float:
-    """Bytes of a matrix's factors in a step, scales included, on average."""
+    """Return the bytes of a matrix's factors, with their scales, in an average step."""
     width = wire_format(config)
     return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
 
 
 def wire_format(config: PowerSGDConfig) -> WireFormat:
-    """How factors are written into messages."""
+    """Return the format of factors in messages."""
     return FORMATS[str(config.wire_dtype or "float32")]
 
 
 def factors_sent(config: PowerSGDConfig) -> float:
-    """How often a step sends both factors of a matrix, on average."""
+    """Return how often an average step sends both factors of a matrix."""
     return config.iterations * (0.5 if config.algorithm == "alternating" else 1.0)
 
 
@@ -101,7 +102,7 @@ def products(config: PowerSGDConfig, iteration: int, repetition: int) -> tuple[b
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One tensor in the flat buffer: elements [offset, offset + n·m). ``rank`` is 0 where it is a bypass tensor."""
+    """One tensor in the flat buffer: elements [offset, offset + n·m). ``rank`` is 0 for a bypass tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,9 +124,9 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeGroup:
-    """Matrices of one n × m and rank, whose factors lie side by side: P as [B, n, r], Q as [B, m, r].
+    """Matrices of equal n × m and rank. Their factors are adjacent: P as [B, n, r], Q as [B, m, r].
 
-    ``p_offset`` and ``q_offset`` are in elements, from the start of the layout's P and Q factors.
+    ``p_offset`` and ``q_offset`` count elements from the start of the layout's P and Q factors.
     """
 
     n: int
@@ -146,10 +147,10 @@ class ShapeGroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Tensors in the order in which they lie in a flat buffer, and the places of their factors.
+    """Tensors in the order of a flat buffer, and the offsets of their factors.
 
-    The messages are [P of all groups | bypass tensors] and [Q of all groups]; an alternating step sends one of them,
-    with the bypass tensors behind whichever it is.
+    The messages are [P of all groups | bypass tensors] and [Q of all groups]. A step of the alternating algorithm sends
+    one of them, followed by the bypass tensors.
     """
 
     segments: tuple[Segment, ...]
@@ -163,10 +164,10 @@ class Layout:
         *,
         compress: bool = True,
     ) -> Layout:
-        """Lay out tensors one behind the other. With ``compress=False`` every tensor is a bypass tensor.
+        """Lay out tensors contiguously in the given order. With ``compress=False`` all are bypass tensors.
 
         Raises:
-            ValueError: a name occurs twice.
+            ValueError: A name occurs twice.
         """
         items = shapes.items() if isinstance(shapes, Mapping) else shapes
         segments: list[Segment] = []
@@ -182,7 +183,7 @@ class Layout:
         return cls(tuple(segments), config.batch_by_shape)
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
-        """The same tensors, matrices with other ranks; this layout itself where they are the same."""
+        """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
         segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
         return self if segments == self.segments else Layout(segments, self.batch_by_shape)
 
@@ -204,7 +205,7 @@ class Layout:
 
     @functools.cached_property
     def groups(self) -> tuple[ShapeGroup, ...]:
-        """Compressed matrices by shape and rank, in order of first appearance; one each without batch_by_shape."""
+        """Compressed matrices grouped by shape and rank, in order of appearance; one each without batch_by_shape."""
         members: dict[tuple[int, ...], list[Segment]] = {}
         for position, segment in enumerate(self.compressed):
             key = (segment.n, segment.m, segment.rank) if self.batch_by_shape else (position,)
@@ -231,11 +232,11 @@ class Layout:
         return sum(segment.numel for segment in self.bypass)
 
     def bypass_offsets(self, start: int) -> tuple[int, ...]:
-        """Offsets of the bypass tensors in a message in which they begin at ``start``."""
+        """Return the offsets of the bypass tensors in a message in which they begin at ``start``."""
         return tuple(itertools.accumulate((segment.numel for segment in self.bypass), initial=start))[:-1]
 
     def sent_numel(self, config: PowerSGDConfig, iteration: int) -> int:
-        """Elements that travel in the step of that number; narrower factors count as fp32 ones of as many bytes."""
+        """Return the elements sent in step ``iteration``. Narrow factors count as the fp32 elements of equal bytes."""
         width = wire_format(config)
         left = sum(len(g.segments) * width.factor_bytes(g.n, g.rank) for g in self.groups)
         right = sum(len(g.segments) * width.factor_bytes(g.m, g.rank) for g in self.groups)
@@ -244,5 +245,5 @@ class Layout:
         return -(-(lefts * left + rights * right) // 4) + self.bypass_numel
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
-        """(matrices, rows, rank) of the factors of each group, in their order."""
+        """Return (matrices, rows, rank) of the left or right factors of each group."""
         return [(len(g.segments), g.n if left else g.m, g.rank) for g in self.groups]

@@ -1,4 +1,4 @@
-"""How factors are written into messages, and which worker adds up which part of them. Integers only."""
+"""The format of factors in messages, and which worker sums which part of a message. Integers only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 BLOCK = 128
-"""So many entries of a factor's column share a scale."""
+"""Number of consecutive entries of a factor's column that share a scale."""
 
 SCALE_BYTES = 2
 ALIGNMENT = 16
@@ -14,14 +14,14 @@ ALIGNMENT = 16
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """A width of factors on the wire.
+    """A width of factors in messages.
 
     Attributes:
-        name: a torch dtype's name, or int4.
-        bits: of an entry.
-        scaled: whether each 128 entries of a column have a bf16 scale, the largest magnitude among them over
-            ``levels``. (In fp16, columns below 1e-6 would have scales of few bits or none.)
-        levels: the largest code's value.
+        name: Name of a torch dtype, or int4.
+        bits: Bits of an entry.
+        scaled: Whether each 128 entries of a column share a bf16 scale: their largest magnitude divided by ``levels``.
+            The scale is not fp16, in which scales of columns below 1e-6 would have few bits or be zero.
+        levels: Largest value of a code.
     """
 
     name: str
@@ -30,11 +30,11 @@ class WireFormat:
     levels: int = 1
 
     def code_bytes(self, rows: int, rank: int) -> int:
-        """Bytes of the codes of at most 128 rows; two 4-bit codes of a column make a byte."""
+        """Return the bytes of the codes of at most 128 rows. Two 4-bit codes of a column share a byte."""
         return -(-rows // 2) * rank if self.bits == 4 else rows * rank * self.bits // 8
 
     def factor_bytes(self, rows: int, rank: int) -> int:
-        """Bytes of a factor [rows, rank] with its scales."""
+        """Return the bytes of a factor [rows, rank] with its scales."""
         whole, rest = divmod(rows, BLOCK)
         codes = whole * self.code_bytes(BLOCK, rank) + self.code_bytes(rest, rank)
         return codes + (SCALE_BYTES * rank * -(-rows // BLOCK) if self.scaled else 0)
@@ -43,7 +43,7 @@ class WireFormat:
 FORMATS = {
     "float32": WireFormat("float32", 32, False),
     "bfloat16": WireFormat("bfloat16", 16, False),
-    # 2, since the largest fp32 value itself would round to infinity in bf16.
+    # 2 levels: with 1, the scale of the largest fp32 value would round to infinity in bf16.
     "float16": WireFormat("float16", 16, True, 2),
     "int8": WireFormat("int8", 8, True, 127),
     "int4": WireFormat("int4", 4, True, 7),
@@ -52,15 +52,17 @@ FORMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Rows of ``count`` matrices of one shape, one behind the other in a factor message, and in a worker's chunk.
+    """Adjacent rows of matrices of equal shape, in the message and in a worker's chunk.
 
-    Either whole matrices, or one matrix's rows from a multiple of 128 on.
+    A piece holds either whole matrices, or rows of one matrix that begin at a multiple of 128.
 
     Attributes:
-        count, rows, rank: the piece is [count, rows, rank] at ``element``.
-        element: offset in the message.
-        scale: offset of its bf16 scales [count, ⌈rows / 128⌉, rank] in the chunk, in bytes.
-        code: offset of its codes in the chunk, in bytes.
+        count: Number of matrices.
+        rows: Rows of each matrix in this piece.
+        rank: Columns of the factor.
+        element: Offset of the piece [count, rows, rank] in the message, in elements.
+        scale: Offset of its bf16 scales [count, ⌈rows / 128⌉, rank] in the chunk, in bytes.
+        code: Offset of its codes in the chunk, in bytes.
     """
 
     count: int
@@ -77,7 +79,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What one worker adds up: elements [bypass, bypass + bypass_numel) exactly, and pieces of the factors.
+    """The part of a message that one worker sums: elements [bypass, bypass + bypass_numel) and pieces of factors.
 
     Its bytes are [exact elements | scales | codes].
     """
@@ -89,7 +91,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WirePlan:
-    """A message's bytes: one chunk for each worker, all of ``size`` bytes."""
+    """The bytes of a message: one chunk per worker, each of ``size`` bytes."""
 
     width: WireFormat
     chunks: tuple[Chunk, ...]
@@ -99,14 +101,14 @@ class WirePlan:
     def build(
         cls, width: WireFormat, factors: Sequence[tuple[int, int, int]], bypass_numel: int, itemsize: int, workers: int
     ) -> WirePlan:  # fmt: skip
-        """Deal a message [factors | exact elements] out to the workers, in parts of about equal size.
+        """Divide a message [factors | exact elements] among the workers, in chunks of about equal size.
 
         Args:
-            width: of the factors.
-            factors: (count, rows, rank) of matrices one behind the other.
-            bypass_numel: number of exact elements behind them.
-            itemsize: their bytes.
-            workers: number of workers.
+            width: Format of the factors.
+            factors: (count, rows, rank) of adjacent matrices.
+            bypass_numel: Number of exact elements after the factors.
+            itemsize: Bytes of an exact element.
+            workers: Number of workers.
         """
         shares = _shares(factors, workers)
         start, each = sum(count * rows * rank for count, rows, rank in factors), -(-bypass_numel // workers)
@@ -131,12 +133,12 @@ class WirePlan:
 
 
 def _shares(factors: Sequence[tuple[int, int, int]], workers: int) -> list[list[Piece]]:
-    """Each worker's pieces: blocks of rows in their order, cut where a worker has its share of the elements."""
+    """Return each worker's pieces: consecutive blocks of rows, divided so that shares have about equal elements."""
     total = sum(count * rows * rank for count, rows, rank in factors)
     shares: list[list[Piece]] = [[] for _ in range(workers)]
     element = 0
     for count, rows, rank in factors:
-        # Whose last piece consists of whole matrices of this shape.
+        # The worker whose last piece consists of whole matrices of this shape, so that the piece can grow.
         open_piece: int | None = None
         for _ in range(count):
             for worker, height in _cuts(rows, rank, element, total, workers):
@@ -151,11 +153,11 @@ def _shares(factors: Sequence[tuple[int, int, int]], workers: int) -> list[list[
 
 
 def _cuts(rows: int, rank: int, element: int, total: int, workers: int) -> list[tuple[int, int]]:
-    """(worker, rows) for a matrix that begins at ``element``, in the order of its rows."""
+    """Return (worker, rows) pairs, in row order, for a matrix that begins at ``element``."""
     cuts: list[tuple[int, int]] = []
     for row in range(0, rows, BLOCK):
         height = min(BLOCK, rows - row)
-        # Whoever's share the block's middle lies in.
+        # The worker whose share contains the middle of the block.
         middle = 2 * (element + row * rank) + height * rank
         worker = middle * workers // (2 * total)
         if cuts and cuts[-1][0] == worker:

@@ -1,1 +1,1 @@
-"""Ranks under a byte budget: planned, in force, reported."""
+"""Ranks under a byte budget: the planner, the plan in force, and the report."""

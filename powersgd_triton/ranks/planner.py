@@ -1,4 +1,4 @@
-"""Ranks under a byte budget: how many columns each matrix gets. Numbers only, the same on every worker."""
+"""Plan ranks under a byte budget. Plain numbers only, so that all workers compute the same plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from powersgd_triton.layout.layout import compressed_rank, matrix_bytes, matrix_
 
 @dataclasses.dataclass(frozen=True)
 class Spectrum:
-    """What one step's factors tell of a matrix M, averaged over W workers.
+    """Energies of a matrix in one step, averaged over W workers.
 
     Attributes:
-        columns: ‖q̄_k‖² for each column of the averaged factor whose partner is orthonormal: the energy of Ĝ in each
-            direction.
+        columns: ‖q̄_k‖² of each column of the averaged factor whose partner is orthonormal, that is the energy of Ĝ in
+            each direction.
         total: mean_w ‖M_w‖².
     """
 
@@ -26,16 +26,17 @@ class Spectrum:
 
     @property
     def share(self) -> float:
-        """How much of ‖M‖² the factors hold."""
+        """Share of ‖M‖² that the factors contain."""
         return sum(self.columns) / self.total if self.total else 0.0
 
     @property
     def demand(self) -> float:
-        """What more columns are worth: of r columns one more saves about demand / (r (r + 1)).
+        """Value of more columns: with r columns, one more reduces ‖M‖² / φ by about demand / (r (r + 1)).
 
-        With error feedback a share φ of ‖M‖² is sent in a step, so that the rest waits for about 1/φ steps. What is to
-        be kept small is ‖M‖² / φ: how much waits, times how long. One more column adds to φ about what the weakest
-        quarter of the columns do. 0 for a gradient of zeros, not finite where the step was not.
+        With error feedback, a step sends a share φ of ‖M‖², and the rest waits for about 1/φ steps. The planner
+        minimizes ‖M‖² / φ, the energy that waits times the number of steps that it waits. One more column increases φ
+        by about as much as the average of the weakest quarter of the columns. The demand of a zero gradient is 0; that
+        of a step that was not finite is not finite.
         """
         sent, rank = sum(self.columns), len(self.columns)
         if not sent:
@@ -46,7 +47,7 @@ class Spectrum:
 
 
 def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> float:
-    """Bytes a step for tensors {name: shape}."""
+    """Return the bytes that a step may send for tensors {name: shape}."""
     if config.bytes_per_step is not None:
         return float(config.bytes_per_step)
     assert config.compression is not None
@@ -54,7 +55,7 @@ def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> floa
 
 
 def sent_bytes(tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], config: PowerSGDConfig) -> float:
-    """Bytes a step of tensors {name: shape}, of which those in ``ranks`` are compressed."""
+    """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed."""
     return sum(
         matrix_bytes(*matrix_shape(shape), ranks[name], config) if name in ranks else 4 * math.prod(shape)
         for name, shape in tensors.items()
@@ -62,17 +63,19 @@ def sent_bytes(tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], c
 
 
 def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, int]:
-    """The first plan: one rank for all matrices, as large as the budget allows, and what it leaves over in turn.
+    """Return the first plan: the largest common rank that the budget allows.
+
+    The remaining bytes give one more column each to the first matrices that they suffice for.
 
     Args:
-        tensors: {name: shape} of all the model's tensors.
-        config: with a budget.
+        tensors: {name: shape} of all tensors of the model.
+        config: Configuration with a budget.
 
     Returns:
-        {name: rank} of all that are compressed.
+        {name: rank} of all compressed matrices.
 
     Raises:
-        ValueError: the budget is too small.
+        ValueError: The budget is too small.
     """
     largest = largest_ranks(tensors, config)
     total = budget(tensors, config)
@@ -85,8 +88,8 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
         whole = 4 * sum(math.prod(shape) for shape in tensors.values())
         raise ValueError(
             f"the budget is {total:,.0f} bytes a step, but at rank 1 this model sends {sent(1):,.0f}, {exact:,.0f} of "
-            f"them for tensors that are averaged exactly: expected bytes_per_step of at least that, or a compression "
-            f"of at most {whole / sent(1):.1f}; a narrower wire_dtype sends less"
+            f"them for tensors that are averaged exactly; expected bytes_per_step of at least that, or a compression "
+            f"of at most {whole / sent(1):.1f}; a narrower wire_dtype sends fewer bytes"
         )
     common = 1
     while common < max(largest.values(), default=1) and sent(common + 1) <= total:
@@ -104,26 +107,27 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
 def allot(
     tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], demands: Mapping[str, float], config: PowerSGDConfig
 ) -> dict[str, int]:
-    """The ranks with which least waits for least time, under the budget.
+    """Return the ranks that minimize the sum of ‖M‖² / φ over all matrices under the budget.
 
-    Columns are given out one by one, each to the matrix that gains most by it for its bytes. What is known of a matrix
-    holds near its rank, so that this grows or falls by a third (rounded, but by a column where that is more).
+    Columns are allotted one by one, each to the matrix that gains the most for its bytes; see ``Spectrum.demand``.
+    Measurements of a matrix are valid near its current rank only, so a plan changes a rank by at most a third
+    (rounded), or by one column if that is more.
 
     Args:
-        tensors: {name: shape} of all the model's tensors.
-        ranks: those in force, which a matrix keeps of which nothing is known.
-        demands: {name: ``Spectrum.demand``}.
-        config: with a budget.
+        tensors: {name: shape} of all tensors of the model.
+        ranks: Current ranks. A matrix without a measurement keeps its rank.
+        demands: {name: ``Spectrum.demand``} of the measured matrices.
+        config: Configuration with a budget.
 
     Returns:
-        {name: rank} of all that are compressed.
+        {name: rank} of all compressed matrices.
     """
     largest = largest_ranks(tensors, config)
     columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
     now = {name: min(ranks.get(name, 1), most) for name, most in largest.items()}
     known = [name for name in largest if name in demands]
     limits = {name: min(max(now[name] + 1, now[name] * 4 // 3), largest[name]) for name in known}
-    # More than a third where new tensors have made it necessary.
+    # New tensors may exceed the budget; then ranks may fall by more than a third.
     for least in ({name: max(1, now[name] * 2 // 3) for name in known}, dict.fromkeys(known, 1)):
         planned = now | least
         spare = budget(tensors, config) - sent_bytes(tensors, planned, config)
@@ -146,6 +150,6 @@ def allot(
 
 
 def largest_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, int]:
-    """Those of matrices that are worth compressing."""
+    """Return {name: largest rank} of the matrices that are worth compressing."""
     largest = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
     return {name: rank for name, rank in largest.items() if rank}

@@ -1,4 +1,4 @@
-"""Which tensors of a model are compressed, at which ranks, and what that sends."""
+"""Report which tensors of a model are compressed, at which ranks, and how many bytes a step sends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from powersgd_triton.ranks.planner import Spectrum
 
 @dataclasses.dataclass(frozen=True)
 class ReportedTensor:
-    """One tensor.
+    """One row of a ``RankReport``.
 
     Attributes:
-        name: of the parameter.
-        shape: its size; where it is sharded, this worker's part as it is compressed.
-        rank: columns of its factors, 0 where it is averaged exactly.
-        bytes_per_step: of its factors with their scales, or of itself.
-        energy_sent: share of ‖M‖² that the factors held in the step from which ranks were planned; None without one.
+        name: Name of the parameter.
+        shape: Shape of the tensor that is compressed; of this worker's shard if shards are compressed.
+        rank: Rank of its approximation; 0 if it is averaged exactly.
+        bytes_per_step: Bytes of its factors with their scales, or of the tensor itself if it is averaged exactly.
+        energy_sent: Share of ‖M‖² that the factors contained in the step from which ranks were planned; None before.
     """
 
     name: str
@@ -32,16 +32,16 @@ class ReportedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class RankReport:
-    """All tensors, in the model's order. ``str`` gives a table.
+    """Ranks and bytes of all tensors, in the model's order. ``print`` shows a table.
 
-    Bytes are on a scale on which an all-reduce of B bytes counts B.
+    Bytes are counted so that an all-reduce of B bytes counts B.
     """
 
     tensors: tuple[ReportedTensor, ...]
 
     @classmethod
     def of(cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum]) -> RankReport:
-        """The report on a layout's tensors; ``spectra``: what is known of them, by name."""
+        """Build the report for a layout's tensors and their measured ``spectra``, {name: spectrum}."""
         rows = [
             ReportedTensor(
                 segment.name,
@@ -56,12 +56,12 @@ class RankReport:
 
     @property
     def bytes_per_step(self) -> float:
-        """Of all tensors."""
+        """Bytes of all tensors in a step."""
         return sum(tensor.bytes_per_step for tensor in self.tensors)
 
     @property
     def compression(self) -> float:
-        """How many times fewer bytes that is than all tensors have in fp32; 1 without tensors."""
+        """Bytes of all tensors in fp32, divided by the bytes of a step; 1 without tensors."""
         whole = 4 * sum(math.prod(tensor.shape) for tensor in self.tensors)
         return whole / self.bytes_per_step if whole else 1.0
 

@@ -32,7 +32,7 @@ def test_what_cannot_be_is_explained(
 
 
 def sent_bytes(rank: int, shards: int) -> int:
-    """By the formula in the README."""
+    """By the formula in docs/guides/fsdp2.md."""
     matrices = [(VOCABULARY, WIDTH), (CONTEXT, WIDTH), (VOCABULARY, WIDTH)]
     matrices += LAYERS * [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH)]
     vectors = [WIDTH, WIDTH, *LAYERS * [WIDTH, WIDTH, WIDTH, WIDTH, 3 * WIDTH, WIDTH, 4 * WIDTH, WIDTH]]

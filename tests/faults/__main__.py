@@ -7,14 +7,14 @@ import os
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 
 
 def main() -> int:
     """Returns: 0 if nothing was lost, hung or poisoned."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--times", type=int, default=50, help="injections of each fault (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help="replace the table in README.md")
+    parser.add_argument("--write", action="store_true", help="replace the table in docs/faults.md")
     arguments = parser.parse_args()
     if arguments.times < 1:
         parser.error(f"--times must be positive; got {arguments.times}")
@@ -31,7 +31,8 @@ def main() -> int:
         for detail in tally.details:
             print(f"{title}: {detail}", file=sys.stderr)
     if arguments.write:
-        README.write_text(table.replaced(README.read_text(encoding="utf-8"), text), encoding="utf-8")
+        page = ROOT / table.PAGE
+        page.write_text(table.replaced(page.read_text(encoding="utf-8"), text), encoding="utf-8")
     return 0 if table.survived(found) else 1
 
 

@@ -1,4 +1,4 @@
-"""A few injections of every fault, and that the README's table is the program's."""
+"""A few injections of every fault, and that the table in docs/faults.md is the program's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.faults import table
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def test_nothing_is_lost_hung_or_poisoned(found: dict[str, Tally], title: str):
     assert (tally.lost, tally.hung, tally.poisoned) == (0, 0, 0), "\n".join(tally.details)
 
 
-def test_readme_lists_the_same_faults():
-    text = README.read_text(encoding="utf-8")
+def test_documentation_lists_the_same_faults():
+    text = (ROOT / table.PAGE).read_text(encoding="utf-8")
     assert table.listed(text) == table.titles()
     made = table.markdown({title: Tally(3) for title in table.titles()}, "command")
     assert table.listed(table.replaced(text, made)) == table.titles()

@@ -1,4 +1,4 @@
-"""The faults, how often each was injected, and what came of it: a table for the README."""
+"""The faults, how often each was injected, and what came of it: the table in docs/faults.md."""
 
 from __future__ import annotations
 
@@ -13,15 +13,24 @@ from tests.support.distributed import run_cases
 from tests.support.faults import episodes, peers
 from tests.support.faults.episodes import Fault, Tally
 
+PAGE = Path("docs", "faults.md")
+"""Where the table stands, from the project's root."""
+
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 HEAD = "| fault | injected | outcome | lost | hung | poisoned |\n|---|---|---|---|---|---|"
 WORKERS = 2
 
-SKIPPED = "NaN on all workers, the step is skipped: its buckets owe what they owed, the others carry the step in E"
+SKIPPED = (
+    "NaN on all workers, and the step is skipped; the error of the bucket is unchanged, "
+    "the other buckets keep the gradient of the step in E"
+)
 GOES_ON = "an ordinary step"
-REFUSED = "ValueError, and training goes on as it was"
+REFUSED = "ValueError, and the running state is unchanged"
 TOLD = "DisagreementError on all workers, before anything is sent"
-REGROUP = "an exception in the others, who owe what they gave; they go on from the saved state, fewer or alone"
+REGROUP = (
+    "an exception in the other workers, whose errors keep their gradients; "
+    "fewer workers, or one alone, continue from the saved state"
+)
 
 FAULTS = [
     Fault("±inf or NaN in a matrix, on one worker", SKIPPED, episodes.infinite_in_a_matrix),
@@ -31,8 +40,8 @@ FAULTS = [
     Fault("finite values whose sum over workers overflows", SKIPPED, episodes.sum_overflows, scaled=False),
     Fault(
         "a matrix of values up to 3.4e38 (standard algorithm)",
-        "skipped where a product overflows, else an ordinary step; "
-        "in fp32 such a value rounds away what its element owed",
+        "skipped if a product overflows, else an ordinary step; "
+        "in fp32 such a value rounds away the earlier error of its element",
         episodes.product_overflows,
         scaled=False,
         algorithm="standard",
@@ -57,7 +66,7 @@ FAULTS = [
     Fault("2 to 5 micro-batches with `no_sync`", GOES_ON, episodes.accumulation, early=True),
     Fault(
         "an exception in the middle of the backward pass, on all workers",
-        "the exception; nothing is applied, what was compressed is carried in E. DDP needs a new wrapper",
+        "the exception; nothing is applied, and gradients that were compressed stay in E. DDP needs a new wrapper",
         episodes.exception_in_backward,
     ),
     Fault("the same, with the state saved and loaded right after it", "as above", episodes.exception_then_save),
@@ -66,7 +75,7 @@ FAULTS = [
     Fault("saved and loaded at another rank", GOES_ON, episodes.resumed_at_another_rank),
     Fault(
         "saved, and loaded where nothing is compressed",
-        "what is owed is paid with the next gradient",
+        "the remaining error is added to the next gradient",
         episodes.resumed_uncompressed,
     ),
     Fault("a bit flipped in a saved file", REFUSED, episodes.flipped_bit),
@@ -148,14 +157,14 @@ def markdown(found: dict[str, Tally], command: str) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """Titles of the rows between the markers of a README."""
+    """Titles of the rows between the markers of a page."""
     table = text[text.index(BEGIN) : text.index(END)]
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     return [row.split(" | ")[0][2:] for row in rows[1:]]
 
 
 def replaced(text: str, table: str) -> str:
-    """A README's text with another table between the markers.
+    """A page's text with another table between the markers.
 
     Raises:
         ValueError: there are no markers.

@@ -1,0 +1,39 @@
+"""Sphinx configuration: MyST Markdown, and API pages from the docstrings. Nothing is fetched from a network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# So that the pages describe this checkout, whatever is installed.
+sys.path.insert(0, str(ROOT))
+
+project = "powersgd_triton"
+author = "powersgd_triton authors"
+html_title = project
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+# Headings can be linked as page.md#heading, as on GitHub.
+myst_heading_anchors = 3
+
+# Importing DeepSpeed takes seconds, prints, and compiles.
+autodoc_mock_imports = ["deepspeed"]
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "signature"
+# Long signatures have one argument a line.
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+html_theme = "alabaster"
+html_theme_options = {
+    "page_width": "1200px",
+    "sidebar_width": "260px",
+    "fixed_sidebar": True,
+    "description": "PowerSGD gradient compression",
+}
+html_show_copyright = False
+html_show_sourcelink = False

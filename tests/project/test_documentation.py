@@ -1,0 +1,251 @@
+"""What the README and docs/ say of the project exists: links, files, snippets, configuration fields, API names.
+
+Sphinx is not needed: ``make docs`` checks what only Sphinx can.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.integrations.ddp import PowerSGDState
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+README_BYTES = 12_000
+
+PAGES = [README, *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.relative_to(DOCS).parts)]
+FOLDERS = ("powersgd_triton", "integrations", "tests", "benchmarks", "docs")
+FIELDS = {field.name: field.default for field in dataclasses.fields(PowerSGDConfig)}
+# Of DDP's PowerSGDState, which takes every field of the configuration too, and of DeepSpeed's section.
+STATE_ARGUMENTS = {*FIELDS, *inspect.signature(PowerSGDState).parameters} - {"options"}
+SECTION_KEYS = {*FIELDS, "enabled"}
+PUBLIC = ["powersgd_triton"]
+PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("ddp", "fsdp1", "fsdp2", "deepspeed", "optimizer")]
+
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"[\w./-]+\.(py|md|sh|json|png|toml|txt)|([\w.-]+/)+")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def snippets(page: Path, language: str) -> list[str]:
+    """The page's code blocks in a language."""
+    return [code for found, code in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """What ``page.md#…`` may name: headings as GitHub and MyST write them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?)\s*$", prose(page), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        number = 0
+        while (slug if not number else f"{slug}-{number}") in found:
+            number += 1
+        found.add(slug if not number else f"{slug}-{number}")
+    return found
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links and images of a page whose file or heading does not exist."""
+    broken: list[str] = []
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.is_file() or (anchor and (target.suffix != ".md" or anchor not in anchors(target))):
+            broken.append(link)
+    return broken
+
+
+@functools.cache
+def files() -> set[str]:
+    """Files and folders of the project, the latter with a slash at the end, relative to its root."""
+    found = {path.name for path in ROOT.iterdir() if path.is_file()} | {f"{folder}/" for folder in FOLDERS}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            found.add(path.relative_to(ROOT).as_posix() + ("/" if path.is_dir() else ""))
+    # The adapters under the name by which they are imported.
+    return found | {f"powersgd_triton/{path}" for path in found if path.startswith("integrations/")}
+
+
+@functools.cache
+def functions() -> set[str]:
+    """Names of all tests, and of the functions that specify the operations."""
+    sources = [*(ROOT / "tests").rglob("test_*.py"), ROOT / "powersgd_triton" / "ops" / "reference.py"]
+    return {name for file in sources for name in re.findall(r"^def (\w+)\(", file.read_text("utf-8"), re.MULTILINE)}
+
+
+def calls(code: str) -> Iterator[tuple[str, set[str]]]:
+    """(function's last name, its keywords) of a snippet's calls; keys of a dict that is the only argument count."""
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Call):
+            continue
+        words = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+        if len(node.args) == 1 and isinstance(node.args[0], ast.Dict):
+            words |= {str(key.value) for key in node.args[0].keys if isinstance(key, ast.Constant)}
+        if isinstance(node.func, ast.Name):
+            yield node.func.id, words
+        elif isinstance(node.func, ast.Attribute):
+            yield node.func.attr, words
+
+
+def module_file(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+def exported(file: Path) -> list[str]:
+    """The module's ``__all__``; empty where it has none."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def defines(module: str, name: str) -> bool:
+    """Whether a module of this package has a public name, without importing it."""
+    file = module_file(module)
+    if file is None:
+        return False
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    own = {node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return name in own or name in exported(file) or module_file(f"{module}.{name}") is not None
+
+
+def rows(page: Path, heading: str) -> list[list[str]]:
+    """Cells of the table whose first heading is given."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {heading} |"))
+    cells: list[list[str]] = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        cells.append([cell.strip() for cell in line.strip().strip("|").split(" | ")])
+    return cells
+
+
+def test_readme_is_short():
+    assert len(README.read_bytes()) <= README_BYTES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_relative_links_resolve(page: Path):
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_tests_and_targets_in_backticks_exist(page: Path):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    missing: list[str] = []
+    for code in CODE.findall(prose(page)):
+        if code.startswith("make "):
+            exists = code.split()[1] in targets
+        elif PATH.fullmatch(code):
+            exists = any(path == code or path.endswith(f"/{code}") for path in files())
+        elif re.fullmatch(r"test_\w+|\w+_reference", code):
+            exists = code in functions()
+        else:
+            continue
+        if not exists:
+            missing.append(code)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_snippets_are_code(page: Path):
+    for code in snippets(page, "python"):
+        compile(code, name_of(page), "exec")
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("powersgd_triton"):
+                missing = [alias.name for alias in node.names if not defines(str(node.module), alias.name)]
+                assert not missing, f"{node.module} has no {missing}"
+    for code in snippets(page, "json"):
+        json.loads(code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_configurations_have_known_fields(page: Path):
+    inline = [code for code in CODE.findall(prose(page)) if re.match(r"PowerSGD(Config|State)\(\w.*\)$", code)]
+    for code in [*snippets(page, "python"), *inline]:
+        for function, words in calls(code):
+            if function in ("PowerSGDConfig", "from_dict"):
+                assert words <= FIELDS.keys()
+            elif function == "PowerSGDState":
+                assert words <= STATE_ARGUMENTS
+    for code in snippets(page, "json"):
+        assert json.loads(code).get("powersgd", {}).keys() <= SECTION_KEYS
+
+
+def test_every_field_is_documented_with_its_default():
+    table = {cells[0]: cells for cells in rows(DOCS / "configuration.md", "`PowerSGDConfig`")}
+    assert {name.strip("`") for name in table} == FIELDS.keys()
+    assert {cells[0].strip("`") for cells in rows(README, "`PowerSGDConfig`")} <= FIELDS.keys()
+    for name, default in FIELDS.items():
+        said = table[f"`{name}`"][2]
+        if isinstance(default, bool):
+            assert said.split()[0] == ("on" if default else "off"), name
+        elif isinstance(default, (int, float)):
+            assert said.split()[0] == f"{default:g}", name
+        elif isinstance(default, str):
+            assert said.split()[0] == f'`"{default}"`', name
+
+
+def test_every_page_is_in_the_table_of_contents():
+    listed = {
+        line.strip()
+        for toctree in snippets(DOCS / "index.md", "{toctree}")
+        for line in toctree.splitlines()
+        if line.strip() and not line.startswith(":")
+    }
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES if page != README}
+    assert listed | {"index"} == pages
+
+
+def test_api_reference_has_what_is_public():
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)", text, re.MULTILINE)
+    for name in listed:
+        module, _, attribute = name.rpartition(".")
+        assert defines(module, attribute), f"there is no {name}"
+    for module in PUBLIC:
+        file = module_file(module)
+        assert file is not None
+        missing = [name for name in exported(file) if f"{module}.{name}" not in listed]
+        assert not missing, f"docs/api.md lacks {missing} of {module}"
+
+
+def test_classes_of_the_architecture_are_where_it_says():
+    for name, file, _ in rows(DOCS / "architecture.md", "class"):
+        text = (ROOT / "powersgd_triton" / file.strip("`")).read_text(encoding="utf-8")
+        assert re.search(rf"^class {name.strip('`')}\b", text, re.MULTILINE), f"{file} has no class {name}"
+
+
+def test_the_checks_can_fail(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("# Same, twice\n# Same, twice\n[a](#same-twice-1) [b](#b) [c](c.md) ![d](page.md#x)\n")
+    assert broken_links(page) == ["#b", "c.md", "page.md#x"]
+    assert list(calls("PowerSGDConfig(rnak=4)")) == [("PowerSGDConfig", {"rnak"})]
+    assert not defines("powersgd_triton", "Compresor")
+    assert defines("powersgd_triton", "checkpoint")
