@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.shapes import Shapes, count_parameters
 
 
-class Bucket:
+class FilledBucket:
     """One bucket with all gradients: the part of ``torch.distributed.GradBucket`` that hooks use."""
 
     def __init__(self, shapes: Shapes, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.buckets import Bucket
+from benchmarks.buckets import FilledBucket
 from benchmarks.launches import PHASES
 from benchmarks.shapes import GPU_GRADIENT_SETS, GRADIENT_SETS, SINGLE_MATRICES, TINY_GRADIENT_SETS
 from benchmarks.wire_providers import WIRE_PHASES
@@ -52,13 +52,13 @@ class Case:
     def labels(self) -> dict[str, object]:
         return dataclasses.asdict(self)
 
-    def bucket(self, device: torch.device) -> Bucket:
+    def bucket(self, device: torch.device) -> FilledBucket:
         return _bucket(self.gradients, self.dtype, device)
 
 
 @functools.lru_cache(maxsize=1)
-def _bucket(gradients: str, dtype: str, device: torch.device) -> Bucket:
-    return Bucket(GRADIENT_SETS[gradients], device, DTYPES[dtype])
+def _bucket(gradients: str, dtype: str, device: torch.device) -> FilledBucket:
+    return FilledBucket(GRADIENT_SETS[gradients], device, DTYPES[dtype])
 
 
 def step_cases(full: bool, dry: bool) -> list[Case]:

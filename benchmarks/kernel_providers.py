@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.buckets import Bucket
+from benchmarks.buckets import FilledBucket
 from benchmarks.launches import Launch, Problem, record_step
 from benchmarks.timing import Work
-from powersgd_triton.ops import BucketState
+from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.reference import (
     backproject_reference,
     compensate_project_reference,
@@ -39,11 +39,11 @@ class Prepared:
     """
 
     problem: Problem
-    bucket: BucketState
+    bucket: Bucket
     phases: dict[str, list[Launch]]
 
     @classmethod
-    def of(cls, bucket: Bucket, rank: int, backend: str, **options: Any) -> Prepared:
+    def of(cls, bucket: FilledBucket, rank: int, backend: str, **options: Any) -> Prepared:
         gradients = {str(index): gradient for index, gradient in enumerate(bucket.gradients())}
         problem = Problem(gradients, rank, backend, **options)
         # The second step is the first with an error and a product to subtract.
@@ -72,22 +72,23 @@ class Prepared:
         gradients = bucket.matrices(self.problem.gradients)
         messages, lefts, owns = bucket.left(bucket.message_P), bucket.left(bucket.P_hat), bucket.right(bucket.Q)
         bases, means = bucket.right(bucket.basis), bucket.right(bucket.message_Q)
-        parts = list(zip(bucket.groups, gradients, messages, lefts, owns, bases, means, strict=True))
+        assert bucket.M is not None
+        parts = list(zip(bucket.M, bucket.keys, gradients, messages, lefts, owns, bases, means, strict=True))
 
         def compensate_project() -> None:
-            for group, G, P, P_hat, Q, basis, _ in parts:
-                function(G, group.M, P_hat, Q, bucket.applied, basis, out=P)
+            for M, _, G, P, P_hat, Q, basis, _ in parts:
+                function(G, M, P_hat, Q, bucket.applied, basis, out=P)
 
         def orthogonalize() -> None:
-            for group, _, P, P_hat, *_ in parts:
-                function(P, keys=group.keys, step=1, out=P_hat)
+            for _, keys, _, P, P_hat, *_ in parts:
+                function(P, keys=keys, step=1, out=P_hat)
 
         def backproject() -> None:
-            for group, _, _, P_hat, Q, *_ in parts:
-                function(group.M, P_hat, out=Q)
+            for M, _, _, _, P_hat, Q, *_ in parts:
+                function(M, P_hat, out=Q)
 
         def reconstruct() -> None:
-            for _, G, _, P_hat, _, _, Q_mean in parts:
+            for _, _, G, _, P_hat, _, _, Q_mean in parts:
                 function(P_hat, Q_mean, out=G)
 
         return {
@@ -111,7 +112,7 @@ Orthogonalize = Callable[[], Tensor]
 
 def _kernels(A: Tensor) -> Orthogonalize:
     count, rows, rank = A.shape
-    bucket = Bucket([(rows, 2 * rank)] * count, A.device)
+    bucket = FilledBucket([(rows, 2 * rank)] * count, A.device)
     prepared = Prepared.of(bucket, rank, "triton", min_compression_rate=0)
     (P,) = prepared.bucket.left(prepared.bucket.message_P)
     (P_hat,) = prepared.bucket.left(prepared.bucket.P_hat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import importlib
@@ -15,11 +14,11 @@ from torch import Tensor
 
 import powersgd_triton.kernels
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.compressor import Compression
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.state import State
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops import BucketState
+from powersgd_triton.ops.backend import Backend
+from powersgd_triton.ops.bucket import Bucket
 
 PHASES = (
     *["compensate_project", "pack P", "orthogonalize P", "backproject", "pack Q", "orthogonalize Q", "commit"],
@@ -55,20 +54,24 @@ class Problem:
     def __init__(self, gradients: Mapping[str, Tensor], rank: int, backend: str, **options: Any) -> None:
         config = PowerSGDConfig(rank=rank, backend=backend, **options)
         self.gradients = dict(gradients)
-        self.state = State(config)
-        self.layout = Layout.build({name: tuple(tensor.shape) for name, tensor in gradients.items()}, config)
-        self._communicator = Communicator()
+        shapes = {name: tuple(tensor.shape) for name, tensor in gradients.items()}
+        self.layout = Layout.build(shapes, config)
+        self.engine = Engine(config, Communicator(), lambda: shapes)
 
-    def step(self, out: Mapping[str, Tensor]) -> Compression:
+    def step(self, out: Mapping[str, Tensor]) -> Backend:
         """One step; ``out`` gets the averages, and may be the gradients."""
-        compression = Compression(self.state, self.layout, self.gradients, self._communicator)
-        collections.deque(compression.run(), maxlen=0)
-        compression.reconstruct(out)
-        self.state.end_step()
-        return compression
+        found: list[Backend] = []
+
+        def write(backend: Backend) -> None:
+            backend.reconstruct(out, None)
+            found.append(backend)
+
+        self.engine.begin(self.layout, next(iter(self.gradients.values())).device, last=True)
+        self.engine.average(self.layout, self.gradients, write=write)
+        return found[0]
 
 
-def record_step(problem: Problem, out: Mapping[str, Tensor]) -> tuple[BucketState, dict[str, list[Launch]]]:
+def record_step(problem: Problem, out: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, list[Launch]]]:
     """Run one step; give the bucket's memory and the launches of each of the step's ``PHASES``."""
     with recording() as launches:
         bucket = problem.step(out).bucket

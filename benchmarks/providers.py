@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_module
 
-from benchmarks.buckets import Bucket
+from benchmarks.buckets import FilledBucket
 from powersgd_triton.integrations import ddp
 
-Step = Callable[[Bucket], Any]
+Step = Callable[[FilledBucket], Any]
 
 
 def ours(rank: int, backend: str = "auto") -> Step:

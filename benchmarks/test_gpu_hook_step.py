@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.buckets import Bucket
+from benchmarks.buckets import FilledBucket
 from benchmarks.cases import ALLOWED_DISTANCE, Case
 from benchmarks.launches import bytes_of_step
 from benchmarks.measuring import fits, record
@@ -50,7 +50,7 @@ def test_hook_step(benchmark: Any, step_case: Case, clock: Clock, results: Resul
         )  # fmt: skip
 
 
-def _difference(bucket: Bucket, rank: int) -> float:
+def _difference(bucket: FilledBucket, rank: int) -> float:
     """‖ours − reference‖ / ‖reference‖ after one step."""
     found = []
     for provider in ("ours", "reference"):
@@ -62,7 +62,7 @@ def _difference(bucket: Bucket, rank: int) -> float:
     return float(norm(ours - reference, dtype=torch.float64) / norm(reference, dtype=torch.float64))
 
 
-def _bytes(bucket: Bucket, rank: int) -> int:
+def _bytes(bucket: FilledBucket, rank: int) -> int:
     shapes = {str(index): tuple(gradient.shape) for index, gradient in enumerate(bucket.gradients())}
     return bytes_of_step(Layout.build(shapes, PowerSGDConfig(rank=rank)), bucket.buffer().itemsize)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.buckets import Bucket
+from benchmarks.buckets import FilledBucket
 from benchmarks.providers import STEP_PROVIDERS, Step, ours
 from benchmarks.shapes import CPU_GRADIENT_SETS
 
@@ -26,7 +26,7 @@ PROVIDERS: dict[str, Callable[[int], Step]] = {
 @pytest.mark.parametrize("rank", [1, 4, 16])
 @pytest.mark.parametrize("gradients", CPU_GRADIENT_SETS)
 def test_hook_step(benchmark: Any, gradients: str, rank: int, provider: str) -> None:
-    bucket = Bucket(CPU_GRADIENT_SETS[gradients])
+    bucket = FilledBucket(CPU_GRADIENT_SETS[gradients])
     step = PROVIDERS[provider](rank)
     size = bucket.buffer().numel() * bucket.buffer().element_size()
     _return_freed_memory()

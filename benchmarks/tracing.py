@@ -139,14 +139,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("this needs a CUDA device; try --dry")
     choose_interpreter()
     # What imports triton, after the interpreter was chosen.
-    from benchmarks.buckets import Bucket
+    from benchmarks.buckets import FilledBucket
     from benchmarks.providers import STEP_PROVIDERS
 
     device = device_under_test()
     with process_group():
         trace(lambda: None, device)  # the first session of a process misses events
         for gradients in options.gradients or (TINY_GRADIENT_SETS if options.dry else GPU_GRADIENT_SETS):
-            bucket = Bucket(GRADIENT_SETS[gradients], device)
+            bucket = FilledBucket(GRADIENT_SETS[gradients], device)
             for rank, provider in itertools.product(options.rank or [4], options.provider or ["ours", "torch"]):
                 step = STEP_PROVIDERS[provider](rank)
                 for _ in range(3):

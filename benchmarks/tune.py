@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from benchmarks.buckets import Bucket
+from benchmarks.buckets import FilledBucket
 from benchmarks.cases import ALLOWED_DISTANCE, DTYPES
 from benchmarks.environment import choose_interpreter, describe_gpu, device_under_test
 from benchmarks.kernel_providers import Prepared
@@ -93,7 +93,7 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
 
 
 def measure(
-    configuration: Configuration, bucket: Bucket, rank: int, dtype: str, expected: Tensor, clock: Clock
+    configuration: Configuration, bucket: FilledBucket, rank: int, dtype: str, expected: Tensor, clock: Clock
 ) -> Iterator[tuple[str, Timing]]:
     """Time each kernel of one step with a configuration.
 
@@ -135,7 +135,7 @@ def _together(launches: Sequence[Work]) -> Callable[[], object]:
 
 
 def sweep(
-    configurations: Sequence[Configuration], bucket: Bucket, rank: int, dtype: str, limit: float
+    configurations: Sequence[Configuration], bucket: FilledBucket, rank: int, dtype: str, limit: float
 ) -> Iterator[Row]:
     """Rows of one kernel with one launch each; of a configuration that fails, one row with the error."""
     clock = Clock(device_under_test(), seconds=0.05)
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(options.record, options.dry)
     results.machine = {**describe_gpu(device), "gradients": gradients, "rank": options.rank, "dtype": options.dtype}
     configurations = list(alternatives(select_configuration(architecture(device), options.rank)))
-    bucket = Bucket(GRADIENT_SETS[gradients], device, DTYPES[options.dtype])
+    bucket = FilledBucket(GRADIENT_SETS[gradients], device, DTYPES[options.dtype])
     print(f"{gradients}, rank {options.rank}, {options.dtype}, {architecture(device)}", flush=True)
     for row in sweep(configurations[: 2 if options.dry else None], bucket, options.rank, options.dtype, options.limit):
         results.add(row)

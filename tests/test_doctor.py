@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton import doctor
 from powersgd_triton.__main__ import main
-from powersgd_triton.ops import TorchOperations
+from powersgd_triton.ops.torch_backend import TorchBackend
 
 
 def test_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,13 +23,13 @@ def test_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_wrong_arithmetic_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = TorchOperations.reconstruct
+    right = TorchBackend.reconstruct
 
-    def scaled(self: TorchOperations, out: Mapping[str, Tensor], verdict: Tensor) -> None:
-        right(self, out, verdict)
+    def scaled(self: TorchBackend, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        right(self, out, overflow)
         out["weight"].mul_(1.01)
 
-    monkeypatch.setattr(TorchOperations, "reconstruct", scaled)
+    monkeypatch.setattr(TorchBackend, "reconstruct", scaled)
     assert main(["doctor"]) != 0
     assert "FAILED" in capsys.readouterr().out
 
@@ -38,6 +38,6 @@ def test_an_exception_is_a_failed_check(monkeypatch: pytest.MonkeyPatch, capsys:
     def broken(*arguments: object) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(TorchOperations, "backproject", broken)
+    monkeypatch.setattr(TorchBackend, "backproject", broken)
     assert doctor.run(argparse.Namespace()) == 1
     assert "no such instruction" in capsys.readouterr().out

@@ -213,7 +213,7 @@ def one_replica_drifts(worker: int, world_size: int) -> tuple[list[str], str]:
     # Tells the shards' plans apart.
     said.append(str(state.report()))
     if worker == 3:
-        next(iter(state._core.buckets())).basis.add_(1.0)
+        next(iter(state._engine.memory.buckets())).basis.add_(1.0)
     return said, disagreement(lambda: train_sharded(module, worker, steps=range(4, 6)))
 
 

@@ -184,7 +184,8 @@ def test_alternating_sends_one_message_and_standard_two():
         (MODES["alternating twice"], 2),
     ):
         compressor = Compressor(everything(**fields), SHAPES)
-        compressor._communicator = communicator = Counting()
+        communicator = Counting()
+        compressor._engine.connect(communicator)
         for index in range(1, 5):
             step(compressor, gradients(index))
             assert len(communicator.sent) == index * count

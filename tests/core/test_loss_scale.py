@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.core.loss_scale import LARGEST, LossScale
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.ops.step import LARGEST_SCALE, LossScale
 from tests.support.distributed import run
 from tests.support.small import MANY, RANK_2, WIDTH, stack
 from tests.support.training import batch, flat, gradients_of, squared_error
@@ -138,7 +138,7 @@ def test_tensors_are_kept_within_bounds(value: float):
     read = LossScale(lambda: torch.full((1,), value)).read(torch.device("cpu"))
     assert read is not None
     assert read.shape == ()
-    assert 1 / LARGEST <= float(read) <= LARGEST
+    assert 1 / LARGEST_SCALE <= float(read) <= LARGEST_SCALE
 
 
 @pytest.mark.parametrize(

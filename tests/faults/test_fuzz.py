@@ -107,27 +107,27 @@ def keep_books(workers: int, mode: str, dtype: torch.dtype) -> None:
         given_now = gradients(case, step)
         names = list(SHAPES)
         count = case.buckets[min(step // 20, 1)]
-        passages = fleet.step(given_now, [names[i::count] for i in range(count)])
-        finite = [all(tensor.isfinite().all() for tensor in passage.averages[0].values()) for passage in passages]
-        applied = all(finite) and all(fits(passage) for passage in passages)
-        assert all(bool(verdict) == applied for passage in passages for verdict in passage.verdicts)
+        runs = fleet.step(given_now, [names[i::count] for i in range(count)])
+        finite = [all(tensor.isfinite().all() for tensor in run.averages[0].values()) for run in runs]
+        applied = all(finite) and all(fits(run) for run in runs)
+        assert all(bool(verdict) == applied for run in runs for verdict in run.verdicts)
         skipped += not applied
-        for passage, whole in zip(passages, finite, strict=True):
-            for segment in passage.layout.segments:
+        for run, whole in zip(runs, finite, strict=True):
+            for segment in run.layout.segments:
                 name = segment.name
                 finite_part = [own[name].double().nan_to_num(nan=0, posinf=0, neginf=0) for own in given_now]
                 if applied or (whole and segment.rank):
                     balance[name] += total(finite_part)
                 if applied:
-                    balance[name] -= workers * passage.averages[0][name].double()
+                    balance[name] -= workers * run.averages[0][name].double()
                 size[name] += total([G.abs() for G in finite_part])
                 if segment.rank:
-                    size[name] += total([owed(state, segment)[1] for state in fleet.states]).view(segment.shape)
+                    size[name] += total([owed(engine, segment)[1] for engine in fleet.engines]).view(segment.shape)
         if step in case.saves:
-            saved = fleet.collectively(lambda state, mean: state.state_dict(mean))
-            for state, one in zip(fleet.states, saved, strict=True):
-                state.load_state_dict(one)
-    errors = [state.error() for state in fleet.states]
+            saved = fleet.together(lambda engine: engine.state_dict())
+            for engine, one in zip(fleet.engines, saved, strict=True):
+                engine.load_state_dict(one, None)
+    errors = fleet.errors()
     assert isinstance(config.rank, int)
     roundings = 4 * config.rank * config.iterations + workers + 8
     assert 0 < skipped < steps / 2

@@ -66,17 +66,17 @@ class Books:
     """What this worker gave, received and owes of every parameter. Summed over workers the balance is the error."""
 
     def __init__(self, state: PowerSGDState, model: nn.Module) -> None:
-        self.core = state._core
+        self.engine = state._engine
         self.balance = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
         self.sizes = {name: torch.zeros_like(tensor) for name, tensor in self.balance.items()}
 
     def owed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{name: (E, size of what it is the sum of)}, of compressed parameters."""
-        buckets = {matrix.bucket for matrix in self.core.matrices.values()}
+        buckets = {matrix.bucket for matrix in self.engine.memory.matrices.values()}
         segments = {segment.name: segment for bucket in buckets for segment in bucket.layout.compressed}
         both = {}
-        for name in self.core.matrices:
-            E, size = owed(self.core, segments[name])
+        for name in self.engine.memory.matrices:
+            E, size = owed(self.engine, segments[name])
             both[name] = (E.view(self.balance[name].shape), size.view(self.balance[name].shape))
         return both
 
@@ -164,7 +164,7 @@ def one_run(worker: int, world_size: int, seed: int) -> dict[str, Any]:
         "digests": digests,
         "skipped": skipped,
         "buckets": most,
-        "compressed": len(state._core.matrices),
+        "compressed": len(state._engine.memory.matrices),
         "finite": all(E.isfinite().all() for E in state.error().values()),
     }
 

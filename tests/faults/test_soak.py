@@ -144,7 +144,7 @@ def training(worker: int, world_size: int, steps: int, seed: int, happen: bool) 
             state.load_state_dict(state.state_dict())
         if faults.kinds:
             digests.append(digest([*gradients, *model.parameters()]))
-            held = [part for m in state._core.matrices.values() for part in (*m.bases.values(), m.error)]
+            held = [part for m in state._engine.memory.matrices.values() for part in (*m.bases.values(), m.error)]
             if not all(part is None or part.isfinite().all() for part in held):
                 broken.append(applied + skipped)
         if happen and len(memory) < applied * SAMPLES // steps:

@@ -9,9 +9,9 @@ import torch
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core.reducer import Reducer
-from powersgd_triton.core.state import State
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.step import LossScale
 from tests.support.checks import everything
 from tests.support.faults import table
 from tests.support.faults.episodes import Tally
@@ -69,27 +69,25 @@ def test_the_ledger_notices_what_is_missing(dtype: str | None):
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 def test_what_an_interrupted_step_sent_is_owed_at_once(algorithm: str, scale: float | None):
     """Not only when the next step begins: whoever catches an exception may save the state first."""
-    state = State(everything(algorithm=algorithm))
-    state.attach(lambda: scale)
-    reducer = Reducer(state, Communicator())
-    layouts = {name: Layout.build({name: (12, 10)}, state.config) for name in "abc"}
+    shapes = dict.fromkeys("abc", (12, 10))
+    engine = Engine(everything(algorithm=algorithm), Communicator(), lambda: shapes)
+    engine.step.loss_scale = LossScale(lambda: scale)
+    layouts = {name: Layout.build({name: shape}, engine.config) for name, shape in shapes.items()}
     owed: dict[str, torch.Tensor] = {}
     torch.manual_seed(0)
     for end in (True, False):
-        reducer.begin_step()
-        before = state.error()
+        before = engine.memory.error(engine.step)
         given = {name: torch.randn(12, 10) for name in layouts}
         for name, layout in layouts.items():
-            buffer = {name: given[name] * (scale or 1.0)}
-            reducer.reduce(layout, buffer, last=end and name == "c", done=lambda: None)
-        if end:
-            reducer.end_step()
-        else:
+            engine.begin(layout, torch.device("cpu"), last=end and name == "c")
+            engine.average(layout, {name: given[name] * (scale or 1.0)})
+        if not end:
             owed = {name: before[name] + given[name] for name in layouts}
-    saved = state.state_dict(lambda error: error)
+    saved = engine.state_dict()
     for name, expected in owed.items():
-        assert torch.equal(state.error()[name], expected)
+        assert torch.equal(engine.memory.error(engine.step)[name], expected)
         assert torch.equal(saved["matrices"][name]["error"], expected)
-    reducer.begin_step()
+    # The first bucket of the next step voids the one that was interrupted.
+    engine.begin(layouts["a"], torch.device("cpu"), last=False)
     for name, expected in owed.items():
-        assert torch.equal(state.error()[name], expected)
+        assert torch.equal(engine.memory.error(engine.step)[name], expected)

@@ -111,7 +111,7 @@ def low_rank(worker: int, world_size: int) -> dict[str, Any]:
     return {
         "sent": sum(counts), "expected_sent": STEPS * sent, "stats": state.compression_stats()[2],
         "error": state.error_numel(), "expected_error": error, "iteration": state.iteration, "losses": run.losses,
-        "own group": state._communicator.group is not module.process_group,
+        "own group": state._engine.communicator.group is not module.process_group,
     }  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def against_reference(worker: int, world_size: int) -> list[float]:
             if step == 3:
                 # The first compressed step draws the bases: they are those of a twin that has seen nothing but zeros.
                 twin = PowerSGD(parameters, config)
-                twin._compressor._state.iteration = 3
+                twin._compressor._engine.step.iteration = 3
                 twin._compressor.compress(zeros())
                 start = {**twin.state_dict(), "iteration": 3}
                 drawn = start["matrices"]
@@ -223,7 +223,7 @@ def test_nothing_full_size_is_kept():
     aggregator = powersgd()
     for seed in range(3):
         aggregator.aggregate(list(gradients(seed, SHAPES).values()))
-    assert all(matrix.error is None for matrix in aggregator._compressor._state.matrices.values())
+    assert all(matrix.error is None for matrix in aggregator._compressor._engine.memory.matrices.values())
 
 
 def test_parameters_without_gradients_and_failing_steps():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.compressor import Compression
-from powersgd_triton.core.state import State
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Layout
 from tests.support.checks import everything, gradients
 
@@ -35,21 +33,24 @@ class Among(Communicator):
     """One of four workers that all send the same; it copies past torch, so that nothing is counted."""
 
     world_size = WORKERS
-    rank = 1
+    index = 1
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         np.multiply(tensor.numpy(), WORKERS, out=tensor.numpy())
         return None
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        received.numpy()[:] = sent.numpy()[self.rank]
+        received.numpy()[:] = sent.numpy()[self.index]
         return None  # type: ignore[return-value]
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
         """Of the others' sums nothing is known here: zeros."""
         gathered.numpy()[:] = 0
-        gathered.numpy()[self.rank] = tensor.numpy()
+        gathered.numpy()[self.index] = tensor.numpy()
         return None  # type: ignore[return-value]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor] * WORKERS)
 
 
 def steps(
@@ -66,15 +67,13 @@ def steps(
 
     named = {str(index): shape for index, shape in enumerate(shapes)}
     config = everything(rank, backend="triton", **fields)
-    state, layout, communicator = State(config), Layout.build(named, config), communicator or Communicator()
+    engine, layout = Engine(config, communicator or Communicator(), lambda: named), Layout.build(named, config)
     activities = []
     for seed in range(number):
         now = gradients(seed, named)
+        engine.begin(layout, torch.device("cpu"), last=True)
         with watched(run_kernels=run_kernels) as activity:
-            compression = Compression(state, layout, now, communicator)
-            collections.deque(compression.run(), maxlen=0)
-            compression.reconstruct(now)
-            state.end_step()
+            engine.average(layout, now)
         activities.append(activity)
     return activities
 
@@ -108,16 +107,14 @@ def test_a_step_that_is_not_finite_takes_no_more_launches():
 
     named = {"w": (40, 36)}
     config = everything(2, backend="triton")
-    state, layout = State(config), Layout.build(named, config)
+    engine, layout = Engine(config, Communicator(), lambda: named), Layout.build(named, config)
     kernels = []
     for value in (0.0, float("inf")):
         now = gradients(0, named)
         now["w"][3, 3] = value
-        compression = Compression(state, layout, now, Communicator())
+        engine.begin(layout, torch.device("cpu"), last=True)
         with watched() as activity:
-            collections.deque(compression.run(), maxlen=0)
-            compression.reconstruct(now)
-        state.end_step()
+            engine.average(layout, now)
         assert now["w"].isnan().all() == (value != 0)
         kernels.append(activity.kernels)
     assert kernels[0] == kernels[1]

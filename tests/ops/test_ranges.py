@@ -7,8 +7,7 @@ import torch
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.reducer import Reducer
-from powersgd_triton.core.state import State
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Layout
 
 SHAPES = {"a": (12, 7), "bias": (9,), "b": (12, 7), "c": (5, 3, 4), "small": (2, 2)}
@@ -22,7 +21,9 @@ def reduced(dtype: torch.dtype, ranges: dict | None) -> dict[str, torch.Tensor]:
     assert {segment.name for segment in layout.compressed} == {"a", "b", "c"}
     generator = torch.Generator().manual_seed(0)
     gradients = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-    Reducer(State(config), Communicator()).reduce(layout, gradients, last=True, done=lambda: None, ranges=ranges)
+    engine = Engine(config, Communicator(), lambda: SHAPES)
+    engine.begin(layout, torch.device("cpu"), last=True)
+    engine.average(layout, gradients, ranges=ranges)
     return gradients
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.reference import reconstruct_reference
-from powersgd_triton.ops.triton_backend import TritonOperations, Workspace
+from powersgd_triton.ops.triton_backend import TritonBackend
+from powersgd_triton.ops.workspace import Workspace
 from tests.support.bounds import assert_within
 from tests.support.checks import COMPRESSED, SHAPES, bases, everything, gradients, poisoned, same_bits
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, over_dtypes, rounding, stored
@@ -48,8 +49,7 @@ def step(compressor: Compressor, given: Mapping[str, Tensor], device: torch.devi
 
 
 def uses_triton(compressor: Compressor) -> bool:
-    buckets = {matrix.bucket for matrix in compressor._state.matrices.values()}
-    return all(isinstance(bucket.operations, TritonOperations) for bucket in buckets)
+    return all(isinstance(backend, TritonBackend) for backend in compressor._engine.memory._backends.values())
 
 
 def wide(tensors: Mapping[str, Tensor]) -> Values:

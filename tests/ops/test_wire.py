@@ -216,13 +216,13 @@ def test_conservation(name: str, fields: dict[str, Any], workers: int, steps: in
     size = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for step in range(steps):
         given = zipf(step, workers)
-        for passage in fleet.step(given, [["wide", "bias"], ["tall", "twin", "small"]]):
-            for key, average in passage.averages[0].items():
+        for run in fleet.step(given, [["wide", "bias"], ["tall", "twin", "small"]]):
+            for key, average in run.averages[0].items():
                 owed[key] += sum(own[key].double() for own in given) - workers * average.double()
                 size[key] += sum(own[key].double().abs() for own in given) + workers * average.double().abs()
     for key in SHAPES:
         left = sum(
-            (state.error()[key].double().view(SHAPES[key]) for state in fleet.states if key in state.error()),
+            (error[key].double().view(SHAPES[key]) for error in fleet.errors() if key in error),
             torch.zeros(SHAPES[key], dtype=torch.float64),
         )
         # Some roundings in each step, of what is added up there; they do not pile up in one direction.
@@ -250,15 +250,15 @@ def test_what_is_not_finite_arrives_and_is_forgotten(name: str, algorithm: str, 
     buckets = [["wide", "bias"], ["tall", "twin", "small"]]
     for step in range(3):
         fleet.step(zipf(step, 2), buckets)
-    before = [state.error() for state in fleet.states]
+    before = fleet.errors()
     given = zipf(3, 2)
     given[1][spoiled].view(-1)[3] = float("inf")
-    averages = {k: v for passage in fleet.step(given, buckets) for k, v in passage.averages[0].items()}
+    averages = {k: v for run in fleet.step(given, buckets) for k, v in run.averages[0].items()}
     assert not averages[spoiled].isfinite().all()
-    for old, own, state in zip(before, given, fleet.states, strict=True):
-        for key, error in state.error().items():
+    for old, own, errors in zip(before, given, fleet.errors(), strict=True):
+        for key, error in errors.items():
             mine = next(bucket for bucket in buckets if key in bucket)
             expected = old[key] if spoiled in mine else old[key] + own[key].view_as(old[key])
             assert torch.allclose(error, expected, rtol=0, atol=4 * 2.0**-23 * float(own[key].nan_to_num().abs().max()))
-    after = [average for passage in fleet.step(zipf(4, 2), buckets) for average in passage.averages[0].values()]
+    after = [average for run in fleet.step(zipf(4, 2), buckets) for average in run.averages[0].values()]
     assert all(average.isfinite().all() for average in after)

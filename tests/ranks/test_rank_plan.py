@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.compressor import Compression
 from powersgd_triton.ranks.plan import RankPlan
 from powersgd_triton.ranks.planner import Spectrum, budget, sent_bytes
 from tests.support.lockstep import Fleet, Values
@@ -178,14 +177,14 @@ def test_nothing_is_lost_when_ranks_change(width: str | None, fields: dict[str, 
     layouts = set()
     for step in range(14):
         given = spectral(step, workers)
-        for passage in fleet.step(given, [["steep", "bias"], ["tall", "flat", "tiny"]]):
-            layouts.add(tuple((s.name, s.rank) for s in passage.layout.segments))
-            for key, average in passage.averages[0].items():
+        for run in fleet.step(given, [["steep", "bias"], ["tall", "flat", "tiny"]]):
+            layouts.add(tuple((s.name, s.rank) for s in run.layout.segments))
+            for key, average in run.averages[0].items():
                 owed[key] += sum(own[key].double() for own in given) - workers * average.double()
                 size[key] += sum(own[key].double().abs() for own in given) + workers * average.double().abs()
     assert len(layouts) > 2
     for key, shape in SHAPES.items():
-        errors = [state.error()[key].double().view(shape) for state in fleet.states if key in state.error()]
+        errors = [error[key].double().view(shape) for error in fleet.errors() if key in error]
         left = sum(errors, torch.zeros(shape, dtype=torch.float64))
         bound = 8 * 2.0**-24 * (size[key].norm() + 14 * left.norm())
         assert (owed[key] - left).norm() <= bound, key
@@ -205,16 +204,17 @@ def test_the_columns_of_the_highest_energy_stay():
 def test_a_matrix_keeps_its_error_and_basis_when_its_rank_changes():
     compressor = Compressor(planned(), SHAPES)
     compress(compressor, range(4))
-    before = {name: matrix.bases["basis"].clone() for name, matrix in compressor._state.matrices.items()}
-    after = {name: basis.shape[1] for name, basis in before.items()} | compressor._state.plan.ranks
+    engine = compressor._engine
+    before = {name: matrix.bases["basis"].clone() for name, matrix in engine.memory.matrices.items()}
+    after = {name: basis.shape[1] for name, basis in before.items()} | engine.plan.ranks
     errors = compressor.error()
     gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    compression = Compression(compressor._state, compressor.layout, gradients, compressor._communicator)
-    assert {name: matrix.bases["basis"].shape[1] for name, matrix in compressor._state.matrices.items()} == after
+    engine.memory.bind(compressor.layout, gradients, engine.step)
+    assert {name: matrix.bases["basis"].shape[1] for name, matrix in engine.memory.matrices.items()} == after
     assert any(after[name] < basis.shape[1] for name, basis in before.items())
     assert any(after[name] > basis.shape[1] for name, basis in before.items())
     for name, basis in before.items():
-        new = compression._state.matrices[name].bases["basis"]
+        new = engine.memory.matrices[name].bases["basis"]
         assert torch.allclose(new.T @ new, torch.eye(after[name]), atol=1e-6)
         smaller, larger = sorted((basis, new), key=lambda tensor: tensor.shape[1])
         # What one spans the other does too.
@@ -247,7 +247,7 @@ def test_resuming_goes_on_with_the_same_bits_also_between_measuring_and_planning
     found = train(second, range(at, 12))
     # The error is written down when it is saved, which rounds it once.
     assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(expected, found, strict=True))
-    assert second._state.plan.ranks == through._state.plan.ranks
+    assert second._engine.plan.ranks == through._engine.plan.ranks
     assert through.layout.segments != Compressor(config, SHAPES).layout.segments
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.nn import functional as F
 
 from powersgd_triton.integrations import fsdp1
-from powersgd_triton.integrations.sharded import plain_name
+from powersgd_triton.integrations.names import plain_name
 from tests.support.dead_peers import ALONE, DEATH, SURVIVOR, TOGETHER, interruption, start_group
 from tests.support.sharded_training import RANK_2, Net, batch, full_shard, hybrid, whole
 from tests.support.training import flat, relative

@@ -45,7 +45,7 @@ def mean_errors(engine: Any) -> Errors:
 
 
 def bases(engine: Any) -> dict[str, Tensor]:
-    return {name: matrix.bases["basis"].clone() for name, matrix in engine.powersgd._core.matrices.items()}
+    return {name: matrix.bases["basis"].clone() for name, matrix in engine.powersgd._engine.memory.matrices.items()}
 
 
 def rank_4(stage: int) -> list[float]:
@@ -75,16 +75,16 @@ def written_elements(stage: int) -> dict[str, int]:
     # In buckets that cut through it, and partitions through matrices.
     with engine_for(Case("slices", stage, zero(stage, reduce_bucket_size=2000)), RANK_4) as engine:
         state, written = engine.powersgd, []
-        compress = state._compress
+        average = state._engine.average
 
         def recorded(layout: Any, gradients: Any, ranges: Any = None) -> None:
             parts = {s.name: s.numel for s in layout.segments}
             written.append(
                 sum(part.numel() for _, part in ranges.values()) if ranges is not None else sum(parts.values())
             )
-            compress(layout, gradients, ranges)
+            average(layout, gradients, ranges=ranges)
 
-        state._compress = recorded
+        state._engine.average = recorded
         losses(engine, range(1))
         return {"written": sum(written), "model": sum(p.numel() for p in Net().parameters())}
 

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.core.state import State
-from powersgd_triton.layout.layout import Segment, first_turn
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.layout.layout import Segment, products
 from powersgd_triton.ops.reference import DEAD_COLUMN
 from tests.support.fp64_model import Model, total
 from tests.support.fuzz_cases import Case, gradients
-from tests.support.lockstep import Fleet, Passage, Values, assert_same_bits
+from tests.support.lockstep import BucketRun, Fleet, Values, assert_same_bits
 from tests.support.orthonormal import ORTHONORMAL, departure
 
 TINY = 2.0**-126
 """What an operation on fp32 numbers may lose where they are denormal."""
 
 
-# What a state holds -------------------------------------------------------------------------------------------------
+# What an engine holds ------------------------------------------------------------------------------------------------
 
 
-def owed(state: State, segment: Segment) -> tuple[Tensor, Tensor]:
-    """(E, size) in fp64, exactly as the state holds it, without writing anything down.
+def owed(engine: Engine, segment: Segment) -> tuple[Tensor, Tensor]:
+    """(E, size) in fp64, exactly as the engine holds it, without writing anything down.
 
     Size is the sum of absolute values of what E is the sum of: the buffer and the product still to be subtracted.
     """
-    matrix = state.matrices.get(segment.name)
+    matrix = engine.memory.matrices.get(segment.name)
     if matrix is None:
-        restored = state._restored.get(segment.name, {}).get("error")
+        restored = engine.memory._loaded.matrices.get(segment.name, {}).get("error")
         E = torch.zeros(segment.n, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
         return E, E.abs()
     assert matrix.error is not None
@@ -54,9 +54,9 @@ def place(groups: Sequence[Any], name: str) -> tuple[int, int]:
     )
 
 
-def fits(passage: Passage) -> bool:
+def fits(run: BucketRun) -> bool:
     """Whether every average that was written is finite in its gradient's dtype."""
-    return all(bool(tensor.isfinite().all()) for tensor in passage.written[0].values())
+    return all(bool(tensor.isfinite().all()) for tensor in run.written[0].values())
 
 
 def gamma(operations: int, dtype: torch.dtype) -> float:
@@ -82,50 +82,50 @@ class Follower:
             self.step(step)
 
     def step(self, number: int) -> None:
-        case, states = self.case, self.fleet.states
+        case, engines = self.case, self.fleet.engines
         given = gradients(case, number)
         count = case.buckets[min(number, len(case.buckets) - 1)]
         names = list(case.shapes)
         self.buckets = [part for i in range(count) if (part := names[i::count])]
-        layouts = [self.fleet._layout(tuple(part), number >= self.config.start_iter) for part in self.buckets]
+        layouts = [self.fleet.layout(tuple(part), number >= self.config.start_iter) for part in self.buckets]
         before = {
-            segment.name: [owed(state, segment) for state in states]
+            segment.name: [owed(engine, segment) for engine in engines]
             for layout in layouts
             for segment in layout.compressed
             if self.config.error_feedback
         }
-        passages = self.fleet.step(given, self.buckets, case.overlapping)
-        finite = [self.check_outputs(passage, given, before) for passage in passages]
-        applied = all(finite) and all(fits(passage) for passage in passages)
-        for passage in passages:
-            assert all(bool(verdict) == applied for verdict in passage.verdicts), "the verdict is not what was written"
-        for passage, counts in zip(passages, finite, strict=True):
-            for segment in passage.layout.compressed:
-                self.check_bases(passage, segment, counts)
-                self.check_matrix(passage, segment, given, before.get(segment.name), counts, applied)
-        self.check_states()
+        runs = self.fleet.step(given, self.buckets, case.overlapping)
+        finite = [self.check_outputs(run, given, before) for run in runs]
+        applied = all(finite) and all(fits(run) for run in runs)
+        for run in runs:
+            assert all(bool(verdict) == applied for verdict in run.verdicts), "the verdict is not what was written"
+        for run, counts in zip(runs, finite, strict=True):
+            for segment in run.layout.compressed:
+                self.check_bases(run, segment, counts)
+                self.check_matrix(run, segment, given, before.get(segment.name), counts, applied)
+        self.check_memory()
         if number in case.reads:
             self.read()
         if number in case.saves and self.mean_in_range():
-            saved = self.fleet.collectively(lambda state, mean: state.state_dict(mean))
-            for state, one in zip(states, saved, strict=True):
-                state.load_state_dict(one)
+            saved = self.fleet.together(lambda engine: engine.state_dict())
+            for engine, one in zip(engines, saved, strict=True):
+                engine.load_state_dict(one, None)
             self.following = {} if self.config.error_feedback else self.following
 
     # Outputs --------------------------------------------------------------------------------------------------------
 
     def check_outputs(
-        self, passage: Passage, given: list[Values], before: dict[str, list[tuple[Tensor, Tensor]]]
+        self, run: BucketRun, given: list[Values], before: dict[str, list[tuple[Tensor, Tensor]]]
     ) -> bool:
         """Equal bits everywhere, means of what is not compressed; whether the bucket was finite."""
-        layout = passage.layout
+        layout = run.layout
         names = [segment.name for segment in layout.segments]
-        for averages, written in zip(passage.averages, passage.written, strict=True):
-            assert_same_bits([averages[n] for n in names], [passage.averages[0][n] for n in names])
-            assert_same_bits([written[n] for n in names], [passage.written[0][n] for n in names])
-        averages = passage.averages[0]
-        assert passage.bucket is not None
-        finite = bool(passage.bucket.operations._finite)  # type: ignore[attr-defined]
+        for averages, written in zip(run.averages, run.written, strict=True):
+            assert_same_bits([averages[n] for n in names], [run.averages[0][n] for n in names])
+            assert_same_bits([written[n] for n in names], [run.written[0][n] for n in names])
+        averages = run.averages[0]
+        assert run.backend is not None
+        finite = bool(run.backend._finite)  # type: ignore[attr-defined]
         for segment in layout.bypass:
             assert not finite or averages[segment.name].isfinite().all(), segment
         received = all(own[name].isfinite().all() for own in given for name in names)
@@ -146,7 +146,7 @@ class Follower:
             for segment in layout.compressed:
                 assert averages[segment.name].isnan().all(), f"{segment}: a bucket that is not finite must say so"
         for segment in layout.segments:
-            self.check_written(passage, segment)
+            self.check_written(run, segment)
         return finite
 
     def check_mean(self, segment: Segment, mean: Tensor, given: list[Tensor]) -> None:
@@ -159,15 +159,17 @@ class Follower:
         assert (error <= tolerance)[sure].all(), f"{segment}: mean is off by {error.max()}"
         assert not mean[~exact.isfinite()].isfinite().any(), segment
 
-    def check_written(self, passage: Passage, segment: Segment) -> None:
+    def check_written(self, run: BucketRun, segment: Segment) -> None:
         """What is written over the gradients is the average, rounded to their dtype."""
-        average, written = passage.averages[0][segment.name], passage.written[0][segment.name].double()
-        assert passage.bucket is not None
+        average, written = run.averages[0][segment.name], run.written[0][segment.name].double()
+        assert run.backend is not None
         rounding = torch.finfo(self.case.dtypes[segment.name]).eps * average.double().abs()
         if segment.rank:
             # The product may be summed in another order there.
-            group, index = place(passage.layout.groups, segment.name)
-            L, R = (factor[index].double().abs() for factor in passage.bucket.joined(passage.bucket.average)[group])
+            group, index = place(run.layout.groups, segment.name)
+            L, R = (
+                factor[index].double().abs() for factor in run.backend.bucket.joined(run.backend.bucket.average)[group]
+            )
             rounding += (gamma(2 * L.shape[1] + 2, average.dtype) * (L @ R.T)).view_as(rounding)
         error = (written - average.double()).abs()
         smallest = torch.finfo(self.case.dtypes[segment.name]).smallest_normal
@@ -177,16 +179,16 @@ class Follower:
 
     # Matrices -------------------------------------------------------------------------------------------------------
 
-    def views(self, passage: Passage, segment: Segment, at: int) -> tuple[Tensor, Tensor]:
-        bucket = passage.bucket
-        assert bucket is not None
-        group, index = place(passage.layout.groups, segment.name)
-        left, right = passage.bases[at]
+    def views(self, run: BucketRun, segment: Segment, at: int) -> tuple[Tensor, Tensor]:
+        assert run.backend is not None
+        bucket = run.backend.bucket
+        group, index = place(run.layout.groups, segment.name)
+        left, right = run.bases[at]
         return bucket.left(left)[group][index], bucket.right(right)[group][index]
 
-    def check_bases(self, passage: Passage, segment: Segment, finite: bool) -> None:
+    def check_bases(self, run: BucketRun, segment: Segment, finite: bool) -> None:
         """Orthonormal; carried over from the last step, and left alone in a step that is not finite."""
-        left, right = self.views(passage, segment, 0)
+        left, right = self.views(run, segment, 0)
         alternating = self.config.algorithm == "alternating"
         start = torch.cat([left, right] if alternating else [right])
         # A new plan drops columns, or adds some.
@@ -194,7 +196,7 @@ class Follower:
             assert torch.equal(start, self.following[segment.name].to(start.dtype)), (
                 f"{segment}: another basis than was left"
             )
-        left, right = self.views(passage, segment, -1)
+        left, right = self.views(run, segment, -1)
         for basis in [left, right] if alternating or finite else [right]:
             assert departure(basis.unsqueeze(0)) <= ORTHONORMAL, segment
         end = torch.cat([left, right] if alternating else [right])
@@ -204,7 +206,7 @@ class Follower:
 
     def check_matrix(
         self,
-        passage: Passage,
+        run: BucketRun,
         segment: Segment,
         given: list[Values],
         before: list[tuple[Tensor, Tensor]] | None,
@@ -214,7 +216,7 @@ class Follower:
         G = [own[segment.name].double().view(segment.n, segment.m) for own in given]
         zeros = torch.zeros_like(G[0])
         E, sizes = zip(*(before or [(zeros, zeros)] * len(G)), strict=True)
-        compute = passage.averages[0][segment.name].dtype
+        compute = run.averages[0][segment.name].dtype
         stored = self.stored_error(compute)
         k = segment.n + segment.m + 4 * segment.rank * self.config.iterations + self.case.workers + 8
         # A matrix may have come from a bucket of narrower gradients, and its error be written down in its dtype there.
@@ -225,18 +227,19 @@ class Follower:
                 self.check_kept(segment, G, list(E), list(sizes), share)
             return
         assert all(own.isfinite().all() for own in G)
-        left, right = self.views(passage, segment, 0)
-        turn = first_turn(self.config, self.fleet.states[0].iteration - 1)
+        left, right = self.views(run, segment, 0)
+        # Of the alternating algorithm: 0 where the step begins with Q = Mᵀ P̂.
+        turn = int(products(self.config, self.fleet.engines[0].step.iteration - 1, 0)[0])
         model = Model(E, left, right, self.config.iterations, self.config.algorithm == "alternating", turn)
-        chosen = iter(range(1, len(passage.bases)))
+        chosen = iter(range(1, len(run.bases)))
         drop = max(self.config.orthogonalization_epsilon, DEAD_COLUMN)
 
         def chosen_basis(A: Tensor, size: Tensor) -> Tensor:
             """The basis that the run chose, which must span A."""
             at = next(chosen)
             side = 0 if self.is_left(model, at) else 1
-            basis = self.views(passage, segment, at)[side].double()
-            if at == len(passage.bases) - 1 and not self.config.warm_start:
+            basis = self.views(run, segment, at)[side].double()
+            if at == len(run.bases) - 1 and not self.config.warm_start:
                 return basis
             assert departure(basis.unsqueeze(0)) <= ORTHONORMAL, f"{segment}: basis {at} is not orthonormal"
             outside = (A - basis @ (basis.T @ A)).norm(dim=0)
@@ -248,7 +251,7 @@ class Follower:
 
         average = model.step(G, chosen_basis, sizes)
         tolerance = share * total(model.sizes) + k * TINY
-        error = (passage.averages[0][segment.name].double().view_as(average) - average).abs() * len(G)
+        error = (run.averages[0][segment.name].double().view_as(average) - average).abs() * len(G)
         # Finite factors may have a product that is out of range.
         representable = average.abs() + tolerance < torch.finfo(compute).max
         assert (error <= tolerance)[representable].all(), (
@@ -256,11 +259,11 @@ class Follower:
         )
         if before is None:
             return
-        for state, left_over, size, own, E_before in zip(
-            self.fleet.states, model.errors, model.sizes, G, E, strict=True
+        for engine, left_over, size, own, E_before in zip(
+            self.fleet.engines, model.errors, model.sizes, G, E, strict=True
         ):
             expected = left_over if applied else own + E_before
-            error = (owed(state, segment)[0] - expected).abs()
+            error = (owed(engine, segment)[0] - expected).abs()
             tolerance = share * size + k * TINY
             assert (error <= tolerance).all(), (
                 f"{segment}: error is off by {(error / tolerance).max()} (applied {applied})"
@@ -282,12 +285,12 @@ class Follower:
 
     def check_kept(self, segment: Segment, G: list[Tensor], E: list[Tensor], sizes: list[Tensor], share: float) -> None:
         """Where the bucket was not finite, E is what it was but for the rounding of M and of E itself."""
-        for state, own, before, size in zip(self.fleet.states, G, E, sizes, strict=True):
+        for engine, own, before, size in zip(self.fleet.engines, G, E, sizes, strict=True):
             added = torch.where(own.isfinite(), own, 0)
-            matrix = state.matrices[segment.name]
+            matrix = engine.memory.matrices[segment.name]
             assert matrix.error is not None
             limit = torch.finfo(matrix.error.dtype).max
-            after = owed(state, segment)[0]
+            after = owed(engine, segment)[0]
             tolerance = share * (size + added.abs()) + 8 * TINY
             # What overflowed cannot be given back; all the same it must not stay.
             lost = size + added.abs() + tolerance >= limit
@@ -296,23 +299,27 @@ class Follower:
 
     # States ---------------------------------------------------------------------------------------------------------
 
-    def check_states(self) -> None:
+    def check_memory(self) -> None:
         """Nothing that is kept is not finite, also once it is written down."""
-        for state in self.fleet.states:
-            for name, matrix in state.matrices.items():
+        for engine in self.fleet.engines:
+            for name, matrix in engine.memory.matrices.items():
                 tensors = [*matrix.bases.values(), *([] if matrix.error is None else [matrix.error])]
-                assert all(tensor.isfinite().all() for tensor in tensors), f"{name}: state is not finite"
+                assert all(tensor.isfinite().all() for tensor in tensors), f"{name}: what is remembered is not finite"
 
     def mean_in_range(self) -> bool:
         """Whether the sum of the workers' errors is, of which a saved state holds the mean."""
-        held = [matrix.error for state in self.fleet.states for matrix in state.matrices.values()]
+        held = [matrix.error for engine in self.fleet.engines for matrix in engine.memory.matrices.values()]
         return sum(float(E.double().abs().amax()) for E in held if E is not None) < torch.finfo(torch.float32).max / 4
 
     def read(self) -> None:
-        for state in self.fleet.states:
-            segments = [s for names in self.buckets for s in self.fleet._layout(tuple(names), True).compressed]
-            held = {s.name: owed(state, s) for s in segments if s.name in state.matrices and self.config.error_feedback}
-            for name, E in state.error().items():
+        for engine in self.fleet.engines:
+            segments = [s for names in self.buckets for s in self.fleet.layout(tuple(names), True).compressed]
+            held = {
+                s.name: owed(engine, s)
+                for s in segments
+                if s.name in engine.memory.matrices and self.config.error_feedback
+            }
+            for name, E in engine.memory.error(engine.step).items():
                 if name in held:
                     exact, size = held[name]
                     tolerance = 2 * (torch.finfo(E.dtype).eps + gamma(64, torch.float32)) * size + TINY

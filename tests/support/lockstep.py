@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -13,27 +15,55 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.compressor import Compression
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.state import State
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops import BucketState
+from powersgd_triton.ops.backend import Backend
+from powersgd_triton.ops.step import LossScale
 
 Values = dict[str, Tensor]
 T = TypeVar("T")
 
 
-class Line(Communicator):
-    """One worker's end: it notes what is to be communicated, and goes on once ``communicate`` has done so."""
+class Meeting:
+    """Where workers that run in threads of their own wait for each other, and exchange tensors."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._tensors: list[Tensor] = [torch.empty(0)] * world_size
+
+    def gather(self, index: int, tensor: Tensor) -> Tensor:
+        """[workers, …]."""
+        self._tensors[index] = tensor.clone()
+        self._barrier.wait()
+        gathered = torch.stack(self._tensors)
+        self._barrier.wait()
+        return gathered
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class Line(Communicator):
+    """One worker's end.
+
+    In a step's schedule it notes what is to be communicated, and the worker goes on once ``communicate`` has done so.
+    In a meeting, where workers run in threads, it waits for the others.
+    """
+
+    def __init__(self, index: int, world_size: int) -> None:
         super().__init__()
-        self._rank, self._world_size = rank, world_size
+        self._index, self._world_size = index, world_size
         self.message: tuple[str, Tensor, Tensor] | None = None
+        self.meeting: Meeting | None = None
 
     @property
-    def rank(self) -> int:
-        return self._rank
+    def index(self) -> int:
+        return self._index
+
+    @property
+    def global_index(self) -> int:
+        return self._index
 
     @property
     def world_size(self) -> int:
@@ -41,7 +71,11 @@ class Line(Communicator):
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         if self.world_size > 1 and tensor.numel():
-            self._note("sum", tensor, tensor)
+            if self.meeting is not None:
+                # One worker after the other, as ``communicate`` does.
+                tensor.copy_(functools.reduce(torch.add, self.meeting.gather(self.index, tensor)))
+            else:
+                self._note("sum", tensor, tensor)
         return None
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
@@ -49,6 +83,12 @@ class Line(Communicator):
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
         self._note("gather", gathered, tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        assert self.meeting is not None
+        return self.meeting.gather(self.index, tensor)
 
     def _note(self, kind: str, received: Tensor, sent: Tensor) -> None:
         assert self.message is None, "two messages at once"
@@ -79,13 +119,13 @@ def communicate(lines: Sequence[Line]) -> None:
 
 
 @dataclasses.dataclass(eq=False)
-class Passage:
-    """One bucket's step.
+class BucketRun:
+    """One bucket's part of a step.
 
     Attributes:
         layout: the bucket's tensors.
         bases: (left, right) flat bases whenever a message was sent, and at the end; equal on all workers.
-        bucket: the first worker's.
+        backend: the first worker's.
         averages: each worker's Ĝ and means in fp32 (fp64 where a gradient is), from memory that was NaN.
         written: the same in the gradients' dtypes, written over the gradients.
         verdicts: each worker's of the step, which it shares with the step's other buckets.
@@ -93,14 +133,14 @@ class Passage:
 
     layout: Layout
     bases: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
-    bucket: BucketState | None = None
+    backend: Backend | None = None
     averages: list[Values] = dataclasses.field(default_factory=list)
     written: list[Values] = dataclasses.field(default_factory=list)
     verdicts: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 class Fleet:
-    """Workers that compress the same tensors.
+    """Workers that compress the same tensors, each with an engine of its own.
 
     Args:
         config: the same on all of them.
@@ -110,17 +150,16 @@ class Fleet:
 
     def __init__(self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int) -> None:
         self.config, self.shapes = config, shapes
-        self.states = [State(config) for _ in range(world_size)]
-        for state in self.states:
-            # So that averages that do not fit are owed again.
-            state.attach(lambda: 1.0)
-            state.plan.begin(shapes)
-        self._lines = [Line(rank, world_size) for rank in range(world_size)]
+        self._lines = [Line(index, world_size) for index in range(world_size)]
+        self.engines = [Engine(config, line, lambda: shapes) for line in self._lines]
+        for engine in self.engines:
+            # So that averages that do not fit void the step.
+            engine.step.loss_scale = LossScale(lambda: 1.0)
         self._layouts: dict[tuple[tuple[str, ...], bool], Layout] = {}
 
     def step(
         self, given: Sequence[Values], buckets: Sequence[Sequence[str]], overlapping: bool = True
-    ) -> list[Passage]:
+    ) -> list[BucketRun]:
         """One step of all buckets.
 
         Args:
@@ -128,11 +167,11 @@ class Fleet:
             buckets: names of the tensors in each.
             overlapping: whether buckets move on whenever a new one starts, or are done one after the other.
         """
-        compress = self.states[0].iteration >= self.config.start_iter
-        passages = [Passage(self._layout(tuple(names), compress)) for names in buckets]
+        compress = self.engines[0].step.iteration >= self.config.start_iter
+        runs = [BucketRun(self.layout(tuple(names), compress)) for names in buckets]
         under_way: collections.deque[list[Callable[[], bool]]] = collections.deque()
-        for passage in passages:
-            under_way.append(self._start(passage, [packed(own, passage.layout) for own in given]))
+        for run in runs:
+            under_way.append(self._start(run, [packed(own, run.layout) for own in given]))
             while under_way:
                 # Each takes one turn; those that are done leave.
                 for stages in list(under_way):
@@ -141,82 +180,80 @@ class Fleet:
                     communicate(self._lines)
                     if not going_on[0]:
                         under_way.remove(stages)
-                if overlapping and passage is not passages[-1]:
+                if overlapping and run is not runs[-1]:
                     break
-        for state in self.states:
-            state.end_step()
-        self._replan()
-        return passages
+        self.together(lambda engine: engine.end_step())
+        return runs
 
-    def _replan(self) -> None:
-        """What ``Replanner`` does on each worker."""
-        replanned = [state.plan.replan() for state in self.states]
-        assert len(set(replanned)) == 1, "some workers have a new plan and others have not"
-        if replanned[0]:
-            return
-        measured = [one for state in self.states if (one := state.measure()) is not None]
-        totals = [one.totals.clone() for one in measured]
-        for one, state in zip(measured, self.states, strict=bool(measured)):
-            one.totals.copy_(sum(totals[1:], totals[0]) / len(totals))
-            one.send()
-            state.plan.pending = one
+    def together(self, fn: Callable[[Engine], T]) -> list[T]:
+        """``fn(engine)`` of each worker, which may be collective."""
+        if len(self.engines) == 1:
+            return [fn(self.engines[0])]
+        meeting = Meeting(len(self.engines))
 
-    def collectively(self, fn: Callable[[State, Callable[[Tensor], Tensor]], T]) -> list[T]:
-        """``fn(state, mean)`` of each worker, where ``mean`` averages over them. ``fn`` is called twice."""
-        given: list[list[Tensor]] = [[] for _ in self.states]
+        def run(line: Line, engine: Engine) -> T:
+            line.meeting = meeting
+            try:
+                return fn(engine)
+            except BaseException:
+                meeting.abort()
+                raise
+            finally:
+                line.meeting = None
 
-        def noting(own: list[Tensor]) -> Callable[[Tensor], Tensor]:
-            def note(tensor: Tensor) -> Tensor:
-                own.append(tensor.clone())
-                return tensor
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            return list(pool.map(run, self._lines, self.engines))
 
-            return note
+    def errors(self) -> list[Values]:
+        """Each worker's E."""
+        return [engine.memory.error(engine.step) for engine in self.engines]
 
-        def replaying(means: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-            following = iter(means)
-            return lambda _: next(following).clone()
-
-        for own, state in zip(given, self.states, strict=True):
-            fn(state, noting(own))
-        means = [torch.stack(tensors).sum(0) / len(tensors) for tensors in zip(*given, strict=True)]
-        return [fn(state, replaying(means)) for state in self.states]
-
-    def _layout(self, names: tuple[str, ...], compress: bool) -> Layout:
+    def layout(self, names: tuple[str, ...], compress: bool) -> Layout:
         if (names, compress) not in self._layouts:
             shapes = [(name, self.shapes[name]) for name in names]
             self._layouts[names, compress] = Layout.build(shapes, self.config, compress=compress)
-        plans = [state.plan.layout(self._layouts[names, compress]) for state in self.states]
+        plans = [engine.plan.layout(self._layouts[names, compress]) for engine in self.engines]
         assert all(plan.segments == plans[0].segments for plan in plans), "workers have different plans"
         return plans[0]
 
-    def _start(self, passage: Passage, given: Sequence[Values]) -> list[Callable[[], bool]]:
+    def _start(self, run: BucketRun, given: Sequence[Values]) -> list[Callable[[], bool]]:
         """For each worker what does its next stage and says whether there are more."""
-        compressions = [
-            Compression(state, passage.layout, gradients, line)
-            for state, gradients, line in zip(self.states, given, self._lines, strict=True)
+        device = next(iter(given[0].values())).device
+        names = tuple(segment.name for segment in run.layout.segments)
+        compress = self.engines[0].step.iteration >= self.config.start_iter
+        own = self._layouts[names, compress]
+        self.together(lambda engine: engine.begin(own, device, last=False))
+        backends: list[Backend | None] = [None] * len(given)
+
+        def write(worker: int, backend: Backend) -> None:
+            step, bucket = self.engines[worker].step, backend.bucket
+            out = {s.name: torch.full(s.shape, torch.nan, dtype=bucket.message_P.dtype) for s in run.layout.segments}
+            # Only what is written over the gradients counts.
+            backend.reconstruct(out, None)
+            run.averages.append(out)
+            backend.reconstruct(given[worker], step.overflow(device))
+            run.written.append(given[worker])
+            run.verdicts.append(step.verdict(device))
+
+        generators = [
+            engine.run(own, gradients, functools.partial(write, worker))
+            for worker, (engine, gradients) in enumerate(zip(self.engines, given, strict=True))
         ]
-        passage.bucket = compressions[0].bucket
-        wide = compressions[0].bucket.message_P.dtype
-        generators = [compression.run() for compression in compressions]
 
         def stage(worker: int) -> bool:
             going_on = next(generators[worker], self) is not self
-            bucket = compressions[worker].bucket
+            backend = backends[worker]
+            if backend is None:
+                backend = backends[worker] = self.engines[worker].memory._backends[names[0]]
+            bucket = backend.bucket
             if worker == 0:
-                passage.bases.append((bucket.P_hat.clone(), bucket.basis.clone()))
+                run.backend = backend
+                run.bases.append((bucket.P_hat.clone(), bucket.basis.clone()))
             else:
-                assert_same_bits((bucket.P_hat, bucket.basis), passage.bases[-1])
-            if not going_on:
-                out = {s.name: torch.full(s.shape, torch.nan, dtype=wide) for s in passage.layout.segments}
-                # Only what is written over the gradients counts.
-                bucket.operations.reconstruct(out, torch.ones(()))
-                passage.averages.append(out)
-                compressions[worker].reconstruct(given[worker])
-                passage.written.append(given[worker])
-                passage.verdicts.append(compressions[worker].verdict)
+                assert_same_bits((bucket.P_hat, bucket.basis), run.bases[-1])
             return going_on
 
-        return [functools.partial(stage, worker) for worker in range(len(compressions))]
+        return [functools.partial(stage, worker) for worker in range(len(given))]
 
 
 def packed(gradients: Values, layout: Layout) -> Values:
