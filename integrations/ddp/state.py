@@ -221,3 +221,7 @@ class PowerSGDState(Handle):
         pickles.restore(self._engine, saved)
         self.compression_stats_logging_frequency = saved["compression_stats_logging_frequency"]
         self.next_stats_report = saved["next_stats_report"]
+
+
+# The public name, which pickles keep.
+PowerSGDState.__module__ = "powersgd_triton.integrations.ddp"
