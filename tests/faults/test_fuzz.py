@@ -14,6 +14,7 @@ from tests.support.device import INTERPRETED
 from tests.support.fp64_model import total
 from tests.support.fuzz_cases import NOT_FINITE, Case, Fault, cases, gradients
 from tests.support.fuzzing import Follower, fits, gamma, owed
+from tests.support.thinned import thinned
 
 
 def examples(count: int) -> hypothesis.settings:
@@ -23,7 +24,7 @@ def examples(count: int) -> hypothesis.settings:
     )
 
 
-@examples(120)
+@examples(60)
 @given(cases())
 def test_steps_follow_the_method(case: Case) -> None:
     Follower(case).run()
@@ -38,8 +39,8 @@ def test_many_steps_follow_the_method(case: Case) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@examples(4)
-@given(cases("triton", max_steps=3))
+@examples(3)
+@given(cases("triton", max_steps=2))
 def test_steps_follow_the_method_in_triton(case: Case) -> None:
     Follower(case).run()
 
@@ -69,8 +70,7 @@ MODES: dict[str, dict[str, Any]] = {
 HARMLESS = ["zero", "low rank", "one row", "denormal", "tiny", "spread"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", MODES)
+@thinned("mode, dtype", list(MODES), [torch.float32, torch.bfloat16], together=1)
 def test_nothing_is_lost_in_200_steps(mode: str, dtype: torch.dtype) -> None:
     keep_books(2, mode, dtype)
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import Compressor
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.checks import SHAPES, everything, gradients
-from tests.support.distributed import Failure, environment
+from tests.support.distributed import Failure, environment, forkserver
 from tests.support.small import MANY, ONE, RANK_2, WIDTH, stack
 from tests.support.training import batch, digest, gradients_of, local_gradients, patched, relative, squared_error
 
@@ -301,8 +301,7 @@ def watch(
         RuntimeError: it failed, or did not end normally; the message holds its traceback.
         TimeoutError: it was not done in time.
     """
-    context: Any = mp.get_context(method)
-    context.set_forkserver_preload(["torch._dynamo", "tests.support.dead_peers_sharded"])
+    context: Any = forkserver() if method == "forkserver" else mp.get_context(method)
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             context.Process(target=_work, args=(case, worker, folder, silent, seconds), daemon=True)

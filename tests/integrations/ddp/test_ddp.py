@@ -37,7 +37,7 @@ from tests.support.training import (
 
 def full_rank(worker: int, world_size: int) -> dict[str, Any]:
     """Layers of the size that DDP is used with."""
-    return against_ddp(linear_stack, worker)
+    return against_ddp(lambda: linear_stack(12), worker, bucket_cap_mb=0.2)
 
 
 def full_rank_of_small_layers(worker: int, world_size: int) -> dict[str, Any]:
