@@ -21,7 +21,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.integrations.sharded import ShardedState, WholeParameters, group_of_its_own
+from powersgd_triton.integrations.sharded import ShardedHandle, WholeParameters, group_of_its_own
 from powersgd_triton.layout.layout import Layout
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
@@ -59,7 +59,7 @@ class Unit:
         self.layout = Layout.build(shapes, config)
 
 
-class PowerSGDState(ShardedState):
+class PowerSGDState(ShardedHandle):
     """Memory of the compression of one FSDP1 model's gradients.
 
     FULL_SHARD, SHARD_GRAD_OP and NO_SHARD; every worker keeps errors of the whole model's size. The sums of factors

@@ -37,7 +37,7 @@ class Sharding(Protocol):
         """The factors of all shards in their order. Collective."""
 
 
-class ShardedState(Handle):
+class ShardedHandle(Handle):
     """The compression of a model with sharded parameters, usable as a ``Stateful`` of torch.distributed.checkpoint.
 
     Args:
@@ -156,9 +156,9 @@ class ShardedState(Handle):
 
 
 class Renamed:
-    """A sharded state whose parameters had other names when it was saved; see ``ShardedState.renamed``."""
+    """A sharded state whose parameters had other names when it was saved; see ``ShardedHandle.renamed``."""
 
-    def __init__(self, state: ShardedState, names: Mapping[str, str]) -> None:
+    def __init__(self, state: ShardedHandle, names: Mapping[str, str]) -> None:
         self._state, self._names = state, dict(names)
 
     def state_dict(self) -> dict[str, Any]:

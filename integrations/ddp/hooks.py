@@ -104,7 +104,8 @@ def _average(
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
     if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
-    check_owner(engine)
+    if bucket.index() == 0:
+        check_owner(engine)
     with _side_stream(state, buffer) as future:
         compressing = engine.begin(layout, buffer.device, last=last)
         step, first = state.iter, bucket.index() == 0

@@ -21,11 +21,13 @@ def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
         raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it knows its buckets")
     logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
     before, after = engine.numel
+    # Without averaging: a worker that pickles alone must not wait for others.
+    state = engine.memory.save(engine.step, lambda error: error)
     return {
         "config": engine.config,
-        "core": engine.memory.save(engine.step, lambda error: error).to_dict(engine.config),
+        "core": state.to_dict(engine.config),
         "buckets": buckets,
-        "worker": engine.memory.owner or (engine.communicator.index, engine.communicator.world_size),
+        "worker": state.owner or (engine.communicator.index, engine.communicator.world_size),
         "total_numel_before_compression": before,
         "total_numel_after_compression": after,
     }
@@ -43,16 +45,12 @@ def restore(engine: Engine, saved: dict[str, Any]) -> None:
 
 def check_owner(engine: Engine) -> None:
     """Before a pickle's error is used for the first time: only the worker that pickled it may go on with it."""
-    owner = engine.memory.owner
-    if owner is None:
-        return
     worker = engine.communicator.index, engine.communicator.world_size
-    if owner != worker:
+    owner = engine.memory.claim(worker, engine.step)
+    if owner is not None:
         logger.warning(
             "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
             "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
             *owner,
             *worker,
         )
-        engine.memory.forget_errors(engine.step)
-    engine.memory.claim()

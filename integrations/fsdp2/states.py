@@ -16,7 +16,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.fsdp2.replicas import unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
 from powersgd_triton.integrations.sharded import (
-    ShardedState,
+    ShardedHandle,
     WholeParameters,
     contiguous_stride,
     group_of_its_own,
@@ -25,7 +25,7 @@ from powersgd_triton.integrations.sharded import (
 from powersgd_triton.layout.layout import matrix_shape
 
 
-class HybridShardState(ShardedState):
+class HybridShardState(ShardedHandle):
     """Compression across replicas of each worker's shard of the gradients; made by ``apply_powersgd``.
 
     Gradient accumulation works as with FSDP's own HSDP: ``model.set_requires_gradient_sync(False)`` for all but the
@@ -135,7 +135,7 @@ class Shards:
         return gathered
 
 
-class FullShardState(ShardedState):
+class FullShardState(ShardedHandle):
     """Compression of whole gradients, of which each worker keeps its shard; made by ``apply_powersgd``."""
 
     def __init__(self, config: PowerSGDConfig, units: list[Unit]) -> None:

@@ -22,7 +22,6 @@ from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.ranges import reconstruct_ranges
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
-from powersgd_triton.ranks.report import RankReport
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -237,7 +236,7 @@ class Engine:
             self.end_step()
 
     def _void(self) -> None:
-        """The open step is never applied: what it was given is still owed, and will be sent by the next one."""
+        """The open step is never applied: the errors keep the gradients that came, for the next step to send."""
         self._under_way.clear()
         self.step.void()
         self.memory.drop_buckets()
@@ -301,15 +300,6 @@ class Engine:
         logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
         return report
 
-    def report(self) -> RankReport:
-        """Which tensors are compressed, at which rank, and the bytes of a step."""
-        return RankReport.of(self.layout(), self.config, self.plan.spectra)
-
     def layout(self) -> Layout:
         """All tensors in one layout, with the ranks that they have now."""
         return self.plan.ranked(Layout.build(self.tensors(), self.config))
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
-        before, after = self.numel
-        return (before / after if after else 0.0, before, after)

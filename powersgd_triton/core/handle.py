@@ -34,14 +34,16 @@ class Handle:
 
     def compression_stats(self) -> tuple[float, int, int]:
         """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
-        return self._engine.compression_stats()
+        before, after = self._engine.numel
+        return (before / after if after else 0.0, before, after)
 
     def report(self) -> RankReport:
         """Which tensors are compressed, at which rank, and the bytes of a step; ``print`` it.
 
         Where parameters are sharded and shards are compressed, the report is on this worker's shard.
         """
-        return self._engine.report()
+        engine = self._engine
+        return RankReport.of(engine.layout(), engine.config, engine.plan.spectra)
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Let the error follow the loss scale of a ``torch.amp.GradScaler``, or one that a function returns.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,10 +14,9 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size, listing
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.backend import Backend
-from powersgd_triton.ops.backends import make_backend, select_backend
+from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
-from powersgd_triton.ops.workspace import Workspace
 from powersgd_triton.ranks.plan import RankPlan
 
 logger = logging.getLogger("powersgd_triton")
@@ -45,19 +45,20 @@ class Memory:
 
     Attributes:
         matrices: {name: Matrix} of all tensors that were compressed in a step.
+        sizes: {name: (n, m, rank)} of all tensors that came in a bucket; rank 0 where one was not compressed.
     """
 
     def __init__(self, config: PowerSGDConfig, plan: RankPlan) -> None:
         self._config, self._plan = config, plan
         self.matrices: dict[str, Matrix] = {}
-        # Sizes of all tensors that came in a bucket, and the backend of that bucket.
-        self._sizes: dict[str, Size] = {}
+        self.sizes: dict[str, Size] = {}
+        # The backend of the bucket in which a tensor came last.
         self._backends: dict[str, Backend] = {}
         # Of a loaded state: the parts of each matrix leave it when the matrix is in a bucket for the first time.
         self._loaded = SavedState()
         # Errors of tensors that are no longer compressed, each with the verdict of the step that it was added in.
         self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._workspace = Workspace()
+        self._workspace: Workspace = {}
         self._choices: set[tuple[str, str]] = set()
 
     # Buckets ---------------------------------------------------------------------------------------------------------
@@ -90,13 +91,13 @@ class Memory:
         if (name, reason) not in self._choices:
             logger.info("PowerSGD backend: %s (%s)", name, reason)
             self._choices.add((name, reason))
-        self._materialize({self.matrices[s.name].bucket for s in layout.compressed if s.name in self.matrices}, step)
+        self.materialize(step, {self.matrices[s.name].bucket for s in layout.compressed if s.name in self.matrices})
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         errors = self._error_buffers(layout, dtype, device)
         backend = make_backend(name, Bucket(layout, dtype, device, self._config, errors), self._workspace)
         self._take_over(backend, step)
         for segment in layout.segments:
-            self._sizes[segment.name] = (segment.n, segment.m, segment.rank)
+            self.sizes[segment.name] = (segment.n, segment.m, segment.rank)
             self._backends[segment.name] = backend
         for segment in layout.bypass:
             # In the first steps, which are exact, nothing is compressed yet.
@@ -145,26 +146,14 @@ class Memory:
                 earlier = self.matrices.get(segment.name)
                 self.matrices[segment.name] = Matrix(error, own, bucket)
                 if earlier is not None:
-                    complete &= self._fill(segment.name, own, earlier.bases)
+                    complete &= _fill(own, earlier.bases, functools.partial(self._plan.kept_columns, segment.name))
                 loaded = self._loaded.matrices.pop(segment.name, None)
                 if loaded is not None:
-                    complete &= self._fill(segment.name, own, loaded)
+                    complete &= _fill(own, loaded, functools.partial(self._plan.kept_columns, segment.name))
                     if error is not None:
                         error.copy_(loaded["error"])
         if not complete:
             backend.orthogonalize_bases(step)
-
-    def _fill(self, name: str, bases: Parts, earlier: Parts) -> bool:
-        """Take over what fits of a matrix's earlier bases; whether nothing is left random."""
-        complete = True
-        for key, basis in bases.items():
-            saved = earlier.get(key, basis[:, :0])
-            before, after = saved.shape[1], basis.shape[1]
-            if after < before:
-                saved = torch.stack([saved[:, k] for k in self._plan.kept_columns(name, before, after)], dim=1)
-            basis[:, : saved.shape[1]] = saved.to(basis)
-            complete &= before >= after
-        return complete
 
     def buckets(self) -> list[Bucket]:
         """Those of the last steps, in the order of their first tensors' names."""
@@ -177,15 +166,13 @@ class Memory:
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
-    def materialize(self, step: Step) -> None:
-        """Turn every error buffer into E: without the product that is still to be subtracted, or loss scale.
+    def materialize(self, step: Step, buckets: Iterable[Bucket] | None = None) -> None:
+        """Turn error buffers into E: without the product that is still to be subtracted, and without loss scale.
 
         What the open step has sent is not subtracted, since it is not known yet whether the step is applied.
+        ``buckets``: whose error buffers; None for all.
         """
-        self._materialize({matrix.bucket for matrix in self.matrices.values()}, step)
-
-    def _materialize(self, buckets: Iterable[Bucket], step: Step) -> None:
-        for bucket in buckets:
+        for bucket in {matrix.bucket for matrix in self.matrices.values()} if buckets is None else buckets:
             if not step.decides(bucket.applied):
                 bucket.materialize()
 
@@ -194,7 +181,7 @@ class Memory:
 
         Copies are fp32 or fp64. Where the step turns out not to be finite, the errors are added again in the next one.
         """
-        self._settled(step)
+        self._remaining_errors(step)
         waiting = {name for name, (_, verdict) in self._remaining.items() if verdict is None}
         names = [segment.name for segment in layout.bypass if segment.name in waiting] if waiting else []
         if not names:
@@ -209,7 +196,7 @@ class Memory:
             sums[name] = sums[name] + (error if scale is None else error * scale).view(sums[name].shape)
         return sums
 
-    def _settled(self, step: Step) -> dict[str, Tensor]:
+    def _remaining_errors(self, step: Step) -> dict[str, Tensor]:
         """{name: remaining error} without those that were added in an applied step. Looks at each verdict once."""
         for name, (error, verdict) in list(self._remaining.items()):
             if verdict is None or step.decides(verdict):
@@ -226,7 +213,7 @@ class Memory:
             return {}
         self.materialize(step)
         errors = {name: parts["error"].clone() for name, parts in self._loaded.matrices.items()}
-        errors |= {name: error.clone() for name, error in self._settled(step).items()}
+        errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
         return errors | {name: _unscaled(m.error, m.bucket) for name, m in self.matrices.items() if m.error is not None}
 
     def forget_errors(self, step: Step) -> None:
@@ -241,11 +228,6 @@ class Memory:
         self._remaining = {}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
-
-    @property
-    def sizes(self) -> dict[str, Size]:
-        """Of all tensors that came in a bucket."""
-        return dict(self._sizes)
 
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Copies of everything. ``mean`` averages a tensor over the workers; it is called in the same order on all."""
@@ -262,26 +244,50 @@ class Memory:
                 # Sums of 16-bit values are no 16-bit values.
                 wide = torch.promote_types(matrix.error.dtype, torch.float32)
                 matrices[name]["error"] = mean(_unscaled(matrix.error.to(wide), matrix.bucket))
-        for name, error in sorted(self._settled(step).items()):
+        for name, error in sorted(self._remaining_errors(step).items()):
             matrices[name] = {"error": mean(error.clone())}
         # As they were compressed last, here or where the loaded state was saved.
-        tensors = loaded.tensors | self._sizes | {name: loaded.tensors[name] for name in loaded.matrices}
-        return SavedState(step.iteration, tensors, matrices, self._plan.state_dict() if self._config.planned else {})
+        tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
+        plan = self._plan.state_dict() if self._config.planned else {}
+        return SavedState(step.iteration, tensors, matrices, plan, own=loaded.own, owner=loaded.owner)
 
     def load(self, saved: SavedState) -> None:
         """Forget everything; each matrix takes over its part of ``saved`` when it is in a bucket for the first time."""
-        self.matrices, self._sizes, self._backends, self._remaining = {}, {}, {}, {}
+        self.matrices, self.sizes, self._backends, self._remaining = {}, {}, {}, {}
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()}
         self._loaded = dataclasses.replace(saved, matrices=matrices)
 
-    @property
-    def owner(self) -> tuple[int, int] | None:
-        """(index, world size) of the worker whose own errors were loaded, until they are used for the first time."""
-        return self._loaded.owner
+    def claim(self, worker: tuple[int, int], step: Step) -> tuple[int, int] | None:
+        """Before loaded errors are used: drop them where they are another worker's own.
 
-    def claim(self) -> None:
-        """Loaded errors are this worker's own: it was checked that no other worker made them."""
+        Args:
+            worker: (index, world size) of this worker.
+            step: the step under way.
+
+        Returns:
+            Whose errors were dropped; None if none were.
+        """
+        owner = self._loaded.owner
+        if owner is None:
+            return None
         self._loaded = dataclasses.replace(self._loaded, owner=None)
+        if owner == worker:
+            return None
+        self.forget_errors(step)
+        return owner
+
+
+def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[int]]) -> bool:
+    """Take over what fits of a matrix's earlier bases; whether nothing of them is left random."""
+    complete = True
+    for key, basis in bases.items():
+        saved = earlier.get(key, basis[:, :0])
+        before, after = saved.shape[1], basis.shape[1]
+        if after < before:
+            saved = torch.stack([saved[:, k] for k in kept_columns(before, after)], dim=1)
+        basis[:, : saved.shape[1]] = saved.to(basis)
+        complete &= before >= after
+    return complete
 
 
 def _unscaled(error: Tensor, bucket: Bucket) -> Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.torch_backend import TorchBackend
-from powersgd_triton.ops.workspace import Workspace
+
+Workspace = dict[tuple[str, torch.device], Tensor]
+"""Scratch memory of the kernels by name and device. Buckets share it, since stages of two buckets never overlap."""
 
 
 def select_backend(
@@ -46,7 +49,7 @@ def select_backend(
 
 
 def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
-    """The backend of that name for one bucket. ``workspace`` may be shared: stages of two buckets never overlap."""
+    """The backend of that name for one bucket."""
     if name == "torch":
         return TorchBackend(bucket)
     # Imported here, since triton may be missing.

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = {"cpu": 4 << 20}
-DEVICE_BLOCK_BYTES = 64 << 20
+from powersgd_triton.ops.blocks import add_product, blocks, multiply
+
 DEAD_COLUMN = 2.0**-22
 """A column of fp32 values of which a smaller share is left after projection consists of rounding errors."""
 
@@ -53,7 +53,7 @@ def compensate_project_reference(
     Qt = Q.mT.contiguous()
     for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, Q):
         P = out[members, rows]
-        _multiply(block, Qt[members].mT, out=P)
+        multiply(block, Qt[members].mT, out=P)
         if spoiled is not None:
             P.add_(spoiled.sum(-1, keepdim=True))
 
@@ -75,7 +75,7 @@ def compensate_backproject_reference(
     """
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
     for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, P):
-        _add_product(Qt[members], P[members, rows].mT, block)
+        add_product(Qt[members], P[members, rows].mT, block)
         if spoiled is not None:
             Qt[members] += spoiled.sum(-2, keepdim=True)
     out.copy_(Qt.mT)
@@ -98,13 +98,13 @@ def _compensated(
         Qt_prev = Q_prev.mT.contiguous()
     if growth is not None and _on_host(growth) and growth == 1:
         growth = None
-    for members, rows, (G_block, M_block) in _blocks(basis.shape[-1], G, G if M is None else M):
+    for members, rows, (G_block, M_block) in blocks(basis.shape[-1], G, G if M is None else M):
         if M is None:
             yield members, rows, G_block.to(basis.dtype), None
             continue
         block = M_block.to(basis.dtype)
         if Qt_prev is not None:
-            _add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
+            add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
         if growth is not None:
             block.mul_(growth)
         spoiled = None
@@ -124,7 +124,7 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
     # With few columns a product over long rows runs on one thread; as many of them as there are threads run on all.
     parts = torch.get_num_threads() if _on_host(P) else 1
-    for members, rows, (M_block,) in _blocks(P.shape[-1], M):
+    for members, rows, (M_block,) in blocks(P.shape[-1], M):
         left, right = P[members, rows].mT, M_block.to(P.dtype)
         height = right.shape[1] // parts
         if len(right) == 1 < parts and height:
@@ -133,7 +133,7 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
             Qt[members] += (partial @ right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
             left, right = left[:, :, split:], right[:, split:]
         if right.shape[1]:
-            _add_product(Qt[members], left, right)
+            add_product(Qt[members], left, right)
     out.copy_(Qt.mT)
 
 
@@ -144,10 +144,10 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdic
     """
     Qt = Q.mT.contiguous()
     look = verdict is not None and _maybe(verdict) and may_overflow(P, Q, out[0].dtype)
-    for members, rows, (block,) in _blocks(P.shape[-1], out):
+    for members, rows, (block,) in blocks(P.shape[-1], out):
         if block.dtype == P.dtype:
             # Adding to zeros is faster than torch.bmm, which clears less cleverly.
-            _add_product(block.zero_(), P[members, rows], Qt[members])
+            add_product(block.zero_(), P[members, rows], Qt[members])
         else:
             block.copy_(torch.bmm(P[members, rows], Qt[members]))
         if look and verdict is not None:
@@ -184,9 +184,9 @@ def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applie
         return
     P, Q = torch.where(applied > 0, P, 0), torch.where(applied > 0, Q, 0)
     Qt = Q.mT.contiguous()
-    for members, rows, (M_block,) in _blocks(P.shape[-1], M):
+    for members, rows, (M_block,) in blocks(P.shape[-1], M):
         block = M_block.to(P.dtype)
-        _add_product(block, P[members, rows], Qt[members], alpha=-1)
+        add_product(block, P[members, rows], Qt[members], alpha=-1)
         if block.dtype != M_block.dtype:
             M_block.copy_(block)
 
@@ -198,7 +198,7 @@ def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor)
     """
     if _on_host(finite) and finite:
         return
-    for _, _, (G_block, M_block) in _blocks(2, G, M):
+    for _, _, (G_block, M_block) in blocks(2, G, M):
         rest = M_block.to(torch.promote_types(M_block.dtype, torch.float32)) - _finite_part(G_block)
         M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest)))
 
@@ -227,14 +227,14 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: floa
         largest = Xt.abs().amax(dim=2, keepdim=True)
         Xt = Xt / torch.where(largest > 0, largest, 1)
     for attempt in range(PASSES):
-        R, alive, settled = _cholesky(Xt @ Xt.mT, threshold)
+        R, alive, enough = _cholesky(Xt @ Xt.mT, threshold)
         if alive is not None:
             Xt = torch.where(alive, Xt, 0)
         inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
         Xt = inverse.mT @ Xt
         if alive is not None:
             Xt = torch.where(alive, Xt, random_directions(keys + attempt, step, *A.shape[1:]).mT.double())
-        if settled and (attempt > 0 or A.dtype == torch.float32):
+        if enough and (attempt > 0 or A.dtype == torch.float32):
             break
     out.copy_(Xt.mT)
 
@@ -279,72 +279,6 @@ def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, bo
         R[:, j, j] = torch.where(alive[:, j], left.sqrt(), 1)
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.where(alive.unsqueeze(1), R.triu(), identity), alive.unsqueeze(2), False
-
-
-def _blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
-    """Walk lists of B matrices [n, m] together, in blocks [b, rows, m] of at most BLOCK_BYTES fp32 values.
-
-    Yields which matrices, which rows, and for each list a view of them. A small matrix shares its block with those
-    behind it as long as they lie at equal distances, so nothing is stacked or copied. At rank 1 it does not: batched
-    products with one row or column take five times as long as one by one on the CPU.
-    """
-    n, m = lists[0][0].shape
-    capacity = BLOCK_BYTES.get(lists[0][0].device.type, DEVICE_BLOCK_BYTES) // 4
-    count = len(lists[0])
-    if n * m > capacity // 2:
-        height = max(1, capacity // m)
-        for i in range(count):
-            for start in range(0, n, height):
-                rows = slice(start, min(n, start + height))
-                yield slice(i, i + 1), rows, [matrices[i][rows].unsqueeze(0) for matrices in lists]
-        return
-    longest = capacity // max(1, n * m) if rank > 1 else 1
-    i = 0
-    while i < count:
-        b = min(_run_length(matrices, i, longest) for matrices in lists)
-        yield slice(i, i + b), slice(0, n), [_run(matrices, i, b) for matrices in lists]
-        i += b
-
-
-def _run_length(matrices: Sequence[Tensor], first: int, longest: int) -> int:
-    """How many matrices from ``first`` on lie in one storage at equal, non-overlapping distances."""
-    start = matrices[first]
-    distance = None
-    length = 1
-    while length < longest and first + length < len(matrices):
-        last, following = matrices[first + length - 1], matrices[first + length]
-        step = following.storage_offset() - last.storage_offset()
-        same = following.untyped_storage().data_ptr() == start.untyped_storage().data_ptr()
-        if not same or step < start.numel() or (distance is not None and step != distance):
-            break
-        distance = step
-        length += 1
-    return length
-
-
-def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
-    """View of a run as [length, n, m]."""
-    start = matrices[first]
-    if length == 1:
-        return start.unsqueeze(0)
-    distance = matrices[first + 1].storage_offset() - start.storage_offset()
-    return start.as_strided((length, *start.shape), (distance, *start.stride()))
-
-
-def _multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
-    """out = A B for batches; a batch of one as a plain product, which runs on all threads."""
-    if len(A) == 1:
-        torch.mm(A[0], B[0], out=out[0])
-    else:
-        torch.bmm(A, B, out=out)
-
-
-def _add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
-    """out += alpha · A B for batches; a batch of one as a plain product, which runs on all threads."""
-    if len(A) == 1:
-        out[0].addmm_(A[0], B[0], alpha=alpha)
-    else:
-        out.baddbmm_(A, B, alpha=alpha)
 
 
 def _finite_part(G: Tensor) -> Tensor:

@@ -95,10 +95,8 @@ class TorchBackend:
             _append(self._average, bucket.P_hat, mean, copy=not last)
             self._means.append(self._average[-1][1])
         if bucket.config.warm_start or not last:
-            if sent.left:
-                self._advance(bucket.left(mean), step, bucket.left(bucket.P_hat))
-            else:
-                self._advance(bucket.right(mean), step, bucket.right(bucket.basis))
+            views, basis = (bucket.left, bucket.P_hat) if sent.left else (bucket.right, bucket.basis)
+            _orthogonalize(bucket, views(mean), step, out=views(basis), where=self._finite)
         if last:
             self._finish(gradients, step)
 
@@ -193,18 +191,6 @@ class TorchBackend:
         finite = _all_finite(message)
         self._finite = finite if first or self._finite is None else self._finite & finite
 
-    def _advance(self, sources: Sequence[Tensor], step: Step, bases: Sequence[Tensor]) -> None:
-        """bases ← orthonormal bases of the sources, where all was finite so far."""
-        assert self._finite is not None
-        on_host = self._finite.device.type == "cpu"
-        if on_host and not self._finite:
-            return
-        following = bases if on_host else [torch.empty_like(basis) for basis in bases]
-        _orthogonalize(self.bucket, sources, step, out=following)
-        if not on_host:
-            for basis, new in zip(bases, following, strict=True):
-                basis.copy_(torch.where(self._finite, new, basis))
-
     def _finish(self, gradients: Mapping[str, Tensor], step: Step) -> None:
         """Decide whether the step counts, and leave behind what the next one starts from."""
         bucket, finite = self.bucket, self._finite
@@ -219,11 +205,23 @@ class TorchBackend:
         bucket.commit(self._product, self._average, self._bypass, verdict)
 
 
-def _orthogonalize(bucket: Bucket, sources: Sequence[Tensor], step: Step, *, out: Sequence[Tensor]) -> None:
-    """Orthonormal bases of factors, group by group; ``out`` may be the sources."""
+def _orthogonalize(
+    bucket: Bucket, sources: Sequence[Tensor], step: Step, *, out: Sequence[Tensor], where: Tensor | None = None
+) -> None:
+    """out ← orthonormal bases of factors, group by group; ``out`` may be the sources.
+
+    ``where``: scalar bool; where it is False, ``out`` stays as it is.
+    """
+    on_host = where is None or where.device.type == "cpu"
+    if where is not None and on_host and not where:
+        return
     epsilon = bucket.config.orthogonalization_epsilon
-    for keys, A, result in zip(bucket.keys, sources, out, strict=True):
-        orthogonalize_reference(A, keys=keys, step=step.iteration, epsilon=epsilon, out=result)
+    for keys, A, basis in zip(bucket.keys, sources, out, strict=True):
+        # On a device the flag is not known without waiting, so that both are at hand and one of them is taken.
+        found = basis if on_host else torch.empty_like(basis)
+        orthogonalize_reference(A, keys=keys, step=step.iteration, epsilon=epsilon, out=found)
+        if where is not None and not on_host:
+            basis.copy_(torch.where(where, found, basis))
 
 
 def _append(product: list[tuple[Tensor, Tensor]], P: Tensor, Q: Tensor, *, copy: bool) -> None:

@@ -27,7 +27,6 @@ from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import Wire
-from powersgd_triton.ops.workspace import Workspace
 
 
 class TritonBackend:
@@ -36,7 +35,7 @@ class TritonBackend:
     What is rare is left to ``TorchBackend``, which works on the same memory with the same result.
     """
 
-    def __init__(self, bucket: Bucket, workspace: Workspace) -> None:
+    def __init__(self, bucket: Bucket, workspace: dict[tuple[str, torch.device], Tensor]) -> None:
         layout, device = bucket.layout, bucket.message_P.device
         self.bucket, self._workspace, self._device = bucket, workspace, device
         self._alternating = bucket.config.algorithm == "alternating"
@@ -193,4 +192,8 @@ class TritonBackend:
         return self._table.pointers([tensors[name] for name in self._names])
 
     def _get(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._workspace.get(name, numel, dtype, self._device)
+        """At least ``numel`` elements of scratch memory; the same ones for the same name."""
+        memory = self._workspace.get((name, self._device))
+        if memory is None or memory.numel() < numel:
+            memory = self._workspace[name, self._device] = torch.empty(numel, dtype=dtype, device=self._device)
+        return memory
