@@ -135,10 +135,15 @@ class PowerSGDState(Handle):
         self._set_up(config, names, process_group)
 
     def _set_up(self, config: PowerSGDConfig, names: ParameterNames, process_group: dist.ProcessGroup | None) -> None:
-        super().__init__(Engine(config, Communicator(process_group), names.known))
         self._names = names
         self._layouts: dict[tuple[str, ...], Layout] = {}
+        super().__init__(Engine(config, Communicator(process_group), self._tensors))
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that are known; of ``batched_powerSGD_hook`` the matrices that it makes of buckets."""
+        squares = {s.name: s.shape for layout in self._layouts.values() for s in layout.segments}
+        return self._names.known() or squares
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -51,10 +51,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        config: PowerSGDConfig,
-        communicator: Communicator,
-        tensors: Callable[[], Mapping[str, Sequence[int]]],
+        self, config: PowerSGDConfig, communicator: Communicator, tensors: Callable[[], Mapping[str, Sequence[int]]]
     ) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
@@ -85,19 +82,18 @@ class Engine:
         Raises:
             DisagreementError: workers have different configurations or tensors. Nothing was changed.
         """
-        step = self.step
         if self._device is None:
-            self._check_agreement(layout, device)
+            self._check_agreement(device, factors=False)
             self._device = device
-        if not step.names.isdisjoint(layout.names):
+        if not self.step.names.isdisjoint(layout.names):
             # Every gradient comes once in a step, so this is the next one.
             self.finish()
-            if step.names:
-                # The step was given up before its last bucket came.
+            if self.step.names:
+                # The open step was given up before its last bucket came.
                 self._void()
-        step.names |= layout.names
-        step.last = last
-        return step.iteration >= self.config.start_iter
+        self.step.names |= layout.names
+        self.step.last = last
+        return self.step.iteration >= self.config.start_iter
 
     def run(self, layout: Layout, gradients: Mapping[str, Tensor], write: Callable[[Backend], None]) -> Iterator[None]:
         """One bucket's part of a step (Vogels et al. 2019, Algorithms 1 and 2). Yields while a collective is under way.
@@ -167,7 +163,7 @@ class Engine:
             else:
                 reconstruct_ranges(backend.bucket, ranges, step.overflow(device))
 
-        self.advance(self.run(layout, gradients, write or reconstruct), device)
+        self._advance(self.run(layout, gradients, write or reconstruct), device)
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer in place, exactly. Ends the step if the bucket is its last one."""
@@ -180,9 +176,9 @@ class Engine:
             if done is not None:
                 done()
 
-        self.advance(run(), buffer.device)
+        self._advance(run(), buffer.device)
 
-    def advance(self, bucket: Iterator[None], device: torch.device) -> None:
+    def _advance(self, bucket: Iterator[None], device: torch.device) -> None:
         """Start a bucket's ``run``, and move those before it one collective on.
 
         On the CPU their messages travel while the backward pass goes on. On other devices, and where no further bucket
@@ -226,7 +222,7 @@ class Engine:
         step.end()
         every = self.config.check_every
         if every and step.ended % every == 0 and self._device is not None:
-            self._check_agreement(None, self._device)
+            self._check_agreement(self._device, factors=True)
         if self.config.planned:
             self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
 
@@ -245,15 +241,14 @@ class Engine:
         """Average with other workers from the next step on; they are compared before it."""
         self.communicator, self._device = communicator, None
 
-    def _check_agreement(self, first: Layout | None, device: torch.device) -> None:
-        """Compare what all workers must have in common; after the first bucket, given as ``first``, factors as well."""
+    def _check_agreement(self, device: torch.device, *, factors: bool) -> None:
+        """Compare what all workers must have in common, on request also the bits of their factors. Collective."""
         tensors = self.tensors()
-        if first is not None and not tensors:
-            tensors = {segment.name: segment.shape for segment in first.segments}
+        common = common_facts(self.config, tensors, self.step.iteration)
         replicated = rank_facts(self.config, tensors, self.plan)
-        if first is None:
-            replicated |= factor_facts(self.memory.buckets())
-        compare(common_facts(self.config, tensors, self.step.iteration), replicated, self.communicator, device)
+        compare(
+            common, replicated | (factor_facts(self.memory.buckets()) if factors else {}), self.communicator, device
+        )
 
     # What users ask for ----------------------------------------------------------------------------------------------
 
