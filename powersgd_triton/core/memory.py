@@ -1,4 +1,4 @@
-"""What is remembered from step to step, by the tensor's name: errors, bases, and the bucket that they live in."""
+"""What the engine remembers between steps by the tensor's name: errors, bases, and the bucket that holds them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Matrix:
     """One compressed tensor.
 
     Attributes:
-        error: its error buffer [n, m]; None without error feedback.
-        bases: what its next product starts from, views of the bucket's: "basis" [m, r], and in the alternating
-            algorithm "left_basis" [n, r].
-        bucket: where it was in its last step.
+        error: Error buffer [n, m]. None without error feedback.
+        bases: Bases of the next products, as views of the bucket's: "basis" [m, r], and "left_basis" [n, r] in the
+            alternating algorithm.
+        bucket: Bucket that held the tensor in its last step.
     """
 
     error: Tensor | None
@@ -41,22 +41,22 @@ class Matrix:
 class Memory:
     """Errors and bases of one model's tensors.
 
-    They belong to names, not to buckets: when DDP rebuilds its buckets, or ranks change, new buckets take them over.
+    They belong to names and not to buckets. When DDP rebuilds its buckets, or ranks change, new buckets take them over.
 
     Attributes:
-        matrices: {name: Matrix} of all tensors that were compressed in a step.
-        sizes: {name: (n, m, rank)} of all tensors that came in a bucket; rank 0 where one was not compressed.
+        matrices: {name: Matrix} of all tensors that have been compressed in a step.
+        sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.
     """
 
     def __init__(self, config: PowerSGDConfig, plan: RankPlan) -> None:
         self._config, self._plan = config, plan
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
-        # The backend of the bucket in which a tensor came last.
+        # The backend of the bucket that each tensor was in last.
         self._backends: dict[str, Backend] = {}
-        # Of a loaded state: the parts of each matrix leave it when the matrix is in a bucket for the first time.
+        # A loaded state. The parts of a matrix are removed from it when the matrix is in a bucket for the first time.
         self._loaded = SavedState()
-        # Errors of tensors that are no longer compressed, each with the verdict of the step that it was added in.
+        # Errors of tensors that are no longer compressed, each with the verdict of the step that added it, if any.
         self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._workspace: Workspace = {}
         self._choices: set[tuple[str, str]] = set()
@@ -64,16 +64,16 @@ class Memory:
     # Buckets ---------------------------------------------------------------------------------------------------------
 
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Backend:
-        """The backend of the bucket with this layout: the known one, or a new one that takes over what is remembered.
+        """Return the backend of the bucket with this layout. A new bucket takes over the errors and bases.
 
-        Its factors are fp64 where a gradient is, else fp32.
+        Its factors are fp64 if a gradient is fp64, else fp32.
 
         Raises:
-            RuntimeError: a checkpoint was loaded that lacks one of the layout's matrices.
-            ValueError: the configured backend cannot be used.
+            RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
+            ValueError: The configured backend cannot be used.
         """
         known = self._backends.get(layout.segments[0].name)
-        # Another bucket may have taken one of the tensors since.
+        # Since the last step, another bucket may have taken one of the tensors.
         unchanged = all(self._backends.get(segment.name) is known for segment in layout.segments)
         if known is not None and known.bucket.layout is layout and unchanged:
             return known
@@ -82,7 +82,7 @@ class Memory:
             if self._loaded.strict and segment.name not in saved and segment.name not in self.matrices:
                 raise RuntimeError(
                     f"the loaded state has no matrix named {segment.name!r}; it has {listing(saved)}. "
-                    "Was it saved from another model or with another configuration?"
+                    "Was it saved for another model or with another configuration?"
                 )
         dtypes = {gradient.dtype for gradient in gradients.values()}
         device = gradients[layout.segments[0].name].device
@@ -100,7 +100,7 @@ class Memory:
             self.sizes[segment.name] = (segment.n, segment.m, segment.rank)
             self._backends[segment.name] = backend
         for segment in layout.bypass:
-            # In the first steps, which are exact, nothing is compressed yet.
+            # In the exact first steps, tensors that will be compressed are bypass tensors too. They keep their parts.
             if segment.name in self._loaded.matrices and not compressed_rank(segment.shape, self._config, segment.name):
                 parts = self._loaded.matrices.pop(segment.name)
                 if "error" in parts and self._config.error_feedback:
@@ -108,7 +108,7 @@ class Memory:
         return backend
 
     def _error_buffers(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Parts | None:
-        """{name: [n, m]}: those that there are, and zeros for new matrices; None without error feedback."""
+        """Return the known error buffers {name: [n, m]}, and zeros for new matrices. None without error feedback."""
         feedback, new = self._config.error_feedback, [s for s in layout.compressed if s.name not in self.matrices]
         if new and feedback:
             numel = sum(segment.numel for segment in new)
@@ -123,7 +123,7 @@ class Memory:
         errors: Parts = {}
         for group in layout.groups:
             known = {s.name: m.error for s in group.segments if (m := self.matrices.get(s.name)) is not None}
-            # One allocation for a group's new matrices keeps them at equal distances, so that they batch.
+            # One allocation for a group's new matrices keeps them at equal distances, so that they can be batched.
             memory = torch.zeros(len(group.segments) - len(known), group.n, group.m, dtype=dtype, device=device)
             zeros = iter(memory.unbind())
             for segment in group.segments:
@@ -132,7 +132,7 @@ class Memory:
         return errors
 
     def _take_over(self, backend: Backend, step: Step) -> None:
-        """Give a new bucket's matrices the bases, and what a checkpoint brought, that there are for them."""
+        """Copy the known bases, and the parts of a loaded state, to the matrices of a new bucket."""
         bucket = backend.bucket
         backend.orthogonalize_bases(step, redraw=True)
         bases = {"basis": bucket.right(bucket.basis)}
@@ -156,30 +156,31 @@ class Memory:
             backend.orthogonalize_bases(step)
 
     def buckets(self) -> list[Bucket]:
-        """Those of the last steps, in the order of their first tensors' names."""
+        """Return the buckets of the last steps, ordered by the names of their first tensors."""
         buckets = {backend.bucket for backend in self._backends.values()}
         return sorted(buckets, key=lambda bucket: bucket.layout.segments[0].name)
 
     def drop_buckets(self) -> None:
-        """Give every bucket new memory when it comes again: messages of an interrupted step may still be on the way."""
+        """Forget the backends, so that the next step makes new buckets: collectives may still write to the old ones."""
         self._backends = {}
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
     def materialize(self, step: Step, buckets: Iterable[Bucket] | None = None) -> None:
-        """Turn error buffers into E: without the product that is still to be subtracted, and without loss scale.
+        """Turn error buffers into E: subtract the pending products, and divide by the loss scale.
 
-        What the open step has sent is not subtracted, since it is not known yet whether the step is applied.
-        ``buckets``: whose error buffers; None for all.
+        Products of the open step are not subtracted, since it is not known yet whether the step is applied.
+        ``buckets`` selects the error buffers. Default: all.
         """
         for bucket in {matrix.bucket for matrix in self.matrices.values()} if buckets is None else buckets:
             if not step.decides(bucket.applied):
                 bucket.materialize()
 
     def add_remaining(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Mapping[str, Tensor]:
-        """The gradients; where tensors are no longer compressed, copies to which their remaining errors are added.
+        """Add remaining errors to the gradients of tensors that are no longer compressed, in fp32 or fp64 copies.
 
-        Copies are fp32 or fp64. Where the step turns out not to be finite, the errors are added again in the next one.
+        Without remaining errors, return the gradients themselves. If the step turns out not to be finite, the errors
+        are added again in the next step.
         """
         self._remaining_errors(step)
         waiting = {name for name, (_, verdict) in self._remaining.items() if verdict is None}
@@ -188,7 +189,7 @@ class Memory:
             return gradients
         device = gradients[names[0]].device
         scale = step.loss_scale.current(device) if step.loss_scale is not None else None
-        # All are copied, since a bucket's gradients are of one dtype.
+        # Copy all gradients of the bucket, so that they keep one dtype.
         sums = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradients.items()}
         for name in names:
             error = self._remaining[name][0]
@@ -197,7 +198,7 @@ class Memory:
         return sums
 
     def _remaining_errors(self, step: Step) -> dict[str, Tensor]:
-        """{name: remaining error} without those that were added in an applied step. Looks at each verdict once."""
+        """Return the remaining errors. Drop those that an applied step added. Read each verdict only once."""
         for name, (error, verdict) in list(self._remaining.items()):
             if verdict is None or step.decides(verdict):
                 continue
@@ -208,7 +209,7 @@ class Memory:
         return {name: error for name, (error, _) in self._remaining.items()}
 
     def error(self, step: Step) -> Parts:
-        """{name: E [n, m]}, this worker's own, copied, without loss scale; empty without error feedback."""
+        """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
         if not self._config.error_feedback:
             return {}
         self.materialize(step)
@@ -217,7 +218,7 @@ class Memory:
         return errors | {name: _unscaled(m.error, m.bucket) for name, m in self.matrices.items() if m.error is not None}
 
     def forget_errors(self, step: Step) -> None:
-        """Set every error to zero, also of matrices that a checkpoint brought and that are in no bucket yet."""
+        """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
         self.materialize(step)
         for matrix in self.matrices.values():
             if matrix.error is not None:
@@ -230,7 +231,7 @@ class Memory:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
-        """Copies of everything. ``mean`` averages a tensor over the workers; it is called in the same order on all."""
+        """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
         self.materialize(step)
         loaded = self._loaded
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in loaded.matrices.items()}
@@ -241,31 +242,31 @@ class Memory:
             matrix = self.matrices[name]
             matrices[name] = {key: basis.clone() for key, basis in matrix.bases.items()}
             if matrix.error is not None:
-                # Sums of 16-bit values are no 16-bit values.
+                # A mean of 16-bit values does not fit 16 bits in general.
                 wide = torch.promote_types(matrix.error.dtype, torch.float32)
                 matrices[name]["error"] = mean(_unscaled(matrix.error.to(wide), matrix.bucket))
         for name, error in sorted(self._remaining_errors(step).items()):
             matrices[name] = {"error": mean(error.clone())}
-        # As they were compressed last, here or where the loaded state was saved.
+        # The sizes with which each tensor was compressed last: in this run, or in the run that saved the loaded state.
         tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
         plan = self._plan.state_dict() if self._config.planned else {}
         return SavedState(step.iteration, tensors, matrices, plan, own=loaded.own, owner=loaded.owner)
 
     def load(self, saved: SavedState) -> None:
-        """Forget everything; each matrix takes over its part of ``saved`` when it is in a bucket for the first time."""
+        """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
         self.matrices, self.sizes, self._backends, self._remaining = {}, {}, {}, {}
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()}
         self._loaded = dataclasses.replace(saved, matrices=matrices)
 
     def claim(self, worker: tuple[int, int], step: Step) -> tuple[int, int] | None:
-        """Before loaded errors are used: drop them where they are another worker's own.
+        """Drop loaded errors that belong to another worker. Call it before they are used.
 
         Args:
             worker: (index, world size) of this worker.
-            step: the step under way.
+            step: Step under way.
 
         Returns:
-            Whose errors were dropped; None if none were.
+            (index, world size) of the worker whose errors were dropped. None if none were dropped.
         """
         owner = self._loaded.owner
         if owner is None:
@@ -278,7 +279,7 @@ class Memory:
 
 
 def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[int]]) -> bool:
-    """Take over what fits of a matrix's earlier bases; whether nothing of them is left random."""
+    """Copy the columns that fit from a matrix's earlier bases. Return whether no random column is left."""
     complete = True
     for key, basis in bases.items():
         saved = earlier.get(key, basis[:, :0])
@@ -291,5 +292,5 @@ def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[
 
 
 def _unscaled(error: Tensor, bucket: Bucket) -> Tensor:
-    """A copy of a bucket's error buffer without loss scale."""
+    """Return a copy of a bucket's error buffer without the loss scale."""
     return error.clone() if bucket.scale is None else error / bucket.scale
