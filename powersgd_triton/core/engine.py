@@ -107,9 +107,12 @@ class Engine:
         step.workers = communicator.world_size
         # The one place where planned ranks come into a layout. A new plan gives a new layout, hence new factors, which
         # take over the errors and what fits of the bases.
-        backend = self.memory.bind(self.plan.layout(layout), gradients, step)
+        layout = self.plan.layout(layout)
+        backend = self.memory.bind(layout, gradients, step)
+        self.numel[0] += layout.numel
+        self.numel[1] += layout.sent_numel(config, step.iteration)
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
-        gradients = self.memory.add_remaining(backend.bucket.layout, gradients, step)
+        gradients = self.memory.add_remaining(layout, gradients, step)
         if not config.warm_start:
             backend.orthogonalize_bases(step, redraw=True)
         for repetition in range(config.iterations):
@@ -154,8 +157,6 @@ class Engine:
         if ranges is not None and step.loss_scale is not None:
             # In fp16 an average may not fit though its factors do, and only who writes that part sees it.
             step.uneven |= any(gradient.dtype == torch.float16 for gradient in gradients.values())
-        self.numel[0] += layout.numel
-        self.numel[1] += self.plan.layout(layout).sent_numel(self.config, step.iteration)
 
         def reconstruct(backend: Backend) -> None:
             if ranges is None:
@@ -253,10 +254,7 @@ class Engine:
     # What users ask for ----------------------------------------------------------------------------------------------
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """The mean error over workers, bases, step and plan, as plain tensors and numbers. Collective.
-
-        ``mean``: averages a tensor over the workers; None for an all-reduce.
-        """
+        """Mean error, bases, step and plan as plain tensors and numbers. Collective. ``mean``: None for an all-reduce."""
         self.finish()
         return self.memory.save(self.step, mean or self.communicator.mean).to_dict(self.config)
 
