@@ -254,7 +254,10 @@ class Engine:
     # What users ask for ----------------------------------------------------------------------------------------------
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """Mean error, bases, step and plan as plain tensors and numbers. Collective. ``mean``: None for an all-reduce."""
+        """Mean error, bases, step and plan as plain tensors and numbers. Collective.
+
+        ``mean``: averages a tensor over the workers; None for an all-reduce.
+        """
         self.finish()
         return self.memory.save(self.step, mean or self.communicator.mean).to_dict(self.config)
 
