@@ -65,8 +65,6 @@ class Engine:
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
         self.numel = [0, 0]
 
-    # A step ----------------------------------------------------------------------------------------------------------
-
     def begin(self, layout: Layout, device: torch.device, *, last: bool | None = None) -> bool:
         """Take a bucket into the open step, or into a new one. Collective at the first call.
 
@@ -250,8 +248,6 @@ class Engine:
         compare(
             common, replicated | (factor_facts(self.memory.buckets()) if factors else {}), self.communicator, device
         )
-
-    # What users ask for ----------------------------------------------------------------------------------------------
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
         """Mean error, bases, step and plan as plain tensors and numbers. Collective.
