@@ -13,7 +13,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# So that a failing assert in a helper shows its values, as in a test.
+pytest.register_assert_rewrite("tests.support")
+
+# After the choice above, which it reads.
+from tests.support.device import INTERPRETED  # noqa: E402
 
 
 @pytest.fixture(

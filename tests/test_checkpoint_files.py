@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig, checkpoint
-from tests.checks import SHAPES, everything, gradients, same_bits, step
+from tests.support.checks import SHAPES, everything, gradients, same_bits, step
 
 SUFFIXES = ["pt", "safetensors"]
 Saved = dict[str, Any]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from tests.checks import COMPRESSED, SHAPES, everything, gradients, poisoned, same_bits, step
+from tests.support.checks import COMPRESSED, SHAPES, everything, gradients, poisoned, same_bits, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 NAN = float("nan")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from tests.checks import SHAPES, everything, gradients, poisoned, same_bits, step
+from tests.support.checks import SHAPES, everything, gradients, poisoned, same_bits, step
 
 Named = dict[str, Any]
 TOTAL = sum(tensor.numel() for tensor in poisoned().values())

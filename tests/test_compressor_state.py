@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from tests.checks import COMPRESSED, SHAPES, everything, gradients, same_bits, step
+from tests.support.checks import COMPRESSED, SHAPES, everything, gradients, same_bits, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 Saved = dict[str, Any]

@@ -20,7 +20,7 @@ def main() -> int:
         parser.error(f"--times must be positive; got {arguments.times}")
     # Before torch is imported, here and in the workers; DDP has much to say about parameters that are used.
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    from tests.faults import table
+    from tests.support.faults import table
 
     found = table.inject(
         arguments.times, rarely=max(2, arguments.times // 10), timeout=120 + 12 * len(table.FAULTS) * arguments.times

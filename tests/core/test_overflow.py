@@ -1,0 +1,202 @@
+"""Finite factors whose product does not fit the gradients' dtype: the step does not count, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor
+from powersgd_triton.ops.reference import may_overflow, reconstruct_reference
+from tests.support.checks import everything
+from tests.support.device import INTERPRETED
+from tests.support.fuzzing import gamma
+
+SHAPES = {"large": (8, 8), "twin": (8, 8), "other": (5, 7), "bias": (6,)}
+# The gradients are held for a while, then turned, then small: what was carried leaves again.
+FACTORS = [1.0, 1.0, 1.0, -0.9, -0.9, -0.9, 0.01, 0.01]
+MODES: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "one by one": {"batch_by_shape": False},
+    "alternating": {"algorithm": "alternating"},
+    "twice": {"iterations": 2, "backend": "torch"},
+    "triton": {"backend": "triton"},
+    "triton alternating": {"backend": "triton", "algorithm": "alternating"},
+}
+
+
+def fixed(dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    """Gradients of which the average of a few steps does not fit into fp16."""
+    generator = torch.Generator().manual_seed(0)
+    largest = {"large": 20000.0, "twin": 10.0, "other": 1.0, "bias": 1.0}
+    given = {name: torch.randn(shape, generator=generator) * largest[name] for name, shape in SHAPES.items()}
+    return {name: tensor.clamp(-60000, 60000).to(dtype) for name, tensor in given.items()}
+
+
+@pytest.fixture(params=MODES)
+def compressor(request: pytest.FixtureRequest) -> Compressor:
+    fields = MODES[request.param]
+    if fields.get("backend") == "triton" and not INTERPRETED:
+        pytest.skip("kernels are compiled for the GPU")
+    compressor = Compressor(everything(rank=1, **{"backend": "torch", **fields}), SHAPES)
+    compressor.attach(lambda: 1.0)
+    return compressor
+
+
+def fits(tensors: dict[str, Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+
+
+def step(compressor: Compressor, given: dict[str, Tensor]) -> tuple[bool, dict[str, Tensor]]:
+    """Whether the averages fit fp16, which is what the optimizer looks at; and what they are in fp32."""
+    compressed = compressor.compress(given)
+    narrow = {name: torch.full(shape, torch.nan, dtype=torch.float16) for name, shape in SHAPES.items()}
+    compressor.decompress(compressed, out=narrow)
+    assert bool(compressed.verdict) == fits(narrow)
+    wide = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
+    compressor.decompress(compressed, out=wide)
+    assert bool(compressed.verdict) == fits(narrow), "the second time decides nothing"
+    return fits(narrow), wide
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_nothing_is_lost_where_an_average_does_not_fit(compressor: Compressor) -> None:
+    balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items() if name != "bias"}
+    size = {name: tensor.clone() for name, tensor in balance.items()}
+    applied = []
+    for factor in FACTORS:
+        given = {name: (factor * tensor.float()).half() for name, tensor in fixed().items()}
+        counts, averages = step(compressor, given)
+        applied.append(counts)
+        errors = compressor.error()
+        for name in balance:
+            # Tensors whose averages do fit are skipped with the others, and carried with them.
+            balance[name] += given[name].double()
+            if counts:
+                balance[name] -= averages[name].double()
+            assert averages[name].isfinite().all()
+            size[name] += given[name].double().abs() + errors[name].abs() + 2 * averages[name].abs()
+            tolerance = gamma(16, torch.float32) * size[name]
+            assert ((errors[name].double() - balance[name]).abs() <= tolerance).all(), name
+    assert not all(applied[:3])
+    assert all(applied[-2:])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_loss_scale_that_falls_ends_it(compressor: Compressor) -> None:
+    scale = torch.ones(())
+    compressor.attach(lambda: scale)
+    balance = torch.zeros(SHAPES["large"], dtype=torch.float64)
+    size, history = balance.clone(), []
+    for _ in range(12):
+        given = {name: (scale * tensor.float()).half() for name, tensor in fixed().items()}
+        counts, averages = step(compressor, given)
+        history.append(counts)
+        balance += given["large"].double() / scale
+        if counts:
+            balance -= averages["large"].double() / scale
+        error = compressor.error()["large"]
+        size += (given["large"].double().abs() + 2 * averages["large"].abs()) / scale + error.abs()
+        assert ((error.double() - balance).abs() <= gamma(16, torch.float32) * size).all()
+        if not counts:
+            scale = scale / 2
+    assert False in history
+    assert all(history[-4:])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_another_dtype_afterwards_does_no_harm(compressor: Compressor) -> None:
+    """Averages that were applied in fp32, and then looked at in fp16, are not owed any more."""
+    given = {name: 3 * tensor for name, tensor in fixed(torch.float32).items()}
+    compressed = compressor.compress(given)
+    averages = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
+    compressor.decompress(compressed, out=averages)
+    narrow = {name: torch.full(shape, torch.nan, dtype=torch.float16) for name, shape in SHAPES.items()}
+    compressor.decompress(compressed, out=narrow)
+    assert not fits(narrow)
+    assert compressed.verdict == 1
+    # What was subtracted is what was written.
+    E, G = compressor.error()["large"], given["large"]
+    size = G.abs() + 2 * averages["large"].abs()
+    assert ((E - (G - averages["large"])).abs() <= gamma(16, torch.float32) * size).all()
+
+
+def test_without_a_loss_scale_steps_fit_again_when_gradients_are_small() -> None:
+    """A scaler that no one has told us of shrinks gradients, not what would be carried."""
+    compressor = Compressor(everything(rank=1, backend="torch"), SHAPES)
+    history: list[bool] = []
+    for number in range(24):
+        scale = 2.0 ** -sum(not fitted for fitted in history)
+        given = {name: (scale * tensor.float()).half() for name, tensor in fixed().items()}
+        compressed = compressor.compress(given)
+        averages = {name: torch.empty(shape, dtype=torch.float16) for name, shape in SHAPES.items()}
+        compressor.decompress(compressed, out=averages)
+        history.append(fits(averages))
+        assert compressed.verdict == 1, number
+    assert False in history
+    assert all(history[-8:])
+
+
+def test_leave_error_keeps_a_gradient_whose_average_does_not_fit() -> None:
+    """Without error feedback what is owed is in the gradients, for the next step."""
+    compressor = Compressor(everything(rank=1, error_feedback=False), {"w": (8, 8)})
+    compressor.attach(lambda: 1.0)
+    # Of rank 1, as the average is, so that the product in fp32 would leave next to nothing.
+    G = torch.full((8, 8), 60000.0)
+    compressed = compressor.compress({"w": G})
+    compressor.decompress(compressed, out={"w": torch.empty(8, 8, dtype=torch.float16)})
+    given = {"w": G.clone()}
+    compressor.leave_error(compressed, given)
+    assert float(given["w"].abs().max()) < 1
+    compressed = compressor.compress({"w": 2 * G})
+    compressor.decompress(compressed, out={"w": torch.empty(8, 8, dtype=torch.float16)})
+    given = {"w": 2 * G}
+    assert compressor.leave_error(compressed, given) == 0
+    assert torch.equal(given["w"], 2 * G)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_reference_finds_a_single_element(rank: int, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    for share, expected in ((0.99, 1.0), (1.01, 0.0)):
+        P, Q = torch.zeros(2, 9, rank), torch.zeros(2, 7, rank)
+        P[1, 8, rank - 1], Q[1, 6, rank - 1] = 4.0, largest / 4 * share
+        out = list(torch.full((2, 9, 7), torch.nan, dtype=dtype))
+        verdict = torch.ones(())
+        reconstruct_reference(P, Q, out=out, verdict=verdict)
+        assert float(verdict) == expected
+        assert bool(torch.stack(out).isfinite().all()) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [((1.0, 30000.0), False), ((1.0, -30000.0), False), ((1.0, 40000.0), True), ((-3.0, 30000.0), True),
+     ((0.0, 3e38), False), ((1.0, torch.nan), True), ((1.0, -torch.inf), True), ((torch.nan, 0.0), True)],
+)  # fmt: skip
+def test_factors_tell_that_nothing_can_overflow(entries: Sequence[float], expected: bool) -> None:
+    """One look at the factors saves the look at what was written, for gradients of any usual size."""
+    P, Q = torch.zeros(1, 4, 1), torch.zeros(1, 3, 1)
+    P[0, 2], Q[0, 1] = entries
+    assert may_overflow(P, Q, torch.float16) is expected
+
+
+def test_only_what_may_overflow_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from powersgd_triton.ops import reference
+
+    looks: list[int] = []
+    note: Callable[[Tensor, Tensor], None] = reference.note_overflow
+
+    def counted(written: Tensor, verdict: Tensor) -> None:
+        looks.append(written.numel())
+        note(written, verdict)
+
+    monkeypatch.setattr(reference, "note_overflow", counted)
+    P, Q = torch.ones(1, 9, 2), torch.ones(1, 7, 2)
+    for factor, expected in ((1.0, []), (1e4, []), (1e5, [63])):
+        looks.clear()
+        reconstruct_reference(P, factor * Q, out=[torch.empty(9, 7, dtype=torch.float16)], verdict=torch.ones(()))
+        assert looks == expected

@@ -1,0 +1,104 @@
+"""What a step leaves alone: global random states, and memory beyond its buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.ops import reference
+from tests.support.checks import SHAPES, everything, gradients, live_bytes, random_states, same_bits, step
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_no_global_random_state_is_touched(warm: bool):
+    given = [gradients(0), {name: torch.zeros(shape) for name, shape in SHAPES.items()}, gradients(1)]
+    before = random_states()
+    compressor = Compressor(everything(warm_start=warm), SHAPES)
+    for now in given:
+        step(compressor, now)
+    compressor.load_state_dict(compressor.state_dict())
+    assert random_states() == before
+
+
+def test_results_do_not_depend_on_global_random_state():
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        compressor = Compressor(everything(), SHAPES)
+        step(compressor, {name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        results.append(step(compressor, gradients(0)))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("start_iter", [0, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [1, 8])
+def test_memory_is_one_buffer_and_the_factors(rank: int, dtype: torch.dtype, start_iter: int):
+    shapes = {"a": (512, 300), "b": (512, 300), "c": (300, 128, 3), "bias": (512,)}
+    before = live_bytes()
+    compressor = Compressor(PowerSGDConfig(rank=rank, start_iter=start_iter), shapes)
+    now = gradients(0, shapes, dtype)
+    own = live_bytes() - before
+    for _ in range(start_iter + 3):
+        compressor.decompress(compressor.compress(now), out=now)
+    extra = live_bytes() - before - own
+    layout = compressor.layout
+    width = 8 if dtype == torch.float64 else 4
+    buffers = width * sum(segment.numel for segment in layout.compressed)
+    # P and P̂; own Q, Q̄ and the basis; the bypass tensors in the first message.
+    factors = width * (2 * layout.p_numel + 3 * layout.q_numel + layout.bypass_numel)
+    assert buffers > 0
+    assert extra <= 1.05 * buffers + factors, f"{(extra - factors) / buffers:.3f} × the compressed gradients"
+
+
+class Allocations(TorchDispatchMode):
+    """Largest storage that an operation newly made, in bytes, and by which operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.by = 0, ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                size = tensor.untyped_storage().nbytes()
+                if size > self.largest:
+                    self.largest, self.by = size, str(func)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["finite", "zero", "non-finite"])
+@pytest.mark.parametrize("fields", [{}, {"error_feedback": False}, {"warm_start": False}, {"batch_by_shape": False}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_full_size_is_allocated_in_a_step(
+    dtype: torch.dtype, fields: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(reference.BLOCK_BYTES, "cpu", 1 << 14)
+    shapes = {"a": (256, 192), "b": (256, 192), "c": (160, 192), "bias": (64,)}
+    compressor = Compressor(PowerSGDConfig(rank=2, **fields), shapes)
+    now = gradients(0, shapes, dtype)
+    for _ in range(2):
+        compressor.compress(now)
+    if kind == "zero":
+        now["a"].zero_()
+    elif kind == "non-finite":
+        now["a"][5, 5] = float("inf")
+    with Allocations() as seen:
+        compressed = compressor.compress(now)
+        compressor.decompress(compressed, out=now)
+    # A block of BLOCK_BYTES fp32 values, twice as wide in fp64. Factors are smaller, the smallest matrix is larger.
+    limit = 2 << 14
+    assert limit < 160 * 192 * dtype.itemsize
+    assert 0 < seen.largest <= limit, f"{seen.by} allocated {seen.largest} bytes"

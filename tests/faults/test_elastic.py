@@ -1,0 +1,168 @@
+"""A job under torchrun's elastic agents loses a worker in the middle of a step and goes on with fewer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.checks import same_bits
+from tests.support.distributed import outcome, run_cases
+from tests.support.elastic_training import DEATH, EVERY, STEPS, WORKERS, checkpoint_path, train
+from tests.support.training import flat, relative
+
+ROOT = Path(__file__).parents[2]
+LAST = DEATH // EVERY * EVERY
+"""Steps before the last checkpoint that was written before the death."""
+SECONDS = 100
+Results = list[dict[str, Any]]
+
+
+def agents(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """One agent for each machine, with one worker each."""
+    rendezvous = {
+        "is_host": 0,
+        "join_timeout": SECONDS,
+        "last_call_timeout": 1,
+        # A machine that says nothing for so long is taken for dead.
+        "keep_alive_interval": 1,
+        "keep_alive_max_attempt": 5,
+    }
+    for machine in range(WORKERS):
+        with (folder / f"log.{machine}").open("wb") as log:
+            yield subprocess.Popen(
+                [
+                    sys.executable, "-m", "torch.distributed.run", f"--nnodes={WORKERS - 1}:{WORKERS}",
+                    "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic",
+                    f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
+                    f"--rdzv-conf={','.join(f'{key}={value}' for key, value in rendezvous.items())}",
+                    "--module", "tests.support.elastic_training", str(folder),
+                ],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": str(ROOT),
+                    # Else the first agent's store serves all incarnations, and gloo meets addresses of the dead in it.
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                },
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """The folder of a job that has ended, and how its agents did."""
+    folder = tmp_path_factory.mktemp("job")
+    # The machines meet at a store that outlives all of them; the system chooses its port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        running.extend(agents(folder, store.port))
+        deadline = time.monotonic() + SECONDS
+        for agent in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.0, deadline - time.monotonic()))
+        codes = [agent.poll() for agent in running]
+    finally:
+        for agent in running:
+            if agent.poll() is None:
+                # Its worker notices and ends itself.
+                agent.send_signal(signal.SIGKILL)
+                agent.wait()
+    logs = "\n".join((folder / f"log.{machine}").read_text() for machine in range(WORKERS))
+    ended = [code for code in codes if code is not None]
+    assert len(ended) == len(codes), f"agents that were not done after {SECONDS} s: {codes}\n{logs}"
+    assert sorted(ended) == [-signal.SIGKILL, 0, 0], f"{codes}\n{logs}"
+    return folder, ended
+
+
+@pytest.fixture(scope="module")
+def resumed(job: tuple[Path, list[int]]) -> Results:
+    """What the workers found that went on."""
+    folder, _ = job
+    assert len(list(folder.glob("result.*"))) == WORKERS - 1
+    return [torch.load(folder / f"result.{worker}", weights_only=True) for worker in range(WORKERS - 1)]
+
+
+def alone_with_checkpoint(folder: Path, name: str, worker: int) -> Path:
+    """A folder in which nothing is but the checkpoint from before the death."""
+    own = folder / f"{name}.{worker}"
+    own.mkdir()
+    shutil.copy(checkpoint_path(folder, LAST), own)
+    return own
+
+
+def uninterrupted(worker: int, world_size: int, folder: Path) -> dict[str, Any]:
+    return train(alone_with_checkpoint(folder, "uninterrupted", worker), worker, world_size)
+
+
+def without_error(worker: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """What goes on but for the error."""
+
+    def forget(saved: dict[str, Any]) -> None:
+        for parts in saved["powersgd"]["matrices"].values():
+            parts["error"].zero_()
+
+    return train(alone_with_checkpoint(folder, "without_error", worker), worker, world_size, change=forget)
+
+
+@pytest.fixture(scope="module")
+def compared(job: tuple[Path, list[int]]) -> dict[str, list[Any]]:
+    folder, _ = job
+    return run_cases([uninterrupted, without_error], WORKERS - 1, folder, timeout=100)
+
+
+def distance(got: Results, expected: Sequence[dict[str, Any]]) -> float:
+    return max(relative(flat(a["parameters"]), flat(b["parameters"])) for a, b in zip(got, expected, strict=True))
+
+
+def test_job_goes_on_with_fewer_workers_from_the_last_checkpoint(job: tuple[Path, list[int]], resumed: Results) -> None:
+    folder, _ = job
+    for step, workers in ((LAST, WORKERS), (LAST + EVERY, WORKERS - 1), (STEPS, WORKERS - 1)):
+        assert torch.load(checkpoint_path(folder, step), weights_only=True)["workers"] == workers
+    for seen in resumed:
+        assert (seen["first"], seen["workers"], len(seen["losses"])) == (LAST, WORKERS - 1, STEPS - LAST)
+        assert seen["losses"][-1] < seen["losses"][0]
+
+
+def test_trajectory_is_an_uninterrupted_run_s(resumed: Results, compared: dict[str, list[Any]]) -> None:
+    """In all bits: the same operations on the same numbers, and gloo's sum of two workers does not depend on timing."""
+    for seen, expected in zip(resumed, outcome(compared, uninterrupted), strict=True):
+        assert seen["losses"] == expected["losses"]
+        assert same_bits(seen["parameters"], expected["parameters"])
+        assert same_bits(seen["error"], expected["error"])
+
+
+def test_mean_error_of_all_workers_is_what_goes_on(job: tuple[Path, list[int]], resumed: Results) -> None:
+    """Also the dead worker's share. The mean of three fp32 numbers has two roundings of a sum and one of a quotient."""
+    folder, _ = job
+    own = [torch.load(folder / f"error.{LAST}.{worker}", weights_only=True) for worker in range(WORKERS)]
+    for seen in resumed:
+        assert len(seen["loaded"]) == 6
+        for name, error in seen["loaded"].items():
+            errors = torch.stack([errors[name] for errors in own]).double()
+            roundings = 3 * 2.0**-24 * errors.abs().sum(0) / WORKERS
+            assert ((error - errors.mean(0)).abs() <= 1.01 * roundings).all()
+            assert min(relative(error, one) for one in errors) > 0.1
+
+
+def test_run_without_the_error_is_another_one(resumed: Results, compared: dict[str, list[Any]]) -> None:
+    """That the tests above would notice a lost error."""
+    assert distance(resumed, outcome(compared, uninterrupted)) == 0
+    found = distance(resumed, outcome(compared, without_error))
+    print(f"parameters of a run without the error differ by {found:.1e}")
+    assert found > 1e-3

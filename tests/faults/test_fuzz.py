@@ -1,0 +1,137 @@
+"""Random layouts, gradients and configurations: every step follows the method, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+
+from tests.support.device import INTERPRETED
+from tests.support.fp64_model import total
+from tests.support.fuzz_cases import NOT_FINITE, Case, Fault, cases, gradients
+from tests.support.fuzzing import Follower, fits, gamma, owed
+
+
+def examples(count: int) -> hypothesis.settings:
+    """The same examples in every run."""
+    return hypothesis.settings(
+        deadline=None, derandomize=True, max_examples=count, suppress_health_check=list(HealthCheck), database=None
+    )
+
+
+@examples(120)
+@given(cases())
+def test_steps_follow_the_method(case: Case) -> None:
+    Follower(case).run()
+
+
+@pytest.mark.slow
+@examples(4000)
+@given(cases(max_steps=10))
+def test_many_steps_follow_the_method(case: Case) -> None:
+    Follower(case).run()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@examples(4)
+@given(cases("triton", max_steps=3))
+def test_steps_follow_the_method_in_triton(case: Case) -> None:
+    Follower(case).run()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@examples(150)
+@given(cases("triton"))
+def test_many_steps_follow_the_method_in_triton(case: Case) -> None:
+    Follower(case).run()
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "linear": (13, 8), "twin": (13, 8), "conv": (5, 3, 2, 2), "row": (1, 13), "column": (13, 1), "bias": (8,),
+    "scalar": (), "empty": (0, 5), "wide": (3, 17), "cube": (4, 3, 5),
+}  # fmt: skip
+FIELDS: dict[str, Any] = {"rank": 2, "min_compression_rate": 0, "backend": "torch", "error_dtype": None}
+MODES: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "standard twice, late": {"iterations": 2, "start_iter": 5},
+    "cold": {"warm_start": False, "batch_by_shape": False},
+    "alternating": {"algorithm": "alternating", "rank": 3},
+    "alternating twice": {"algorithm": "alternating", "iterations": 2},
+}
+# Finite ones leave an error that is far below those of most steps, or as large as the dtype allows.
+HARMLESS = ["zero", "low rank", "one row", "denormal", "tiny", "spread"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_lost_in_200_steps(mode: str, dtype: torch.dtype) -> None:
+    keep_books(2, mode, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_nothing_is_lost_in_200_steps_of_any_number_of_workers(workers: int, mode: str, dtype: torch.dtype) -> None:
+    keep_books(workers, mode, dtype)
+
+
+def keep_books(workers: int, mode: str, dtype: torch.dtype) -> None:
+    """Σ_w E + W·Σ Ĝ = Σ_w Σ G, with the steps that were applied, and what buckets carry of those that were not."""
+    rng = random.Random(f"{workers} {mode} {dtype}")
+    steps = 200
+    faults = [
+        Fault(step, rng.choice([None, *range(workers)]), rng.randrange(len(SHAPES)), rng.choice(kinds))
+        for step in range(steps)
+        for kinds, share in ((HARMLESS, 0.3), (list(NOT_FINITE), 0.05))
+        if rng.random() < share
+    ]
+    case = Case(
+        {**FIELDS, **MODES[mode]}, SHAPES, dict.fromkeys(SHAPES, dtype), workers, steps, rng.randrange(1000), 1.0,
+        tuple(faults), buckets=(2, 3), overlapping=True, reads=frozenset(), saves=frozenset({50, 120}),
+    )  # fmt: skip
+    follower = Follower(case)
+    fleet, config = follower.fleet, follower.config
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    size = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    skipped = 0
+    for step in range(steps):
+        given_now = gradients(case, step)
+        names = list(SHAPES)
+        count = case.buckets[min(step // 20, 1)]
+        passages = fleet.step(given_now, [names[i::count] for i in range(count)])
+        finite = [all(tensor.isfinite().all() for tensor in passage.averages[0].values()) for passage in passages]
+        applied = all(finite) and all(fits(passage) for passage in passages)
+        assert all(bool(verdict) == applied for passage in passages for verdict in passage.verdicts)
+        skipped += not applied
+        for passage, whole in zip(passages, finite, strict=True):
+            for segment in passage.layout.segments:
+                name = segment.name
+                finite_part = [own[name].double().nan_to_num(nan=0, posinf=0, neginf=0) for own in given_now]
+                if applied or (whole and segment.rank):
+                    balance[name] += total(finite_part)
+                if applied:
+                    balance[name] -= workers * passage.averages[0][name].double()
+                size[name] += total([G.abs() for G in finite_part])
+                if segment.rank:
+                    size[name] += total([owed(state, segment)[1] for state in fleet.states]).view(segment.shape)
+        if step in case.saves:
+            saved = fleet.collectively(lambda state, mean: state.state_dict(mean))
+            for state, one in zip(fleet.states, saved, strict=True):
+                state.load_state_dict(one)
+    errors = [state.error() for state in fleet.states]
+    assert isinstance(config.rank, int)
+    roundings = 4 * config.rank * config.iterations + workers + 8
+    assert 0 < skipped < steps / 2
+    assert len(errors[0]) == 7
+    for name, left in balance.items():
+        E = total([own[name].double() for own in errors]).view(left.shape) if name in errors[0] else left * 0
+        assert ((left - E).abs() <= gamma(roundings, compute) * size[name] + 2.0**-126).all(), name

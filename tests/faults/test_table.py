@@ -1,0 +1,95 @@
+"""A few injections of every fault, and that the README's table is the program's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core.reducer import Reducer
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Layout
+from tests.support.checks import everything
+from tests.support.faults import table
+from tests.support.faults.episodes import Tally
+from tests.support.faults.ledger import Fate, Ledger
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Tally]:
+    return table.inject(2, rarely=2, timeout=240)
+
+
+@pytest.mark.parametrize("title", table.titles())
+def test_nothing_is_lost_hung_or_poisoned(found: dict[str, Tally], title: str):
+    tally = found[title]
+    assert tally.injected == 2
+    assert (tally.lost, tally.hung, tally.poisoned) == (0, 0, 0), "\n".join(tally.details)
+
+
+def test_readme_lists_the_same_faults():
+    text = README.read_text(encoding="utf-8")
+    assert table.listed(text) == table.titles()
+    made = table.markdown({title: Tally(3) for title in table.titles()}, "command")
+    assert table.listed(table.replaced(text, made)) == table.titles()
+    assert table.replaced(text, made).count(table.HEAD) == 1
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_the_ledger_notices_what_is_missing(dtype: str | None):
+    """It would be of no use if its allowance for rounding were as large as a gradient."""
+    shapes = {"w": (24, 18), "b": (24,)}
+    generator = torch.Generator().manual_seed(0)
+    given = [{name: torch.randn(shape, generator=generator).double() for name, shape in shapes.items()} for _ in "ab"]
+    mean = {name: (given[0][name] + given[1][name]) / 2 for name in shapes}
+    nothing = {name: torch.zeros(shape).double() for name, shape in shapes.items()}
+    config = PowerSGDConfig(rank=2, min_compression_rate=0, error_dtype=dtype)
+
+    def missing(fate: Fate, averages: dict[str, torch.Tensor], owed: list[dict[str, torch.Tensor]]) -> int:
+        ledger = Ledger(shapes, 2, config)
+        for name in shapes:
+            ledger.enter(name, fate, [gradients[name] for gradients in given], averages[name])
+        return len(ledger.differences(owed))
+
+    assert missing(Fate.APPLIED, mean, [nothing, nothing]) == 0
+    assert missing(Fate.CARRIED, mean, given) == 0
+    assert missing(Fate.DROPPED, mean, [nothing, nothing]) == 0
+    assert missing(Fate.APPLIED, mean, given) == 2
+    assert missing(Fate.APPLIED, nothing, [nothing, nothing]) == 2
+    assert missing(Fate.CARRIED, mean, [nothing, nothing]) == 2
+    assert missing(Fate.DROPPED, mean, given) == 2
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_what_an_interrupted_step_sent_is_owed_at_once(algorithm: str, scale: float | None):
+    """Not only when the next step begins: whoever catches an exception may save the state first."""
+    state = State(everything(algorithm=algorithm))
+    state.attach(lambda: scale)
+    reducer = Reducer(state, Communicator())
+    layouts = {name: Layout.build({name: (12, 10)}, state.config) for name in "abc"}
+    owed: dict[str, torch.Tensor] = {}
+    torch.manual_seed(0)
+    for end in (True, False):
+        reducer.begin_step()
+        before = state.error()
+        given = {name: torch.randn(12, 10) for name in layouts}
+        for name, layout in layouts.items():
+            buffer = {name: given[name] * (scale or 1.0)}
+            reducer.reduce(layout, buffer, last=end and name == "c", done=lambda: None)
+        if end:
+            reducer.end_step()
+        else:
+            owed = {name: before[name] + given[name] for name in layouts}
+    saved = state.state_dict(lambda error: error)
+    for name, expected in owed.items():
+        assert torch.equal(state.error()[name], expected)
+        assert torch.equal(saved["matrices"][name]["error"], expected)
+    reducer.begin_step()
+    for name, expected in owed.items():
+        assert torch.equal(state.error()[name], expected)

@@ -1,0 +1,181 @@
+"""PowerSGDState has torch's interface, statistics and messages."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+
+from powersgd_triton.integrations import ddp
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.distributed import outcome, run_cases
+from tests.support.small import ONE, RANK_2, WIDTH, Results, logged, stack, training
+
+# Torch's interface --------------------------------------------------------------------------------------------------
+
+
+def test_constructor_takes_torchs_arguments() -> None:
+    theirs = list(inspect.signature(torchs.PowerSGDState).parameters.values())
+    ours = list(inspect.signature(PowerSGDState).parameters.values())
+    assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
+    assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+
+
+def test_hook_takes_torchs_arguments() -> None:
+    theirs, ours = inspect.signature(torchs.powerSGD_hook), inspect.signature(powerSGD_hook)
+    assert list(ours.parameters) == list(theirs.parameters)
+
+
+def test_torchs_attributes_can_be_read() -> None:
+    arguments: dict[str, Any] = {
+        "matrix_approximation_rank": 3,
+        "start_powerSGD_iter": 7,
+        "min_compression_rate": 1.5,
+        "use_error_feedback": False,
+        "warm_start": False,
+        "orthogonalization_epsilon": 1e-8,
+        "compression_stats_logging_frequency": 0,
+        "batch_tensors_with_same_shape": True,
+    }
+    memory = {"rng", "error_dict", "p_memory_dict", "q_memory_dict"}
+    for given in ({}, arguments):
+        ours, theirs = PowerSGDState(None, **given), torchs.PowerSGDState(None, **given)
+        for name in set(theirs.__slots__) - memory:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.compression_stats() == theirs.compression_stats()
+
+
+def test_hyperparameters_cannot_be_assigned() -> None:
+    state = PowerSGDState(None)
+    with pytest.raises(AttributeError):
+        state.matrix_approximation_rank = 2
+    assert state.matrix_approximation_rank == 1
+
+
+def test_iter_can_be_assigned() -> None:
+    state = PowerSGDState(None)
+    state.iter = 5
+    assert state.iter == 5
+
+
+def test_unknown_option_is_named() -> None:
+    with pytest.raises(ValueError, match=r"bakend.*backend"):
+        PowerSGDState(None, bakend="torch")
+
+
+def test_configuration_is_logged_as_by_torch() -> None:
+    arguments: dict[str, Any] = {"matrix_approximation_rank": 3, "random_seed": 4, "warm_start": False}
+    with logged(ddp.__name__) as ours, logged(torchs.__name__) as theirs:
+        PowerSGDState(None, **arguments)
+        torchs.PowerSGDState(None, **arguments)
+    assert ours == theirs
+    assert len(ours) == 1
+
+
+# Statistics and messages --------------------------------------------------------------------------------------------
+
+
+RANKS_AND_RATES = ((1, 2), (4, 2), (4, 1), (2, 4), (8, 1.5))
+
+
+def varied() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 96),
+        nn.Tanh(),
+        nn.Unflatten(1, (12, 8)),
+        nn.Conv1d(12, 10, 3),
+        nn.Flatten(),
+        nn.Linear(60, 5),
+        nn.Linear(5, WIDTH),
+    )
+
+
+def same_as_torch(worker: int, world_size: int) -> list[dict[str, Any]]:
+    """Statistics and messages of both hooks, in one bucket, since torch's may hang on gloo with several."""
+    found = []
+    for rank, rate in RANKS_AND_RATES:
+        arguments: dict[str, Any] = {
+            "matrix_approximation_rank": rank,
+            "start_powerSGD_iter": 2,
+            "min_compression_rate": rate,
+            "compression_stats_logging_frequency": 2,
+        }
+        ours, theirs = PowerSGDState(None, **arguments), torchs.PowerSGDState(None, **arguments)
+        with logged(ddp.__name__) as our_messages, logged(torchs.__name__) as their_messages:
+            training(varied(), worker, ours, range(7), cap=ONE)
+            training(varied(), worker, theirs, range(7), cap=ONE, hook=torchs.powerSGD_hook)
+        found.append(
+            {
+                "stats": (ours.compression_stats(), theirs.compression_stats()),
+                "iter": (ours.iter, theirs.iter),
+                "messages": tuple(
+                    [m for m in messages if m[1].startswith(("Start to apply", "Compression stats"))]
+                    for messages in (our_messages, their_messages)
+                ),
+            }
+        )
+    return found
+
+
+def starts(worker: int, world_size: int) -> dict[int, list[str]]:
+    """Messages about the start with several buckets, by start_powerSGD_iter."""
+    found = {}
+    for start in (0, 1, 3):
+        with logged(ddp.__name__) as messages:
+            training(stack(), worker, PowerSGDState(None, **{**RANK_2, "start_powerSGD_iter": start}), range(5))
+        found[start] = [text for _, text in messages if text.startswith("Start to apply")]
+    return found
+
+
+# On one and two workers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two() -> Results:
+    return run_cases([same_as_torch, starts], 2)
+
+
+@pytest.fixture(scope="module")
+def one() -> Results:
+    return run_cases([same_as_torch, starts], 1)
+
+
+@pytest.fixture(params=["one", "two"])
+def one_or_two(request: pytest.FixtureRequest) -> Results:
+    results: Results = request.getfixturevalue(request.param)
+    return results
+
+
+def test_statistics_are_torchs(one_or_two: Results) -> None:
+    for seen in outcome(one_or_two, same_as_torch):
+        for case in seen:
+            ours, theirs = case["stats"]
+            assert ours == theirs
+        rates = [case["stats"][0][0] for case in seen]
+        assert len(set(rates)) == len(rates), "the cases do not differ in what they compress"
+
+
+def test_steps_are_counted_as_by_torch(one_or_two: Results) -> None:
+    for seen in outcome(one_or_two, same_as_torch):
+        assert [case["iter"] for case in seen] == [(7, 7)] * len(RANKS_AND_RATES)
+
+
+def test_messages_are_torchs(one_or_two: Results) -> None:
+    for seen in outcome(one_or_two, same_as_torch):
+        for case in seen:
+            ours, theirs = case["messages"]
+            assert ours == theirs
+            assert [text.split(":")[0] for _, text in ours] == [
+                "Start to apply PowerSGD after 2 iterations.",
+                *["Compression stats"] * 3,
+            ]
+
+
+def test_start_is_logged_once(one_or_two: Results) -> None:
+    for seen in outcome(one_or_two, starts):
+        assert seen == {start: [f"Start to apply PowerSGD after {start} iterations."] for start in (0, 1, 3)}

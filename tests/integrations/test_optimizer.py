@@ -1,0 +1,262 @@
+"""The plain loop's interface means what the reference implementation's does; see ``Reference``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD, optimizer_step, params_in_optimizer
+from tests.support.checks import gradients
+from tests.support.distributed import outcome, run_cases
+
+U = 2.0**-24
+SHAPES: dict[str, tuple[int, ...]] = {"0": (30, 20), "1": (20,), "2": (12, 3, 3, 3), "3": (30, 20), "4": ()}
+COMPRESSED = ("0", "2", "3")
+
+
+class Reference:
+    """epfml/powersgd's algorithm in fp64, on the gradients of all workers, from bases that were read elsewhere."""
+
+    def __init__(self, config: Config, bases: dict[str, dict[str, Tensor]]) -> None:
+        self.config = config
+        self.left = {name: parts["left_basis"].double() for name, parts in bases.items()}
+        self.right = {name: parts["basis"].double() for name, parts in bases.items()}
+        self.counter = 0
+
+    def aggregate(self, workers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Averages; the workers' gradients become their errors."""
+        averages: dict[str, Tensor] = {name: torch.zeros_like(G) for name, G in workers[0].items()}
+        repetitions = self.config.num_iters_per_step
+        for name, average in averages.items():
+            if name not in self.left:
+                average += sum(own[name] for own in workers) / len(workers)
+                for own in workers:
+                    own[name].zero_()
+                continue
+            n = average.shape[0]
+            for turn in range(self.counter * repetitions, (self.counter + 1) * repetitions):
+                products = []
+                sums: Any = 0
+                for own in workers:
+                    M = own[name].view(n, -1)
+                    if turn % 2 == 0:
+                        out = M.T @ self.left[name]
+                        products.append(self.left[name] @ out.T)
+                    else:
+                        out = M @ self.right[name]
+                        products.append(out @ self.right[name].T)
+                    sums = sums + out
+                    M -= products[-1]
+                average.view(n, -1).add_(sum(products) / len(workers))
+                bases = self.right if turn % 2 == 0 else self.left
+                bases[name] = torch.linalg.qr(sums)[0]
+        self.counter += 1
+        return averages
+
+
+def zeros() -> dict[str, Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def against_reference(worker: int, world_size: int) -> list[float]:
+    """Largest differences from the reference in averages and errors, for one, two and three products a step."""
+    found = []
+    for repetitions in (1, 2, 3):
+        config = Config(
+            rank=2, min_compression_rate=1, num_iters_per_step=repetitions, start_compressing_after_num_steps=3
+        )
+        parameters = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES.values()]
+        powersgd = PowerSGD(parameters, config)
+        reference = None
+        errors = [
+            {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in range(world_size)
+        ]
+        worst = 0.0
+        for step in range(12):
+            given = [gradients(100 * step + w, SHAPES, torch.float64) for w in range(world_size)]
+            workers = [{name: given[w][name] + errors[w][name] for name in SHAPES} for w in range(world_size)]
+            inputs = [workers[worker][name].clone() for name in SHAPES]
+            if step == 3:
+                # The first compressed step draws the bases: they are those of a twin that has seen nothing but zeros.
+                twin = PowerSGD(parameters, config)
+                twin._compressor._state.iteration = 3
+                twin._compressor.compress(zeros())
+                start = {**twin.state_dict(), "iteration": 3}
+                drawn = start["matrices"]
+                powersgd.load_state_dict(start)
+                reference = Reference(config, drawn)
+            averages = powersgd.aggregate(inputs)
+            expected: dict[str, Tensor]
+            if reference is None:
+                expected = {name: torch.stack([own[name] for own in workers]).mean(0) for name in SHAPES}
+                workers = [zeros()] * world_size
+            else:
+                expected = reference.aggregate(workers)
+            errors = workers
+            for position, name in enumerate(SHAPES):
+                for got, truth in ((averages[position], expected[name]), (inputs[position], workers[worker][name])):
+                    worst = max(worst, float((got - truth).abs().max()))
+        found.append(worst)
+    return found
+
+
+def training(worker: int, world_size: int) -> dict[str, Any]:
+    """A small regression with the optimizer step: losses, and whether all workers hold the same parameters."""
+    found: dict[str, Any] = {}
+    for name in ("exact", "compressed"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        parameters = params_in_optimizer(optimizer)
+        aggregator = (
+            AllReduce()
+            if name == "exact"
+            else PowerSGD(parameters, Config(rank=2, min_compression_rate=1, start_compressing_after_num_steps=0))
+        )
+        generator = torch.Generator().manual_seed(worker)
+        truth = torch.randn(20, 10, generator=torch.Generator().manual_seed(7))
+        for _ in range(300):
+            inputs = torch.randn(32, 20, generator=generator)
+            loss = (model(inputs) - torch.tanh(inputs @ truth)).square().mean()
+            loss.backward()
+            optimizer_step(optimizer, aggregator)
+        found[name] = (float(loss.detach()), [parameter.detach().clone() for parameter in parameters])
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_cases([against_reference, training], request.param)
+
+
+def test_means_what_the_reference_does(results: dict[str, list[Any]]):
+    """In fp64: nine steps of products of up to 30 terms, repeated on residuals, which amplifies rounding."""
+    for found in outcome(results, against_reference):
+        assert max(found) <= 1e-9, found
+
+
+def test_trains_as_well_as_exact_averaging(results: dict[str, list[Any]]):
+    found = outcome(results, training)
+    for seen in found:
+        assert seen["compressed"][0] <= 1.5 * seen["exact"][0]
+        for name in seen:
+            assert all(torch.equal(a, b) for a, b in zip(seen[name][1], found[0][name][1], strict=True))
+
+
+def powersgd(**fields: Any) -> PowerSGD:
+    settings = {"rank": 2, "min_compression_rate": 1, "start_compressing_after_num_steps": 0, **fields}
+    return PowerSGD([torch.zeros(shape) for shape in SHAPES.values()], Config(**settings))
+
+
+@pytest.mark.parametrize("repetitions", [1, 2])
+def test_gradient_is_approximation_plus_error(repetitions: int):
+    aggregator = powersgd(num_iters_per_step=repetitions)
+    for seed in range(5):
+        given = list(gradients(seed, SHAPES).values())
+        errors = [G.clone() for G in given]
+        averages = aggregator.aggregate(errors)
+        for position, (G, average, error) in enumerate(zip(given, averages, errors, strict=True)):
+            assert (average.double() + error.double() - G.double()).abs().max() <= 16 * U * G.abs().max()
+            assert bool(error.any()) == (str(position) in COMPRESSED)
+
+
+def test_error_decays_on_a_constant_gradient_as_it_grows_elsewhere():
+    """What is owed after k steps of a constant gradient stays bounded: everything arrives in the long run."""
+    aggregator = powersgd(rank=1)
+    G = gradients(0, SHAPES)
+    held = [torch.zeros(shape) for shape in SHAPES.values()]
+    sizes = []
+    for _ in range(200):
+        for error, gradient in zip(held, G.values(), strict=True):
+            error.add_(gradient)
+        aggregator.aggregate(held)
+        sizes.append(float(held[0].norm()))
+    assert max(sizes[100:]) <= 1.5 * max(sizes[:100])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("where", ["0", "1"])
+def test_non_finite_elements_are_zeroed_and_counted(where: str, value: float):
+    aggregator = powersgd()
+    aggregator.aggregate(list(gradients(0, SHAPES).values()))
+    given = gradients(1, SHAPES)
+    given[where].view(-1)[:3] = value
+    expected = {name: torch.where(G.isfinite(), G, 0) for name, G in given.items()}
+    averages = dict(zip(SHAPES, aggregator.aggregate(list(given.values())), strict=True))
+    assert not averages[where].isfinite().all()
+    assert aggregator.dropped_elements == 3
+    for name in COMPRESSED:
+        assert averages[name].isnan().all()
+        assert torch.equal(given[name], expected[name])
+    assert all(average.isfinite().all() for average in aggregator.aggregate(list(given.values())))
+
+
+def test_non_contiguous_gradients_become_errors_in_place():
+    one, other = powersgd(), powersgd()
+    for seed in range(3):
+        given = gradients(seed, SHAPES)
+        odd = [torch.stack([G, G], dim=-1)[..., 0] for G in given.values()]
+        plain = list(given.values())
+        for a, b in zip(one.aggregate(odd), other.aggregate(plain), strict=True):
+            assert torch.equal(a, b)
+        assert all(torch.equal(a, b) for a, b in zip(odd, plain, strict=True))
+
+
+def test_first_steps_are_exact_and_leave_nothing():
+    aggregator = powersgd(start_compressing_after_num_steps=2)
+    for seed in range(2):
+        given = list(gradients(seed, SHAPES).values())
+        expected = [G.clone() for G in given]
+        assert all(torch.equal(a, b) for a, b in zip(aggregator.aggregate(given), expected, strict=True))
+        assert not any(G.any() for G in given)
+    assert aggregator.step_counter == 2
+
+
+def test_defaults_are_the_reference_implementations():
+    assert Config(rank=3) == (3, 2, 1, 100)
+
+
+def test_nothing_full_size_is_kept():
+    aggregator = powersgd()
+    for seed in range(3):
+        aggregator.aggregate(list(gradients(seed, SHAPES).values()))
+    assert all(matrix.error is None for matrix in aggregator._compressor._state.matrices.values())
+
+
+def test_parameters_without_gradients_and_failing_steps():
+    weight, idle = nn.Parameter(torch.ones(30, 20)), nn.Parameter(torch.ones(30, 20))
+    optimizer = torch.optim.SGD([weight, idle], lr=0.1)
+    aggregator = PowerSGD([weight, idle], Config(1, 1, 1, 0))
+    weight.grad = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    gradient = weight.grad
+    optimizer_step(optimizer, aggregator)
+    assert weight.grad is gradient
+    assert idle.grad is not None
+    assert not idle.grad.any()
+    assert torch.equal(idle.detach(), torch.ones(30, 20))
+
+    def broken() -> None:
+        raise RuntimeError("no step")
+
+    optimizer.step = broken  # type: ignore[assignment, method-assign]
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer_step(optimizer, aggregator)
+    assert weight.grad is gradient
+
+
+def test_wrong_gradients_are_refused_and_nothing_changes():
+    aggregator = powersgd()
+    given = list(gradients(0, SHAPES).values())
+    copies = [G.clone() for G in given]
+    for wrong in (given[:-1], [*given[:-1], torch.zeros(3)]):
+        with pytest.raises(ValueError, match=r"expected|shape"):
+            aggregator.aggregate(wrong)
+    assert all(torch.equal(a, b) for a, b in zip(given, copies, strict=True))
+    assert aggregator.step_counter == 0
+
+
+def test_empty_list_of_gradients():
+    assert AllReduce().aggregate([]) == []

@@ -1,0 +1,187 @@
+"""Averages that do not fit fp16, on gloo workers of DDP and FSDP whose optimizers skip such steps: nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations import ddp, fsdp1, fsdp2
+from tests.support.fuzzing import gamma
+from tests.support.sharded_training import full_mesh, in_one_group, outcome
+from tests.support.training import patched, total
+
+SIZE = 16
+# The gradients are held for a while, then turned, then small: what was carried leaves again.
+FACTORS = [1.0, 1.0, 1.0, -0.9, -0.9, -0.9, 0.01, 0.01]
+CONFIG = PowerSGDConfig(rank=1, min_compression_rate=0)
+
+
+class Given(nn.Module):
+    """Two matrices whose gradients are what the forward pass is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = (nn.Parameter(torch.zeros(SIZE, SIZE)) for _ in range(2))
+
+    def forward(self, large: Tensor, small: Tensor) -> Tensor:
+        return (self.large * large).sum() + (self.small * small).sum()
+
+
+def gradients(worker: int, factor: float) -> dict[str, Tensor]:
+    """Only the first rows of the first matrix are large, so that other workers' parts of the averages are not."""
+    common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + worker)
+    given = {}
+    for name, scale in (("large", 30000.0), ("small", 1.0)):
+        G = torch.randn(SIZE, SIZE, generator=common) * scale
+        G[SIZE // 2 :] /= 1000
+        given[name] = (factor * (G + torch.randn(SIZE, SIZE, generator=own)).clamp(-60000, 60000)).half()
+    return given
+
+
+def with_ddp(dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    replica = DistributedDataParallel(Given().to(dtype), bucket_cap_mb=0.0004)
+    state = ddp.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=0, min_compression_rate=0, module=replica.module
+    )
+    state.attach(lambda: 1.0)
+    replica.register_comm_hook(state, ddp.powerSGD_hook)
+    return replica, state
+
+
+def with_fsdp1(dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """One worker holds the first matrix, the other one the second."""
+    module = FullyShardedDataParallel(
+        Given(), use_orig_params=True, device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=dtype)
+    )
+    state = fsdp1.PowerSGDState(module, CONFIG)
+    state.attach(lambda: 1.0)
+    module.register_comm_hook(state, fsdp1.powerSGD_hook)
+    return module, state
+
+
+def with_fsdp2(dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """Each worker holds half of the rows of both."""
+    module: Any = fully_shard(
+        Given(), mesh=full_mesh(dist.get_world_size()), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
+    )
+    state = fsdp2.apply_powersgd(module, CONFIG)
+    state.attach(lambda: 1.0)
+    return module, state
+
+
+def held(module: nn.Module) -> dict[str, Tensor]:
+    """This worker's part of each gradient as a flat fp64 tensor: all of it, none, or some rows."""
+    parts = {"large": torch.zeros(0, dtype=torch.float64), "small": torch.zeros(0, dtype=torch.float64)}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            parts[name.split(".")[-1]] = grad.double().reshape(-1)
+    return parts
+
+
+def training(
+    worker: int, world_size: int, make: Callable[[torch.dtype], tuple[nn.Module, Any]], dtype: torch.dtype
+) -> dict[str, Any]:
+    """What is lost, in units of what roundings may add up to; which steps fit here, which were applied."""
+    module, state = make(dtype)
+    shares = []
+
+    def minimum(self: Communicator, tensor: Tensor) -> None:
+        shares.append(tensor.numel())
+        right(self, tensor)
+
+    right = Communicator.minimum
+    balance = {name: torch.zeros(SIZE, SIZE, dtype=torch.float64) for name in ("large", "small")}
+    tolerance = {name: tensor.clone() for name, tensor in balance.items()}
+    owed = dict.fromkeys(balance, 0.0)
+    fitting, applied = [], []
+    with patched(Communicator, "minimum", minimum):
+        for factor in FACTORS:
+            given = gradients(worker, factor)
+            module.zero_grad()
+            module(**{name: G.to(next(module.parameters()).dtype) for name, G in given.items()}).backward()
+            parts = held(module)
+            fitting.append(all(bool(part.isfinite().all()) for part in parts.values()))
+            applied.append(bool(total(torch.tensor(float(fitting[-1]))) == world_size))
+            for name, part in parts.items():
+                balance[name] += total(given[name].double())
+                # No error and no product has a larger norm than the gradients so far have together.
+                owed[name] += float(total(given[name].double().norm()))
+                tolerance[name] += gamma(16, torch.float32) * 3 * owed[name]
+                if applied[-1]:
+                    whole = gathered(part, worker, world_size)
+                    balance[name] -= world_size * whole
+                    # Ĝ is rounded to fp16, which is not fed back.
+                    tolerance[name] += world_size * (torch.finfo(torch.float16).eps / 2 * whole.abs() + 2.0**-24)
+        errors = state.error()
+    lost = 0.0
+    for name, left in balance.items():
+        key = next(key for key in errors if key.endswith(name))
+        E = total(errors[key].double()).view(SIZE, SIZE)
+        if make is with_fsdp2 and dtype == torch.float16:
+            # FSDP2 halves fp16 gradients of two workers before it has them summed; errors are those of the halves.
+            E = 2 * E
+        lost = max(lost, float(((left - E).abs() / tolerance[name]).max()))
+    return {"lost": lost, "fitting": fitting, "applied": applied, "shares": len(shares)}
+
+
+def gathered(part: Tensor, worker: int, world_size: int) -> Tensor:
+    """The whole matrix from the workers' parts, one behind the other; from this one's where it is whole everywhere."""
+    sizes = torch.zeros(world_size, dtype=torch.float64)
+    sizes[worker] = part.numel()
+    ends = total(sizes).cumsum(0).long()
+    if int(ends[-1]) == world_size * SIZE**2:
+        return part.view(SIZE, SIZE)
+    flat = torch.zeros(int(ends[-1]), dtype=torch.float64)
+    flat[int(ends[worker]) - part.numel() : int(ends[worker])] = part
+    return total(flat).view(SIZE, SIZE)
+
+
+ADAPTERS = {"DDP": with_ddp, "FSDP1": with_fsdp1, "FSDP2": with_fsdp2}
+
+
+@functools.cache
+def results() -> dict[str, list[Any]]:
+    warnings.filterwarnings("ignore")
+    return in_one_group(
+        {
+            f"{name} {str(dtype).removeprefix('torch.')}": functools.partial(training, make=make, dtype=dtype)
+            for name, make in ADAPTERS.items()
+            for dtype in (torch.float16, torch.float32)
+        },
+        2,
+    )
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_nothing_is_lost_where_an_average_does_not_fit(adapter: str) -> None:
+    found = outcome(results(), f"{adapter} float16")
+    for seen in found:
+        assert seen["lost"] <= 1, found
+        assert seen["applied"] == found[0]["applied"]
+        assert not all(seen["applied"][:3])
+        assert all(seen["applied"][-2:])
+    if adapter != "DDP":
+        assert found[0]["fitting"] != found[1]["fitting"], "both workers saw the same"
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_verdicts_are_shared_only_where_workers_may_see_different_ones(adapter: str) -> None:
+    for seen in outcome(results(), f"{adapter} float32"):
+        assert seen["lost"] <= 1
+        assert all(seen["applied"])
+        assert seen["shares"] == 0
+    for seen in outcome(results(), f"{adapter} float16"):
+        assert seen["shares"] == (0 if adapter == "DDP" else len(FACTORS))

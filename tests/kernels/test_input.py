@@ -1,0 +1,289 @@
+"""What the table of a bucket and the pointers to its tensors take, what they refuse, and integers beyond 32 bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.kernels.backproject import backproject_triton
+from powersgd_triton.kernels.compensate_project import compensate_project_triton
+from powersgd_triton.kernels.configurations import TABLES, architecture, select_configuration
+from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
+from powersgd_triton.kernels.reconstruct import reconstruct_triton
+from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, MAX_RANK, BucketTable, Matrix
+from tests.support.bounds import assert_within
+from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, mixed, over_dtypes, rounding, stored
+from tests.support.kernel_checks import check_backproject, check_compensate_project
+
+CPU = torch.device("cpu")
+TILES = (128, 32), (32, 64)
+
+
+def table(*matrices: Matrix, bypass: list[tuple[int, int]] | None = None, device: torch.device = CPU) -> BucketTable:
+    """Bypass tensors lie at the same offsets in both messages."""
+    places = [(numel, offset, offset) for numel, offset in bypass or []]
+    return BucketTable(matrices, places, *TILES, device)
+
+
+def zeros(*sizes: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
+
+
+SMALL = Matrix(6, 4, 2, 0, 0, 1), Matrix(3, 5, 1, 12, 8, 2)
+
+
+# The table ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "m", "r"), [(4, 3, 4), (3, 4, 4), (1, 9, 2), (5, 5, 0), (5, 5, -1), (0, 4, 1)])
+def test_rank_out_of_range_is_refused(n: int, m: int, r: int):
+    with pytest.raises(ValueError, match=rf"rank must be from 1 to min\(n, m\); got {r} for {n} × {m}"):
+        table(SMALL[0], Matrix(n, m, r, 0, 0, 0))
+
+
+def test_sizes_that_cannot_be_addressed_are_refused():
+    with pytest.raises(ValueError, match="rank must be at most 256; got 257"):
+        table(Matrix(300, 300, MAX_RANK + 1, 0, 0, 0))
+    for n, m in ((2**31, 2), (1, MAX_COLUMNS + 1)):
+        with pytest.raises(ValueError, match=f"a matrix may have .* got {n} × {m}"):
+            table(Matrix(n, m, 1, 0, 0, 0))
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_offsets_within_a_tile_fit_32_bits(arch: str):
+    """Rows of a tile times columns of a matrix, and rows of a tile or of a block of columns times the rank."""
+    for configuration in TABLES[arch].values():
+        tallest = max(
+            launch.rows
+            for launch in (configuration.compensate_project, configuration.backproject, configuration.reconstruct)
+        )
+        assert tallest * MAX_COLUMNS <= 2**31
+        assert max(tallest, configuration.backproject.columns) * MAX_RANK < 2**31
+
+
+@pytest.mark.parametrize("arch", [*TABLES, "sm_120", "gfx90a"])
+def test_launches_fit_together(arch: str):
+    """Kernels that share tables of tiles or workspaces must agree about their sizes."""
+    for rank in (1, 16, 17, 32, 33, MAX_RANK):
+        launches = select_configuration(arch, rank)
+        assert launches.compensate_project.tile == launches.reconstruct.tile
+        # The left half walks along the columns' tiles in smaller steps.
+        assert launches.compensate_backproject.columns == launches.backproject.columns
+        assert launches.backproject.rows % launches.compensate_backproject.rows == 0
+        assert launches.compensate_backproject.panel == launches.backproject.panel
+        assert launches.gram.panel == launches.orthogonalize.panel
+        for launch in (launches.compensate_project, launches.backproject, launches.reconstruct, launches.gram):
+            assert launch.panel >= 16
+            assert all(size & (size - 1) == 0 for size in (launch.rows, launch.columns, launch.panel))
+
+
+def test_unknown_architectures_are_served_as_their_vendor_s():
+    assert select_configuration("sm_120", 4) == TABLES["sm_80"][16]
+    assert select_configuration("gfx90a", 4) == TABLES["gfx942"][16]
+    assert architecture(CPU) == "sm_80"
+
+
+@pytest.mark.parametrize("shapes", [mixed(4), [(9000, 4100, 4)], [(1, 1, 1)], [(50, 3000, 2)] * 40])
+def test_tables_cover_everything_once(shapes: list[tuple[int, int, int]]):
+    matrices, p, q = [], 0, 0
+    for n, m, r in shapes:
+        matrices.append(Matrix(n, m, r, p, q, 0))
+        p, q = p + n * r, q + m * r
+    made = table(*matrices, bypass=[(3000, p), (0, p + 3000), (1, p + 3000)])
+    row_tiles, column_tiles = made.row_tiles.tolist(), made.column_tiles.tolist()
+    for index, (n, m, _) in enumerate(shapes):
+        for tiles, block, depth, length in ((row_tiles, 128, 32, m), (column_tiles, 64, 32, n)):
+            mine = [tile[1:] for tile in tiles if tile[0] == index]
+            for first, group in itertools.groupby(sorted(mine), lambda tile: tile[0]):
+                parts = list(group)
+                assert first % block == 0
+                assert [parts[0][1], parts[-1][2]] == [0, length]
+                assert all(one[2] == other[1] and one[2] % depth == 0 for one, other in itertools.pairwise(parts))
+                assert [part[3] for part in parts] == list(range(len(parts)))
+            assert len({tile[0] for tile in mine}) == math.ceil((n if tiles is row_tiles else m) / block)
+        blocks = [(start, end) for i, start, end in made.rollback.tolist() if i == index]
+        assert [blocks[0][0], blocks[-1][1]] == [0, n * m]
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(blocks))
+    for pack, numel in ((made.pack_P, p + 3001), (made.pack_Q, q + 3001)):
+        written = sorted((target, target + size) for _, _, _, target, size, _ in pack.tolist())
+        if pack is made.pack_P:
+            assert [written[0][0], written[-1][1]] == [0, numel]
+            assert all(one[1] == other[0] for one, other in itertools.pairwise(written))
+        assert max(end - start for start, end in written) <= COPY_BLOCK
+
+
+def test_integers_beyond_32_bits():
+    """Nothing of these sizes is allocated."""
+    n, m, r, far = 2**17 + 1, 2**15 + 3, 4, 2**33
+    made = table(Matrix(n, m, r, far, 2 * far, 7), Matrix(3, 2, 1, 3 * far, 4 * far, 8), bypass=[(2000, 5 * far)])
+    assert made.records.dtype == torch.int64
+    assert made.records[0, :5].tolist() == [n, m, r, far, 2 * far]
+    assert made.P.records[1, :4].tolist() == [3, 1, 3 * far, 8]
+    assert made.rollback[-2].tolist() == [0, n * m // 2**16 * 2**16, n * m]
+    assert made.pack_P[1].tolist() == [1024, 0, 0, 5 * far + 1024, 976, 2]
+    assert [made.pack_P[-1, 3], made.pack_Q[-1, 3]] == [3 * far, 4 * far]
+    tall = table(Matrix(2**24, 64, 8, 0, 0, 1))
+    assert tall.p_parts_numel >= 2**24 * 8
+    assert int(tall.row_tiles[-1, 1]) == 2**24 - 128
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_more_elements_than_32_bits_count():
+    """2³¹ elements and some; all but the first and the last rows and columns of the factors are zero."""
+    check_large(2**16 + 3, 2**15 + 8, torch.device("cuda", 0))
+
+
+def test_large_matrix_in_little(device: torch.device):
+    """The same test on a matrix of which the interpreter is capable."""
+    check_large(140, 296, device)
+
+
+def check_large(n: int, m: int, device: torch.device, edge: int = 16) -> None:
+    dtype, r = torch.bfloat16, 2
+    bucket = Bucket([(5, 7, r)], device, gradient=dtype, error=dtype)
+    launches = bucket.launches
+    made = BucketTable(
+        [Matrix(n, m, r, 0, 0, 1)], [], launches.compensate_project.tile, launches.backproject.tile, device
+    )
+    ends = torch.cat([torch.arange(edge), torch.arange(n - edge, n)]).to(device)
+    columns = torch.cat([torch.arange(edge), torch.arange(m - edge, m)]).to(device)
+    generator = torch.Generator().manual_seed(0)
+    P_hat, basis = torch.zeros(n, r, device=device), torch.zeros(m, r, device=device)
+    P_hat[ends] = torch.randn(2 * edge, r, generator=generator).to(device)
+    basis[columns] = torch.randn(2 * edge, r, generator=generator).to(device)
+    G, M = (torch.zeros(n, m, dtype=dtype, device=device) for _ in range(2))
+    corner = torch.randn(2, 2 * edge, 2 * edge, generator=generator).to(dtype).to(device)
+    for matrix, values in ((G, corner[0]), (M, corner[1])):
+        matrix[ends[:, None], columns] = values
+    P, Q = torch.full_like(P_hat, NAN), torch.full_like(basis, NAN)
+    message = torch.full_like(basis, NAN)
+    pointers, parts = made.pointers([G]), torch.full((max(made.p_parts_numel, made.q_parts_numel),), NAN, device=device)
+    compensate_project_triton(
+        made, pointers, made.pointers([M], bypass=False), P_hat, basis, bucket.scalar(1.0),
+        bucket.scalar(1.0), basis, launches.compensate_project, out=parts,
+    )  # fmt: skip
+    pack_triton(made.pack_P, parts, pointers, bucket.finite, own=None, message=P)
+    product = P_hat[ends].double() @ basis[columns].double().mT
+    truth = corner.double().sum(dim=0) - product
+    size = corner.double().abs().sum(dim=0) + P_hat[ends].double().abs() @ basis[columns].double().abs().mT
+    error = rounding(r + 2, device) * size
+    right = basis[columns].double()
+    bound = error @ right.abs() + rounding(2 * edge, device) * ((size + error) @ right.abs())
+    assert_within(P[ends], truth @ right, bound)
+    assert int(P.count_nonzero()) == int(P[ends].count_nonzero())
+    got = M[ends[:, None], columns]
+    assert_within(got, truth, error + stored(truth.abs() + error, dtype, device))
+    backproject_triton(made, made.pointers([M], bypass=False), P_hat, launches.backproject, out=parts)
+    pack_and_average_triton(made, parts, P, 1, bucket.finite, own=Q, message=message)
+    left = P_hat[ends].double()
+    bound = rounding(2 * edge, device) * (got.double().abs().mT @ left.abs())
+    assert_within(Q[columns], got.double().mT @ left, bound)
+    verdict = torch.ones((), device=device)
+    reconstruct_triton(made, P_hat, basis, P, made.pack_P, launches.reconstruct, out=pointers, verdict=verdict)
+    bound = rounding(r, device) * (left.abs() @ right.abs().mT)
+    assert_within(G[ends[:, None], columns], product, bound + stored(product.abs() + bound, dtype, device))
+
+
+# Pointers -----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_numbers_of_tensors_are_refused(device: torch.device):
+    made = table(*SMALL, bypass=[(3, 15)], device=device)
+    with pytest.raises(ValueError, match="expected 3 tensors; got 2"):
+        made.pointers(zeros(24, 15, device=device))
+    with pytest.raises(ValueError, match="expected 2 tensors; got 3"):
+        made.pointers(zeros(24, 15, 3, device=device), bypass=False)
+    with pytest.raises(ValueError, match="expected 3 tensors; got 0"):
+        made.pointers([])
+
+
+@over_dtypes("dtype", [torch.float64, torch.int32, torch.uint8, torch.complex64, torch.float8_e5m2])
+def test_other_dtypes_are_refused(dtype: torch.dtype, device: torch.device):
+    with pytest.raises(TypeError, match="must all be float32, bfloat16 or float16; number 0 is"):
+        table(*SMALL, device=device).pointers(zeros(24, 15, device=device, dtype=dtype))
+
+
+def test_several_dtypes_are_refused(device: torch.device):
+    made = table(*SMALL, bypass=[(3, 15)], device=device)
+    tensors = zeros(24, 15, 3, device=device)
+    with pytest.raises(TypeError, match=r"number 2 is torch\.bfloat16"):
+        made.pointers([*tensors[:2], tensors[2].bfloat16()])
+
+
+def test_another_device_is_refused(device: torch.device):
+    first, _ = zeros(24, 15, device=device)
+    with pytest.raises(ValueError, match=f"must be on {device}; number 1 is on meta"):
+        table(*SMALL, device=device).pointers([first, torch.zeros(15, device="meta")])
+
+
+def test_tensors_that_are_not_contiguous_or_of_another_size_are_refused(device: torch.device):
+    made = table(*SMALL, device=device)
+    first, second = zeros(24, 15, device=device)
+    for wrong in (torch.zeros(5, 3, device=device).T, torch.zeros(30, device=device)[::2]):
+        with pytest.raises(ValueError, match="tensor 1 must be contiguous with 15 elements; got shape"):
+            made.pointers([first, wrong])
+    with pytest.raises(ValueError, match=r"tensor 0 must be contiguous with 24 elements; got shape \(25,\)"):
+        made.pointers([torch.zeros(25, device=device), second])
+
+
+@over_dtypes("dtype", GRADIENTS)
+def test_addresses_within_an_element_are_refused(dtype: torch.dtype):
+    memory = torch.zeros(100, dtype=torch.uint8)
+    odd = torch.frombuffer(memory.numpy(), dtype=dtype, count=15, offset=1)
+    with pytest.raises(ValueError, match=f"must start at multiples of their elements' {dtype.itemsize} bytes"):
+        table(*SMALL).pointers([torch.zeros(24, dtype=dtype), odd])
+
+
+def test_refused_tensors_are_refused_again(device: torch.device):
+    made = table(*SMALL, device=device)
+    wrong = zeros(24, 14, device=device)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="tensor 1"):
+            made.pointers(wrong)
+
+
+def test_pointers_are_where_the_tensors_are(device: torch.device):
+    made = table(*SMALL, bypass=[(0, 15), (3, 15)], device=device)
+    for dtype in GRADIENTS:
+        for _ in range(3):
+            tensors = zeros(24, 15, 0, 3, device=device, dtype=dtype)
+            pointers = made.pointers(tensors)
+            assert pointers.anchor.dtype == dtype
+            assert pointers.anchor.data_ptr() % 16 == 0
+            for tensor, offset in zip(tensors, pointers.offsets.flatten().tolist(), strict=True):
+                if tensor.numel():
+                    assert pointers.anchor.data_ptr() + offset * dtype.itemsize == tensor.data_ptr()
+
+
+def test_pointers_are_kept_and_follow_tensors_that_move(device: torch.device):
+    made = table(*SMALL, device=device)
+    homes = [zeros(24, 15, device=device) for _ in range(12)]
+    first = made.pointers(homes[0])
+    assert made.pointers(homes[0]) is first
+    for home in homes:
+        made.pointers(home)
+    # The oldest of a few are forgotten, so that nothing grows; looked up again, they are the same places.
+    assert len(made._pointers) <= 8
+    assert torch.equal(made.pointers(homes[0]).offsets, first.offsets)
+
+
+def test_same_place_other_dtype(device: torch.device):
+    """fp16 and bf16 views of the same memory."""
+    made = table(*SMALL, device=device)
+    tensors = zeros(24, 15, device=device, dtype=torch.float16)
+    for dtype in (torch.float16, torch.bfloat16, torch.float16):
+        assert made.pointers([tensor.view(dtype) for tensor in tensors]).anchor.dtype == dtype
+
+
+def test_tensors_that_moved_are_read_where_they_are(device: torch.device):
+    bucket = Bucket(mixed(2), device, bypass=[3])
+    check_compensate_project(bucket, applied=1.0)
+    other = Bucket(mixed(2), device, bypass=[3], seed=1, gap=2)
+    bucket.G, bucket.M = other.G, other.M
+    check_compensate_project(bucket, applied=0.0)
+    check_backproject(bucket)

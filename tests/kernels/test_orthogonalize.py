@@ -1,0 +1,368 @@
+"""The orthonormal basis from the kernels, on every kind of input, and the two kernels beneath it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.kernels.gram import gram_triton
+from powersgd_triton.kernels.orthogonalize import _orthogonalize_kernel, orthogonalize_triton
+from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
+from powersgd_triton.ops.reference import DEAD_COLUMN, orthogonalize_reference, random_directions
+from tests.support.bounds import assert_within
+from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory, over_dtypes
+from tests.support.kernel_checks import compensate_project
+from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
+
+U, U64 = 2.0**-24, 2.0**-53
+
+
+@dataclasses.dataclass
+class Result:
+    """Bases in the inputs' order, and whether the input was found finite."""
+
+    P: list[Tensor]
+    finite: int
+
+
+def factors_of(matrices: Sequence[Tensor], device: torch.device, keys: Sequence[int] = ()) -> Bucket:
+    """A bucket whose first message holds these factors [n, r]; keys are 1, 2, 3 ... where none are given."""
+    bucket = Bucket([(*A.shape, A.shape[1]) for A in matrices], device, bypass=[4])
+    bucket.first.fill([*matrices, torch.zeros(4)])
+    for index, key in enumerate(keys):
+        bucket.table.P.records[index, 3] = key
+    return bucket
+
+
+def orthogonalize(
+    matrices: Sequence[Tensor],
+    device: torch.device,
+    *,
+    step: int = 0,
+    epsilon: float = 0.0,
+    keys: Sequence[int] = (),
+    in_place: bool = False,
+) -> Result:
+    """Bases of matrices [n, r] in one bucket."""
+    bucket = factors_of(matrices, device, keys)
+    factors, panel = bucket.table.P, bucket.launches.orthogonalize.panel
+    panels, places = -(-bucket.rank // panel), max(len(factors.chunks), len(matrices))
+    grams = Memory([(panels + 2) * places * panel**2], torch.float64, device)
+    # Within one panel no workspace of the factors' size is needed.
+    X = bucket.rows(torch.float64) if panels > 1 else Memory([1], torch.float64, device)
+    out = bucket.first if in_place else bucket.rows()
+    orthogonalize_triton(
+        factors, bucket.first.flat, bucket.rank, step, epsilon, bucket.launches.gram, bucket.launches.orthogonalize,
+        X=X.flat, grams=grams.flat.view(panels + 2, places, panel**2), finite=bucket.finite, out=out.flat,
+    )  # fmt: skip
+    assert all(memory.guarded() for memory in (bucket.first, X, grams, out))
+    assert in_place or out.views[-1].isnan().all()
+    return Result([P.float() for P in bucket.row_factors(out)], int(bucket.finite))
+
+
+def check(matrices: Sequence[Tensor], device: torch.device, **options: Any) -> list[Tensor]:
+    result = orthogonalize(matrices, device, **options)
+    assert result.finite == 1
+    for A, P in zip(matrices, result.P, strict=True):
+        assert_basis_of(P[None], A[None])
+    return result.P
+
+
+def by_reference(A: Tensor, key: int, step: int = 0, epsilon: float = 0.0) -> Tensor:
+    out = torch.full_like(A[None], NAN)
+    orthogonalize_reference(A[None], keys=torch.tensor([key]), step=step, epsilon=epsilon, out=out)
+    return out[0]
+
+
+def assert_agrees(P: Tensor, expected: Tensor, condition: float) -> None:
+    """Both are rounded to fp32 from fp64 bases, which differ by what fp64 rounding does to n r products, times κ."""
+    n, r = P.shape
+    bound = 2 * U * expected.double().abs() + condition * 2 * n * r * U64
+    assert_within(P, expected.double(), bound)
+
+
+def random(n: int, r: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, r, generator=torch.Generator().manual_seed(seed))
+
+
+# Regular input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "kappa"),
+    [
+        # At rank 128, which takes a third of the time, only the worst condition is part of every run.
+        pytest.param(rank, kappa, marks=[pytest.mark.slow] if rank == 128 and kappa < 1e7 else [])
+        for rank in RANKS
+        for kappa in (1.0, 1e6, 1e7)
+    ],
+)
+def test_orthonormal_at_every_rank_and_condition(rank: int, kappa: float, device: torch.device):
+    # 300 rows are two chunks, whose sums are added.
+    heights = {1.0: [rank + 1], 1e6: [300] if rank > 32 else [rank, 300], 1e7: [rank]}[kappa]
+    matrices = [conditioned(n, rank, kappa, seed=n)[0].float() for n in heights]
+    for key, (A, P) in enumerate(zip(matrices, check(matrices, device), strict=True), start=1):
+        # Where κ is 1e7 the two may disagree about what is dead.
+        if kappa <= 1e6:
+            assert_agrees(P, by_reference(A, key), kappa)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 40])
+def test_many_chunks(rank: int, device: torch.device):
+    heights = [600] if rank > 32 else [257, 9001 // rank]
+    matrices = [random(n, rank) for n in heights]
+    for key, (A, P) in enumerate(zip(matrices, check(matrices, device), strict=True), start=1):
+        assert_agrees(P, by_reference(A, key), float(torch.linalg.cond(A.double())))
+
+
+def test_different_ranks_in_one_bucket(device: torch.device):
+    matrices = [random(60, 40), random(3, 1), random(1, 1), random(50, 17), random(300, 33), random(8, 8)]
+    for key, (A, P) in enumerate(zip(matrices, check(matrices, device), strict=True), start=1):
+        assert_agrees(P, by_reference(A, key), float(torch.linalg.cond(A.double())))
+
+
+@over_dtypes("gradient", GRADIENTS)
+@pytest.mark.parametrize("rank", [1, 4, 17, 40])
+def test_gradients_of_16_bits_give_as_good_factors(rank: int, gradient: torch.dtype, device: torch.device):
+    bucket = Bucket([(rank + 9, rank + 5, rank)], device, gradient=gradient)
+    P = bucket.row_factors(compensate_project(bucket, applied=1.0))[0].float()
+    check([P], device)
+
+
+@pytest.mark.parametrize("name", ["1e30", "largest", "denormal", "mixed"])
+@pytest.mark.parametrize("rank", [4, 40])
+def test_huge_and_tiny_values(rank: int, name: str, device: torch.device):
+    A = torch.rand(50, rank, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
+    info = torch.finfo(torch.float32)
+    tiny = info.smallest_normal * info.eps * 1000
+    scales = {"1e30": [1e30], "largest": [info.max], "denormal": [tiny], "mixed": [info.max, 1.0, tiny, 1e-30]}[name]
+    check([A * torch.tensor(scales * (rank // len(scales)))], device)
+
+
+@pytest.mark.parametrize("rank", [3, 33])
+def test_same_input_same_bits_also_in_place_and_beside_others(rank: int, device: torch.device):
+    A, zero = random(260, rank), torch.zeros(5, 5)
+    A[:, rank // 2] = 0
+    first = orthogonalize([A, zero], device).P
+    again = orthogonalize([A, zero], device, in_place=True).P
+    assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+    assert torch.equal(orthogonalize([A], device).P[0], first[0])
+
+
+# Dead columns -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_zero_columns_duplicates_and_sums(rank: int, device: torch.device):
+    """Also from one panel to the next; at high ranks all in one matrix."""
+    last, A = rank - 1, random(rank + 9, rank)
+    matrices = [A] if rank > 17 else [A, A.clone()]
+    zeros = duplicates = A
+    sums = matrices[-1]
+    zeros[:, [0, rank // 2]] = 0
+    duplicates[:, last] = -3 * duplicates[:, rank // 4]
+    if rank > 4:
+        sums[:, 2:4] = sums[:, 1:2]
+        sums[:, last - 1] = sums[:, : last - 1].sum(dim=1)
+    check(matrices, device)
+
+
+@pytest.mark.parametrize("rank", [2, 4, 16, 17, 40])
+def test_deficient_products(rank: int, device: torch.device):
+    """P = M Q of a gradient of rank 1 and 2, with singular values far apart: what is left is rounding errors."""
+    n = rank + 9
+    matrices = []
+    for seed, values in enumerate(([1.0], [1.0, 1e-3], [1.0, 1e-6])):
+        low = random(n, len(values), seed) * torch.tensor(values) @ random(n, len(values), seed + 9).mT
+        matrices.append(low @ torch.linalg.qr(random(n, rank, seed + 20))[0])
+    check(matrices, device)
+
+
+@pytest.mark.parametrize("rank", [2, 40])
+def test_columns_before_a_dead_one_keep_their_bits(rank: int, device: torch.device):
+    A = random(50, rank)
+    dead = A.clone()
+    dead[:, -1] = dead[:, 0]
+    one, other = (orthogonalize([x], device).P[0] for x in (A, dead))
+    assert torch.equal(one[:, :-1], other[:, :-1])
+
+
+@functools.cache
+def exactly_dependent(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """[a, b, b − a] with b nearly parallel to a, and without any rounding; and what is made of it."""
+    matrices = []
+    for exponent in range(1, 24):
+        a, d = random(50, 1, exponent), random(50, 1, 1000 + exponent)
+        b = a + 2.0**-exponent * d
+        matrices.append(torch.cat([a, b, b - a], dim=1))
+    return list(zip(matrices, orthogonalize(matrices, device).P, strict=True))
+
+
+def test_exactly_dependent_columns_that_are_nearly_parallel(device: torch.device):
+    """The third column, if the second pass finds it dead, is zero.
+
+    Else it lives in the second pass with a share of at least 2⁻²², which sums of 50 products disturb that much more.
+    """
+    bound = 50 * U64 / DEAD_COLUMN**2
+    for A, P in exactly_dependent(device):
+        gram = P.double().mT @ P.double()
+        assert (gram - torch.diag((gram.diagonal() > 0).double())).abs().max() <= bound
+        X = A.double()
+        outside = (X - P.double() @ (P.double().mT @ X)).norm(dim=0)
+        assert (outside <= (2 * DEAD_COLUMN + bound) * X.norm(dim=0)).all()
+
+
+def test_exactly_dependent_columns_are_replaced(device: torch.device):
+    assert max(departure(P[None]) for _, P in exactly_dependent(device)) <= ORTHONORMAL
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-4, 1e-2])
+def test_epsilon_decides_what_is_dead(epsilon: float, device: torch.device):
+    A = torch.zeros(10, 2)
+    A[0, 0], A[0, 1], A[1, 1] = 1.0, 1.0, 1e-3
+    P = orthogonalize([A], device, epsilon=epsilon).P[0]
+    assert departure(P[None]) <= ORTHONORMAL
+    # The second direction is e_1 only where a share of 1e-3 is enough to be alive.
+    assert (abs(float(P[1, 1])) > 0.99) == (epsilon < 1e-3)
+    assert_agrees(P, by_reference(A, 1, epsilon=epsilon), 1e3)
+
+
+# Random directions --------------------------------------------------------------------------------------------------
+
+
+def first_pass(matrices: Sequence[Tensor], device: torch.device, step: int, keys: Sequence[int]) -> list[Tensor]:
+    """What the first pass over the first panel puts in the place of zero matrices, before it is made orthogonal."""
+    bucket = factors_of(matrices, device, keys)
+    launch, factors, X = bucket.launches.orthogonalize, bucket.table.P, bucket.rows(torch.float64)
+    squares = torch.zeros(3, len(factors.chunks), launch.panel**2, dtype=torch.float64, device=device)
+    salt = (step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF
+    _orthogonalize_kernel[(len(factors.chunks),)](
+        A=bucket.first.flat, X=X.flat, out=bucket.first.flat, grams=squares[0], before=squares[0],
+        next_grams=squares[1], transforms=squares[2], finite=bucket.finite, records=factors.records,
+        chunks=factors.chunks, salt=salt - (salt >> 31 << 32), threshold=DEAD_COLUMN**2, panel=0, before_first=0,
+        FIRST=True, CHECK=True, KEEP=True, C=launch.panel, BLOCK_ROWS=launch.rows,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    )  # fmt: skip
+    assert X.guarded()
+    return bucket.row_factors(X)[: len(matrices)]
+
+
+@pytest.mark.parametrize(("rank", "step"), [(1, 0), (3, 1), (3, 10**6), (16, 3), (17, 2**40 + 3), (32, 7)])
+def test_random_directions_are_the_reference_s_bit_for_bit(rank: int, step: int, device: torch.device):
+    keys = [0, 2**31 + 5, 2**32 - 1]
+    results = first_pass([torch.zeros(n, rank) for n in (rank, 41, 257)], device, step, keys)
+    for key, X in zip(keys, results, strict=True):
+        assert torch.equal(X, random_directions(torch.tensor([key]), step, *X.shape)[0].double())
+
+
+@pytest.mark.parametrize("rank", RANKS_TO_64)
+def test_basis_of_a_zero_matrix_is_the_reference_s(rank: int, device: torch.device):
+    P = check([torch.zeros(rank + 4, rank)], device, step=3, keys=[77])[0]
+    condition = float(torch.linalg.cond(random_directions(torch.tensor([77]), 3, rank + 4, rank)[0].double()))
+    assert_agrees(P, by_reference(torch.zeros(rank + 4, rank), 77, step=3), condition)
+
+
+def test_replacement_depends_on_key_and_step_only(device: torch.device):
+    zero = torch.zeros(30, 2)
+    one, twin, other = orthogonalize([zero, zero, zero], device, step=3, keys=[5, 5, 6]).P
+    assert torch.equal(one, twin)
+    assert not torch.equal(one, other)
+    assert torch.equal(one, orthogonalize([zero], device, step=3, keys=[5]).P[0])
+    assert not torch.equal(one, orthogonalize([zero], device, step=4, keys=[5]).P[0])
+
+
+# Input that is not finite -------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def undisturbed(n: int, rank: int, device: torch.device) -> Tensor:
+    return orthogonalize([random(n, rank)], device).P[0]
+
+
+NON_FINITE = [("element", NAN), ("element", INF), ("element", -INF), ("row", -INF), ("column", INF), ("all", NAN)]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize(
+    ("n", "rank", "where", "value"),
+    [
+        *((n, rank, *case) for n, rank in ((1, 1), (5, 3)) for case in NON_FINITE),
+        # Of several chunks, and of several panels.
+        *((280, 4, *case) for case in (("element", NAN), ("column", INF))),
+        (36, 33, "element", NAN),
+        pytest.param(36, 33, "column", INF, marks=pytest.mark.slow),
+    ],
+)
+def test_non_finite_input_gives_finite_output(n: int, rank: int, value: float, where: str, device: torch.device):
+    A, B = random(n, rank), random(n + 1, rank)
+    index: Any = {"element": (n - 1, rank - 1), "row": (n // 2,), "column": (slice(None), rank // 2), "all": ()}[where]
+    A[index] = value
+    result = orthogonalize([B, A], device)
+    assert result.finite == 0
+    assert result.P[1].isfinite().all()
+    # The matrix beside it is none the worse.
+    assert torch.equal(result.P[0], undisturbed(n + 1, rank, device))
+
+
+# The kernels beneath ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 16, 17, 40, 64])
+def test_gram(rank: int, device: torch.device):
+    """Parts of the inner products of the last panel's columns with themselves and those before."""
+    matrices = [random(n, rank) for n in (rank, 300, 520)]
+    bucket = factors_of(matrices, device)
+    C, chunks = bucket.launches.gram.panel, len(bucket.table.P.chunks)
+    panel = (rank - 1) // C
+    X = bucket.rows(torch.float64).fill([*(random(len(A), rank, 1) for A in matrices), torch.zeros(4)])
+    out = Memory([(panel + 2) * chunks * C * C], torch.float64, device)
+    gram_triton(bucket.table.P, bucket.first.flat, X.flat, panel, bucket.launches.gram, out=out.flat)
+    assert out.guarded()
+    grams = out.double()[0].view(panel + 2, chunks, C, C)
+    # The last is for sums of another kernel.
+    assert grams[panel + 1].isnan().all()
+    for (_, _, _, _, first, parts), A, other in zip(
+        bucket.table.P.records.tolist(), matrices, bucket.row_factors(X), strict=False
+    ):
+        for left in range(panel + 1):
+            columns = A.double()[:, panel * C :]
+            rows = columns if left == panel else other[:, left * C : (left + 1) * C]
+            got = grams[left, first : first + parts, : rows.shape[1], : columns.shape[1]].sum(dim=0)
+            assert_within(got, rows.mT @ columns, 2 * len(A) * U64 * (rows.abs().mT @ columns.abs()))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("rank", [17, 40, 64])
+def test_subtract_projection(rank: int, in_place: bool, device: torch.device):
+    matrices = [random(n, rank) for n in (rank, 300)]
+    bucket = factors_of(matrices, device)
+    C, chunks = bucket.launches.gram.panel, len(bucket.table.P.chunks)
+    panel = (rank - 1) // C
+    X = bucket.rows(torch.float64).fill([*(A.double() for A in matrices), torch.zeros(4)])
+    old = bucket.row_factors(X)
+    inner = torch.randn(panel + 1, chunks, C, C, dtype=torch.float64, generator=bucket.generator)
+    own = Memory([chunks * C * C], torch.float64, device)
+    source = X if in_place else bucket.first
+    subtract_projection_triton(
+        bucket.table.P, source.flat, inner.to(device), panel, bucket.launches.gram, X=X.flat, out=own.flat
+    )
+    assert all(memory.guarded() for memory in (bucket.first, X, own))
+    for (_, _, _, _, first, parts), A, got in zip(
+        bucket.table.P.records.tolist(), old, bucket.row_factors(X), strict=False
+    ):
+        truth, size, width = A.clone(), A.abs(), rank - panel * C
+        for left in range(panel):
+            part = inner[left, first : first + parts, :, :width]
+            truth[:, panel * C :] -= A[:, left * C : (left + 1) * C] @ part.sum(dim=0)
+            size[:, panel * C :] += A[:, left * C : (left + 1) * C].abs() @ part.abs().sum(dim=0)
+        assert torch.equal(got[:, : panel * C], A[:, : panel * C])
+        assert_within(got, truth, 2 * (panel * C + parts + 1) * U64 * size)
+        new = got[:, panel * C :]
+        sums = own.double()[0].view(chunks, C, C)[first : first + parts].sum(dim=0)[:width, :width]
+        assert_within(sums, new.mT @ new, 2 * len(A) * U64 * (new.abs().mT @ new.abs()))

@@ -1,0 +1,255 @@
+"""The kernels that write and read narrow factors: the same bits as the reference, and nothing written beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.kernels.configurations import architecture, select_configuration
+from powersgd_triton.kernels.wire_table import WireTable
+from powersgd_triton.layout.wire_format import BLOCK, FORMATS, Chunk, Piece, WirePlan
+from powersgd_triton.ops.triton_wire import TritonWire
+from powersgd_triton.ops.wire import TorchWire, Wire
+from tests.support.kernel_cases import INF, MARGIN, NAN, Memory
+
+WIDTHS = ("bfloat16", "float16", "int8", "int4")
+CPU = torch.device("cpu")
+UNWRITTEN = 0xFF
+"""Of bytes: as a bf16 scale, NaN."""
+
+Shapes = list[tuple[int, int, int]]
+Values = Callable[[Tensor], Tensor]
+
+# Factors (count, rows, rank), exact elements, workers.
+CASES: dict[str, tuple[Shapes, int, int]] = {
+    "one row": ([(5, 1, 1), (1, 1, 3)], 3, 2),
+    "within a block": ([(1, 127, 4), (2, 13, 3)], 0, 3),
+    "whole blocks": ([(1, 128, 16), (1, 256, 8)], 5, 2),
+    "a row more": ([(1, 129, 3), (2, 129, 1)], 1030, 4),
+    "cut between workers": ([(1, 300, 4)], 7, 3),
+    "mixed": ([(2, 300, 4), (1, 129, 16), (1, 5, 33), (1, 2, 1)], 1, 4),
+    "several panels": ([(1, 131, 33), (1, 7, 64)], 0, 2),
+    "the largest rank": ([(1, 3, 256)], 2, 1),
+    "one worker": ([(1, 255, 1), (1, 130, 2)], 9, 1),
+    "more workers than blocks": ([(1, 3, 2)], 2, 4),
+    "two blocks": ([(1, 129, 4), (1, 13, 3)], 6, 2),
+    "exact elements only": ([], 2050, 3),
+}
+
+
+class Bytes:
+    """Guarded bytes [*shape]; all as ``UNWRITTEN`` at first."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self._all = torch.full((math.prod(shape) + 2 * MARGIN,), UNWRITTEN, dtype=torch.uint8, device=device)
+        self.view = self._all[MARGIN:-MARGIN].view(shape)
+
+    def guarded(self) -> bool:
+        return bool((self._all[:MARGIN] == UNWRITTEN).all() and (self._all[-MARGIN:] == UNWRITTEN).all())
+
+
+@dataclasses.dataclass
+class Exchanged:
+    """What went over the wire, on the CPU: [workers, workers, size], [workers, numel], [workers, size], [numel]."""
+
+    sent: Tensor
+    own: Tensor
+    sums: Tensor
+    out: Tensor
+
+
+def plan_of(case: str, width: str) -> WirePlan:
+    factors, bypass, workers = CASES[case]
+    return WirePlan.build(FORMATS[width], factors, bypass, 4, workers)
+
+
+def kernels(plan: WirePlan, device: torch.device) -> TritonWire:
+    rank = max((piece.rank for chunk in plan.chunks for piece in chunk.pieces), default=1)
+    return TritonWire(plan, select_configuration(architecture(device), rank).wire, device)
+
+
+def exchange(wire: Wire, messages: Sequence[Tensor], numel: int, device: torch.device, own: bool = True) -> Exchanged:
+    """All workers' messages through a wire, in guarded memory; of each message the first ``numel`` are factors."""
+    workers, size = len(messages), wire.plan.size
+    memory = [Memory([len(message)], torch.float32, device).fill([message]) for message in messages]
+    owns = [Memory([numel], torch.float32, device) for _ in messages]
+    sent = [Bytes((workers, size), device) for _ in messages]
+    for given, mine, content in zip(memory, owns, sent, strict=True):
+        wire.encode(given.views[0], mine.views[0] if own else None, out=content.view)
+    sums = Bytes((workers, size), device)
+    for worker, mine in enumerate(owns):
+        received = torch.stack([content.view[worker] for content in sent])
+        wire.reduce(received, mine.views[0] if own else None, worker, out=sums.view[worker])
+    out = Memory([len(messages[0])], torch.float32, device)
+    wire.decode(sums.view, out=out.views[0])
+    assert all(x.guarded() for x in (*memory, *owns, out))
+    assert all(x.guarded() for x in (*sent, sums))
+    stacked = torch.stack([content.view for content in sent])
+    return Exchanged(*(x.cpu() for x in (stacked, torch.stack([x.views[0] for x in owns]), sums.view, out.views[0])))
+
+
+def messages_of(case: str, values: Values, seed: int = 0) -> tuple[list[Tensor], int]:
+    """Each worker's message of random values that went through ``values``, and the number of its factors' elements."""
+    factors, bypass, workers = CASES[case]
+    numel = sum(count * rows * rank for count, rows, rank in factors)
+    generator = torch.Generator().manual_seed(seed)
+    return [values(torch.randn(numel + bypass, generator=generator)) for _ in range(workers)], numel
+
+
+def one_nan(content: Tensor, plan: WirePlan) -> Tensor:
+    """Bytes [..., workers, size] in which all bf16 NaNs have the same bits."""
+    content = content.clone()
+    for number, chunk in enumerate(plan.chunks):
+        if chunk.pieces:
+            first = chunk.pieces[0]
+            bf16 = slice(first.scale, first.code) if plan.width.scaled else slice(first.code, None)
+            values = content[..., number, bf16].view(torch.bfloat16)
+            values[values.isnan()] = NAN
+    return content
+
+
+def assert_same(case: str, width: str, values: Values, device: torch.device, own: bool = True) -> None:
+    """Kernels and reference give the same bits; but a NaN is a NaN."""
+    plan = plan_of(case, width)
+    messages, numel = messages_of(case, values)
+    expected = exchange(TorchWire(plan, torch.float32), messages, numel, CPU, own)
+    got = exchange(kernels(plan, device), messages, numel, device, own)
+    for name in ("sent", "sums"):
+        assert torch.equal(one_nan(getattr(got, name), plan), one_nan(getattr(expected, name), plan))
+    for name in ("own", "out"):
+        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+
+
+# Values ---------------------------------------------------------------------------------------------------------------
+
+
+def heavy_tailed(x: Tensor) -> Tensor:
+    """Most entries far below a few."""
+    return x * x.abs() ** 5
+
+
+def with_zeros(x: Tensor) -> Tensor:
+    """Blocks of zeros of both signs, and single ones."""
+    return torch.where(torch.arange(len(x)) < len(x) // 2, torch.copysign(torch.zeros(()), x), x * (x > 0))
+
+
+def denormal(x: Tensor) -> Tensor:
+    """Around the smallest scales: of these columns some have a scale of few bits, some 0."""
+    return x * 2.0 ** -(118 + torch.arange(len(x)) % 29).double()
+
+
+def huge(x: Tensor) -> Tensor:
+    """Up to the largest fp32 value over the number of workers, so that sums stay finite."""
+    return x / x.abs().max() * (torch.finfo(torch.float32).max / 8)
+
+
+def ties(x: Tensor) -> Tensor:
+    """Multiples of half a code where the scale is 2⁻⁶, as it is where 127, or 7, codes are reached."""
+    return (x * 8).round().clamp(-14, 14) * 2.0**-7
+
+
+def not_finite(x: Tensor) -> Tensor:
+    """inf, −inf and NaN among the first and the last elements, exact ones where there are some."""
+    x = x.clone()
+    for at, value in zip((0, len(x) // 2, len(x) - 1, len(x) // 3), (INF, NAN, -INF, NAN), strict=True):
+        x[at] = value
+    return x
+
+
+VALUES = {values.__name__: values for values in (heavy_tailed, with_zeros, denormal, huge, ties)}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_same_bits_as_the_reference(width: str, case: str, device: torch.device):
+    assert_same(case, width, lambda x: x, device)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_same_bits_of_all_kinds_of_values(width: str, values: str, device: torch.device):
+    assert_same("two blocks", width, lambda x: VALUES[values](x).float(), device)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("width", WIDTHS)
+def test_values_that_are_not_finite_stay_so(width: str, device: torch.device):
+    assert_same("two blocks", width, not_finite, device)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_without_own(width: str, device: torch.device):
+    """The same messages, and nothing written where there is nothing to write."""
+    assert_same("two blocks", width, lambda x: x, device, own=False)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_lost(width: str, device: torch.device):
+    """All that the workers count as contributed is what arrives, to the rounding of fp32 sums."""
+    case = "mixed"
+    messages, numel = messages_of(case, heavy_tailed)
+    got = exchange(kernels(plan_of(case, width), device), messages, numel, device)
+    arrived, contributed = got.out[:numel].double(), got.own.double().sum(dim=0)
+    # Sums of 4 workers and one subtraction of their rest, each rounded to half a unit of at most that size.
+    size = got.own.double().abs().sum(dim=0) + arrived.abs()
+    assert bool(((arrived - contributed).abs() <= 6 * 2.0**-24 * size).all())
+    exact = torch.stack([message[numel:] for message in messages])
+    assert torch.equal(got.out[numel:], torch.stack(list(itertools.accumulate(exact)))[-1])
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("panel", [16, 32])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_table_covers_everything_once(width: str, case: str, panel: int):
+    plan = plan_of(case, width)
+    table = WireTable(plan, panel, CPU)
+    factors, bypass, workers = CASES[case]
+    messages = torch.zeros(sum(count * rows * rank for count, rows, rank in factors) + bypass, dtype=torch.int64)
+    content = torch.zeros(workers, plan.size, dtype=torch.int64)
+    code_bytes = max(1, plan.width.bits // 8)
+    for chunk, element, rows, columns, rank, scale, code in table.rows.tolist():
+        assert rows <= (BLOCK if columns else 1024)
+        if not columns:
+            messages[element : element + rows] += 1
+            content[chunk, code : code + 4 * rows] += 1
+            continue
+        assert columns <= table.columns
+        assert not any(x % table.vector for x in (element, rank, columns))
+        assert not any(x % table.code_vector for x in (code // code_bytes, rank, columns))
+        if plan.width.scaled:
+            content[chunk, scale : scale + 2 * columns] += 1
+        for row in range(rows):
+            messages[element + row * rank :][:columns] += 1
+        for row in range(-(-rows // 2) if width == "int4" else rows):
+            content[chunk, code + row * rank * code_bytes :][: columns * code_bytes] += 1
+    assert bool((messages == 1).all())
+    for written, chunk in zip(content, plan.chunks, strict=True):
+        numel = sum(piece.count * plan.width.factor_bytes(piece.rows, piece.rank) for piece in chunk.pieces)
+        used = 4 * chunk.bypass_numel + numel
+        assert bool((written[:used] == 1).all())
+        assert not written[used:].any()
+    assert table.starts == [int((table.rows[:, 0] < chunk).sum()) for chunk in range(workers + 1)]
+
+
+def test_table_of_places_beyond_32_bits():
+    """Nothing of these sizes is allocated."""
+    far = 2**33 + 4
+    chunks = (Chunk(2 * far, 3, ()), Chunk(3 * far, 5, (Piece(1, 130, 4, far, far + 8, 2 * far),)))
+    table = WireTable(WirePlan(FORMATS["int8"], chunks, 4 * far), 16, CPU)
+    assert table.rows.dtype == torch.int64
+    assert table.rows.tolist() == [
+        [0, 2 * far, 3, 0, 0, 0, 0],
+        [1, far, 128, 4, 4, far + 8, 2 * far],
+        [1, far + 512, 2, 4, 4, far + 16, 2 * far + 512],
+        [1, 3 * far, 5, 0, 0, 0, 0],
+    ]
+    assert (table.vector, table.code_vector, table.starts) == (4, 4, [0, 1, 4])

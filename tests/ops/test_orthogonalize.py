@@ -1,0 +1,194 @@
+"""The orthonormal basis on every kind of input, and the random directions that replace what is dead."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.ops.reference import orthogonalize_reference, random_directions
+from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
+
+NAN = float("nan")
+
+
+def orthogonalize(A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) -> Tensor:
+    out = torch.full_like(A, NAN)
+    keys = torch.arange(A.shape[0]) + key
+    orthogonalize_reference(A, keys=keys, step=step, epsilon=epsilon, out=out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kappa", [1.0, 1e2, 1e4, 1e6, 1e7])
+@pytest.mark.parametrize("r", [1, 2, 3, 4, 8, 16, 17, 32, 64, 128])
+def test_orthonormal_at_every_rank_and_condition(r: int, kappa: float, dtype: torch.dtype):
+    for n in (r, r + 1, 3 * r + 5, 300):
+        A = conditioned(n, r, kappa, seed=n).to(dtype)
+        assert_basis_of(orthogonalize(A), A)
+
+
+@pytest.mark.parametrize("r", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_zero_matrix_gives_random_basis(r: int, rows: int):
+    P = orthogonalize(torch.zeros(2, r + rows, r))
+    assert departure(P) <= ORTHONORMAL
+    if rows:
+        assert not torch.equal(P[0], P[1])
+
+
+@pytest.mark.parametrize("dead", [[0], [2], [0, 1], [1, 3], [0, 1, 2]])
+def test_zero_columns_are_replaced(dead: list[int]):
+    A = torch.randn(3, 20, 4, generator=torch.Generator().manual_seed(0))
+    A[1, :, dead] = 0
+    assert_basis_of(orthogonalize(A), A)
+
+
+def test_columns_before_a_dead_one_keep_their_direction():
+    A = torch.randn(1, 20, 3, generator=torch.Generator().manual_seed(0))
+    A[..., 2] = 0
+    assert torch.allclose(orthogonalize(A)[..., :2], orthogonalize(A[..., :2].contiguous()), rtol=0, atol=2.0**-22)
+
+
+@pytest.mark.parametrize("factor", [1.0, -1.0, 3.0, 1e-30, 1e30])
+def test_duplicate_columns(factor: float):
+    A = torch.randn(2, 20, 4, generator=torch.Generator().manual_seed(0))
+    A[..., 2] = A[..., 0] * factor
+    assert_basis_of(orthogonalize(A), A)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1.0, 1e10, 1e15, 1e30])
+@pytest.mark.parametrize("r", [2, 3, 8])
+def test_dependent_columns_at_every_scale(r: int, scale: float):
+    """The factorization of their Gram matrix fails by an amount that grows with the scale."""
+    generator = torch.Generator().manual_seed(0)
+    A = torch.randn(20, 12, r, generator=generator)
+    A[..., -1] = A[..., 0] * 0.5
+    A *= scale
+    for one in A:
+        assert_basis_of(orthogonalize(one.unsqueeze(0)), one.unsqueeze(0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("n", "k", "r"), [(3, 1, 2), (20, 1, 4), (20, 3, 4), (64, 5, 16), (16, 4, 16), (200, 20, 64)])
+def test_rank_deficient(n: int, k: int, r: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(3, n, k, generator=generator) @ torch.randn(3, k, r, generator=generator)
+    assert_basis_of(orthogonalize(A), A)
+
+
+def test_exactly_dependent_columns_that_are_nearly_parallel():
+    """Small integers, scaled by powers of two and combined: dependencies hold to the last bit, conditions are bad."""
+    generator = torch.Generator().manual_seed(1)
+    for n, r in [(3, 3), (4, 3), (6, 4), (8, 8), (16, 8)]:
+        integers = torch.randint(-3, 4, (2000, n, r), generator=generator).float()
+        scales = torch.exp2(-torch.randint(0, 23, (2000, 1, r), generator=generator).float())
+        mixing = torch.randint(-1, 2, (2000, r, r), generator=generator).float()
+        P = orthogonalize(integers * scales @ mixing)
+        assert P.isfinite().all()
+        assert departure(P) <= ORTHONORMAL, (n, r)
+
+
+def test_column_that_dies_only_in_the_second_pass():
+    """c = b − a in fp32 with b = a + 2⁻¹⁸ d: rounding in the first pass leaves something of c, which is in the span."""
+    for exponent in range(1, 24):
+        generator = torch.Generator().manual_seed(exponent)
+        a, d = torch.randn(1, 50, 1, generator=generator), torch.randn(1, 50, 1, generator=generator)
+        b = a + 2.0**-exponent * d
+        A = torch.cat([a, b, b - a], dim=2)
+        assert_basis_of(orthogonalize(A), A)
+
+
+def test_fresh_directions_that_are_nearly_parallel():
+    """Key 385972 draws two directions for n = r = 2 that are parallel to 5 digits; they are directions all the same."""
+    assert departure(orthogonalize(torch.zeros(1, 2, 2), key=385972)) <= ORTHONORMAL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["1e30", "largest", "denormal", "mixed"])
+def test_huge_and_tiny_values(name: str, dtype: torch.dtype):
+    A = torch.rand(2, 30, 4, generator=torch.Generator().manual_seed(0)).to(dtype) * 0.9 + 0.05
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps
+    scale = {"1e30": 1e30, "largest": info.max, "denormal": smallest * 1000, "mixed": 1.0}[name]
+    A = A * scale
+    if name == "mixed":
+        A = A * torch.tensor([info.max, 1.0, smallest * 1000, 1e-30], dtype=dtype)
+    assert_basis_of(orthogonalize(A), A)
+
+
+@pytest.mark.parametrize("where", ["element", "row", "column", "all"])
+@pytest.mark.parametrize("value", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize(("n", "r"), [(1, 1), (5, 3), (16, 8), (64, 16)])
+def test_non_finite_input_gives_finite_output(n: int, r: int, value: float, where: str):
+    A = torch.randn(2, n, r, generator=torch.Generator().manual_seed(0))
+    index: Any = {"element": (n // 2, r // 2), "row": (n // 2,), "column": (slice(None), r // 2), "all": ()}[where]
+    A[0][index] = value
+    P = orthogonalize(A)
+    assert P.isfinite().all()
+    # The matrix beside it is none the worse.
+    assert_basis_of(P[1:], A[1:])
+
+
+def test_epsilon_decides_what_is_dead():
+    A = torch.zeros(1, 10, 2)
+    A[0, 0] = 1.0
+    A[0, 1, 1] = 1e-3
+    assert_basis_of(orthogonalize(A, epsilon=1e-4), A)
+    # The second direction is e_1 only where 1e-3 is enough to be alive.
+    assert abs(float(orthogonalize(A, epsilon=1e-4)[0, 1, 1])) > 0.99
+    replaced = orthogonalize(A, epsilon=1e-2)
+    assert departure(replaced) <= ORTHONORMAL
+    assert abs(float(replaced[0, 1, 1])) < 0.99
+
+
+def test_same_input_same_bits_also_in_place():
+    A = torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(0))
+    A[1, :, 3] = 0
+    first = orthogonalize(A)
+    assert torch.equal(first, orthogonalize(A.clone()))
+    orthogonalize_reference(A, keys=torch.arange(3) + 1, step=0, out=A)
+    assert torch.equal(first, A)
+
+
+def test_replacement_depends_on_key_and_step_only():
+    zero = torch.zeros(1, 30, 2)
+    one = orthogonalize(zero, key=5, step=3)
+    assert torch.equal(one, orthogonalize(zero, key=5, step=3))
+    assert not torch.equal(one, orthogonalize(zero, key=6, step=3))
+    assert not torch.equal(one, orthogonalize(zero, key=5, step=4))
+
+
+# Random directions --------------------------------------------------------------------------------------------------
+
+
+def global_states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+
+
+def test_random_directions_are_a_function_of_key_step_and_place():
+    before = global_states()
+    one = random_directions(torch.tensor([3, 8]), 5, 20, 4)
+    assert global_states() == before
+    assert one.shape == (2, 20, 4)
+    assert torch.equal(one, random_directions(torch.tensor([3, 8]), 5, 20, 4))
+    assert torch.equal(one[1:], random_directions(torch.tensor([8]), 5, 20, 4))
+    assert not torch.equal(one[0], one[1])
+    assert not torch.equal(one, random_directions(torch.tensor([3, 8]), 6, 20, 4))
+
+
+@pytest.mark.parametrize("step", [-1, 0, 1, 10**6])
+def test_random_directions_are_uniform(step: int):
+    keys = torch.tensor([zlib.crc32(f"layer{i}.weight".encode()) for i in range(50)])
+    draws = random_directions(keys, step, 100, 4)
+    assert draws.min() >= -1
+    assert draws.max() < 1
+    # Five standard deviations of the mean, and of the variance, of 20 000 uniform numbers on [−1, 1).
+    assert abs(float(draws.mean())) < 5 * (1 / 3 / draws.numel()) ** 0.5
+    assert abs(float(draws.square().mean()) - 1 / 3) < 5 * (4 / 45 / draws.numel()) ** 0.5
+    assert draws.unique().numel() > 0.99 * draws.numel()

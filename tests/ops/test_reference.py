@@ -1,0 +1,252 @@
+"""The operations in plain torch against fp64 truth, and the blocks in which they walk through matrices.
+
+Bounds are forward errors (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5): a sum of k
+products in arithmetic with unit roundoff u is off by at most γ_k = k u / (1 − k u) times the sum of absolute values,
+whatever the order of summation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.ops import reference
+from powersgd_triton.ops.reference import (
+    backproject_reference,
+    compensate_project_reference,
+    reconstruct_reference,
+    rollback_reference,
+    subtract_product_reference,
+)
+from tests.support.bounds import assert_within
+
+NAN = float("nan")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SIZES = [(1, 1, 1), (1, 9, 1), (9, 1, 1), (7, 5, 2), (16, 33, 4), (65, 12, 8)]
+
+
+def rounding(terms: int, dtype: torch.dtype) -> float:
+    """γ of so many operations in the arithmetic of a gradient's dtype: fp64 for fp64, else fp32."""
+    u = torch.finfo(wide(dtype)).eps / 2
+    return terms * u / (1 - terms * u)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Case:
+    """B matrices of n × m with random factors, spaced in one storage with ``gap`` elements between them."""
+
+    def __init__(self, n: int, m: int, r: int, dtype: torch.dtype, batch: int = 3, gap: int = 5) -> None:
+        generator = torch.Generator().manual_seed(n * 1000 + m * 10 + r)
+        self.dtype, self.gap = dtype, gap
+
+        def new(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(wide(dtype))
+
+        self.G = self.spaced(new(batch, n, m).to(dtype))
+        self.M = self.spaced(new(batch, n, m))
+        self.P, self.Q, self.basis = new(batch, n, r), new(batch, m, r), new(batch, m, r)
+
+    def spaced(self, values: Tensor) -> list[Tensor]:
+        batch, n, m = values.shape
+        step = n * m + self.gap
+        memory = torch.full((batch * step,), NAN, dtype=values.dtype)
+        views = [memory[i * step : i * step + n * m].view(n, m) for i in range(batch)]
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
+        return views
+
+
+def stack(matrices: list[Tensor]) -> Tensor:
+    """fp64 copy [B, n, m]."""
+    return torch.stack(matrices).double()
+
+
+def block_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setitem(reference.BLOCK_BYTES, "cpu", size)
+
+
+# The operations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [64, 1 << 20])
+@pytest.mark.parametrize("applied", [None, 0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "m", "r"), SIZES)
+def test_compensate_project(
+    n: int, m: int, r: int, dtype: torch.dtype, applied: float | None, blocks: int, monkeypatch: pytest.MonkeyPatch
+):
+    block_bytes(monkeypatch, blocks)
+    case = Case(n, m, r, dtype)
+    G, M, P, Q, basis = stack(case.G), stack(case.M), case.P.double(), case.Q.double(), case.basis.double()
+    out = torch.full_like(case.P, NAN)
+    flag = None if applied is None else torch.tensor(applied)
+    compensate_project_reference(case.G, case.M, case.P, case.Q, flag, case.basis, out=out)
+
+    product = P @ Q.mT if applied else torch.zeros_like(M)
+    # r products and their sum, one subtraction, one addition.
+    size = (P.abs() @ Q.abs().mT if applied else 0) + M.abs() + G.abs()
+    error = rounding(r + 2, dtype) * size
+    assert_within(torch.stack(case.M), G + M - product, error)
+    slack = rounding(m, dtype) * ((size + error) @ basis.abs())
+    assert_within(out, (G + M - product) @ basis, error @ basis.abs() + slack)
+    assert torch.equal(stack(case.G), G)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "m", "r"), SIZES)
+def test_project_without_error_feedback(n: int, m: int, r: int, dtype: torch.dtype):
+    case = Case(n, m, r, dtype)
+    out = torch.full_like(case.P, NAN)
+    compensate_project_reference(case.G, None, case.P, case.Q, None, case.basis, out=out)
+    G, basis = stack(case.G), case.basis.double()
+    assert_within(out, G @ basis, rounding(m, dtype) * (G.abs() @ basis.abs()))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), NAN])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_non_finite_elements_enter_P_but_not_M(dtype: torch.dtype, value: float):
+    case = Case(7, 5, 2, dtype)
+    case.G[1][3, 2] = value
+    M = stack(case.M)
+    out = torch.full_like(case.P, NAN)
+    compensate_project_reference(case.G, case.M, case.P, case.Q, None, case.basis, out=out)
+    expected = torch.ones(3, 7, dtype=torch.bool)
+    expected[1, 3] = False
+    assert torch.equal(out.isfinite().all(-1), expected)
+    after = stack(case.M)
+    assert after.isfinite().all()
+    assert after[1, 3, 2] == M[1, 3, 2]
+
+
+@pytest.mark.parametrize("blocks", [64, 1 << 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "m", "r"), SIZES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_backproject(
+    threads: int, n: int, m: int, r: int, dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
+):
+    block_bytes(monkeypatch, blocks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    case = Case(n, m, r, dtype)
+    P = case.P.double()
+    for matrices in (case.M, case.G):
+        out = torch.full_like(case.Q, NAN)
+        backproject_reference(matrices, case.P, out=out)
+        M = stack(matrices)
+        assert_within(out, M.mT @ P, rounding(n, dtype) * (M.abs().mT @ P.abs()))
+
+
+@pytest.mark.parametrize("blocks", [64, 1 << 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "m", "r"), SIZES)
+def test_reconstruct(n: int, m: int, r: int, dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch):
+    block_bytes(monkeypatch, blocks)
+    case = Case(n, m, r, dtype)
+    out = case.spaced(torch.full((3, n, m), NAN, dtype=dtype))
+    reconstruct_reference(case.P, case.Q, out=out)
+    P, Q = case.P.double(), case.Q.double()
+    size = rounding(r, dtype) * (P.abs() @ Q.abs().mT)
+    # Narrow dtypes are rounded to once: half a unit in the last place, at least half the smallest denormal.
+    info = torch.finfo(dtype)
+    once = 0 if dtype == wide(dtype) else info.eps / 2 * ((P @ Q.mT).abs() + size) + info.smallest_normal * info.eps / 2
+    assert_within(torch.stack(out), P @ Q.mT, size + once)
+
+
+@pytest.mark.parametrize("applied", [0.0, 1.0])
+@pytest.mark.parametrize(("n", "m", "r"), SIZES)
+def test_subtract_product(n: int, m: int, r: int, applied: float):
+    case = Case(n, m, r, torch.float32)
+    M, P, Q = stack(case.M), case.P.double(), case.Q.double()
+    subtract_product_reference(case.M, case.P, case.Q, torch.tensor(applied))
+    bound = applied * rounding(r + 1, torch.float32) * (M.abs() + P.abs() @ Q.abs().mT)
+    assert_within(torch.stack(case.M), M - applied * (P @ Q.mT), bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rollback_takes_back_finite_elements(dtype: torch.dtype):
+    case = Case(7, 5, 2, dtype)
+    case.G[0][0, 0], case.G[1][2, 3] = float("inf"), NAN
+    M, G = stack(case.M), stack(case.G)
+    rollback_reference(case.G, case.M, torch.tensor(True))
+    assert torch.equal(stack(case.M), M)
+    rollback_reference(case.G, case.M, torch.tensor(False))
+    G = torch.where(G.isfinite(), G, 0)
+    assert_within(torch.stack(case.M), M - G, rounding(1, dtype) * (M - G).abs())
+
+
+@pytest.mark.parametrize("operation", [backproject_reference, reconstruct_reference])
+def test_repeated_calls_give_the_same_bits(operation: Callable[..., None]):
+    case = Case(16, 33, 4, torch.float32)
+    results = []
+    for _ in range(2):
+        if operation is backproject_reference:
+            out: Any = torch.full_like(case.Q, NAN)
+            operation(case.M, case.P, out=out)
+            results.append(out)
+        else:
+            out = case.spaced(torch.full((3, 16, 33), NAN))
+            operation(case.P, case.Q, out=out)
+            results.append(torch.stack(out))
+    assert torch.equal(results[0], results[1])
+
+
+# Blocks -------------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(*lists: list[Tensor], rank: int = 2) -> list[tuple[slice, slice, list[Tensor]]]:
+    return list(reference._blocks(rank, *lists))
+
+
+def test_equal_distances_are_one_block_without_copies():
+    case = Case(4, 3, 1, torch.float32, batch=6)
+    blocks = blocks_of(case.G, case.M)
+    assert [members for members, _, _ in blocks] == [slice(0, 6)]
+    for view, matrices in zip(blocks[0][2], (case.G, case.M), strict=True):
+        assert view.shape == (6, 4, 3)
+        assert view.untyped_storage().data_ptr() == matrices[0].untyped_storage().data_ptr()
+        assert all(torch.equal(view[i], matrix) for i, matrix in enumerate(matrices))
+
+
+def test_rank_one_is_not_batched():
+    case = Case(4, 3, 1, torch.float32, batch=3)
+    members = [members for members, _, _ in blocks_of(case.G, case.M, rank=1)]
+    assert members == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
+def test_runs_end_where_distances_change_or_storage_does():
+    memory = torch.arange(100.0)
+    starts = [0, 12, 24, 40, 52]
+    matrices = [memory[start : start + 12].view(4, 3) for start in starts] + [torch.zeros(4, 3)]
+    covered: list[int] = []
+    for members, rows, (view,) in blocks_of(matrices):
+        assert rows == slice(0, 4)
+        covered += range(members.start, members.stop)
+        for index, matrix in zip(range(members.start, members.stop), view, strict=True):
+            assert matrix.data_ptr() == matrices[index].data_ptr()
+            assert torch.equal(matrix, matrices[index])
+    assert covered == list(range(6))
+
+
+def test_overlapping_or_descending_matrices_are_not_batched():
+    memory = torch.arange(60.0)
+    for starts in ([0, 6, 12], [24, 12, 0]):
+        blocks = blocks_of([memory[start : start + 12].view(4, 3) for start in starts])
+        assert [members for members, _, _ in blocks] == [slice(0, 1), slice(1, 2), slice(2, 3)]
+
+
+@pytest.mark.parametrize("size", [4, 16, 100, 400, 1 << 20])
+def test_blocks_cover_every_row_once_and_stay_small(size: int, monkeypatch: pytest.MonkeyPatch):
+    block_bytes(monkeypatch, size)
+    case = Case(11, 5, 1, torch.float32, batch=4)
+    seen = torch.zeros(4, 11)
+    for members, rows, views in blocks_of(case.G, case.M):
+        seen[members, rows] += 1
+        assert views[0].numel() * 4 <= max(size, 5 * 4)
+    assert (seen == 1).all()

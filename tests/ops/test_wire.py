@@ -1,0 +1,264 @@
+"""Factors in 16, 8 and 4 bits: what is written, what arrives, and that nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.layout.layout import Layout, compressed_rank
+from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, FORMATS, WirePlan
+from powersgd_triton.ops.wire import TorchWire
+from tests.support.lockstep import Fleet, Values
+
+NARROW = ["bfloat16", "float16", "int8", "int4"]
+FACTORS = [(3, 300, 4), (1, 5, 2), (2, 128, 3), (5, 27, 1), (1, 129, 7), (2, 1, 1), (1, 257, 33)]
+BYPASS = 37
+# Largest distance from a value to its code, in units of what the block's largest magnitude is: half a unit in the last
+# place of 8 and 11 bits of mantissa, half a step of 127 and 7 steps, and what a bf16 scale is off by.
+COARSE = {"bfloat16": 2.0**-8, "float16": 2.0**-11 + 2.0**-9, "int8": 0.5 / 127 + 2.0**-9, "int4": 0.5 / 7 + 2.0**-9}
+
+
+def numel(factors: list[tuple[int, int, int]]) -> int:
+    return sum(count * rows * rank for count, rows, rank in factors)
+
+
+def exchanged(
+    name: str, workers: int, messages: list[Tensor], factors: list[tuple[int, int, int]] = FACTORS
+) -> tuple[Tensor, list[Tensor]]:
+    """What arrives of one message of each worker, and what each contributed."""
+    dtype, many = messages[0].dtype, numel(factors)
+    plan = WirePlan.build(FORMATS[name], factors, len(messages[0]) - many, dtype.itemsize, workers)
+    wire = TorchWire(plan, dtype)
+    contributed = [torch.full((many,), torch.nan, dtype=dtype) for _ in messages]
+    sent = [torch.full((workers, plan.size), 0xAA, dtype=torch.uint8) for _ in messages]
+    for message, own, out in zip(messages, contributed, sent, strict=True):
+        wire.encode(message, own, out=out)
+    sums = torch.full((workers, plan.size), 0xAA, dtype=torch.uint8)
+    for worker, own in enumerate(contributed):
+        wire.reduce(torch.stack([out[worker] for out in sent]), own, worker, out=sums[worker])
+    arrived = torch.full_like(messages[0], torch.nan)
+    wire.decode(sums, out=arrived)
+    return arrived, contributed
+
+
+def random_messages(workers: int, dtype: torch.dtype = torch.float32, tail: float = 4) -> list[Tensor]:
+    """Heavy-tailed: entries of one column differ by orders of magnitude."""
+    generator = torch.Generator().manual_seed(workers)
+    shape = numel(FACTORS) + BYPASS
+    return [
+        torch.randn(shape, dtype=dtype, generator=generator)
+        * torch.rand(shape, dtype=dtype, generator=generator).pow(tail)
+        for _ in range(workers)
+    ]
+
+
+def column_blocks(flat: Tensor) -> list[Tensor]:
+    """[rows, rank] of each block of at most 128 rows, in their order."""
+    blocks, start = [], 0
+    for count, rows, rank in FACTORS:
+        for matrix in flat[start : start + count * rows * rank].view(count, rows, rank):
+            blocks += matrix.split(BLOCK)
+        start += count * rows * rank
+    return blocks
+
+
+# One message --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("name", NARROW)
+def test_what_arrives_is_near_the_sum_and_all_of_it_was_contributed(name: str, workers: int, dtype: torch.dtype):
+    messages = random_messages(workers, dtype)
+    arrived, contributed = exchanged(name, workers, messages)
+    many, true = numel(FACTORS), sum(message.double() for message in messages)
+    assert isinstance(true, Tensor)
+    unit = torch.finfo(dtype).eps / 2
+    # Sums of so many terms, in another order than here.
+    size = torch.stack(messages).double().abs().sum(dim=0)
+    assert ((arrived[many:] - true[many:]).abs() <= workers * unit * size[many:]).all()
+    off, largest = (arrived - true)[:many].abs(), [message[:many].abs() for message in messages]
+    blocks = zip(column_blocks(off), *(column_blocks(each) for each in [*largest, true[:many].abs()]), strict=True)
+    for block, *sizes in blocks:
+        # Each worker's rounding, and that of the sum, which is at most what the workers' and the roundings add up to.
+        bound = COARSE[name] * (1 + COARSE[name]) * sum(each.amax(dim=0) for each in sizes[:-1])
+        assert (block <= bound + COARSE[name] * (sizes[-1].amax(dim=0) + bound)).all()
+    total = sum(own.double() for own in contributed)
+    assert isinstance(total, Tensor)
+    # The owner's correction is exact but for the subtraction from its own part, which is rounded once.
+    slack = 4 * workers * unit * (arrived[:many].double().abs() + sum(own.double().abs() for own in contributed))
+    assert ((total - arrived[:many].double()).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_zeros_denormals_and_the_largest_values(name: str):
+    factors = [(1, 6, 4)]
+    values = torch.zeros(6, 4)
+    values[:, 1] = 1e-42
+    values[:, 2] = torch.finfo(torch.float32).max / 4
+    values[3, 3] = -1e-7
+    arrived, contributed = exchanged(name, 2, [values.flatten(), values.flatten()], factors)
+    arrived = arrived.view(6, 4)
+    assert not arrived[:, 0].any()
+    assert arrived.isfinite().all()
+    assert torch.allclose(arrived[:, 2], 2 * values[:, 2], rtol=2 * COARSE[name], atol=0)
+    assert abs(float(arrived[3, 3]) / -2e-7 - 1) <= 2 * COARSE[name]
+    assert not arrived[:3, 3].any()
+    assert torch.equal(sum(contributed, torch.zeros(24)).view(6, 4), arrived)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", NARROW)
+def test_a_value_that_is_not_finite_spoils_its_blocks_column_only(name: str, value: float):
+    messages = random_messages(3)
+    messages[1][2 * 4 + 1] = value
+    messages[2][numel(FACTORS) + 5] = value
+    arrived, _ = exchanged(name, 3, messages)
+    many = numel(FACTORS)
+    assert arrived[many:].isfinite().sum() == BYPASS - 1
+    first, *others = column_blocks(arrived[:many])
+    if FORMATS[name].scaled:
+        assert not first[:, 1].isfinite().any()
+        first = first[:, [0, 2, 3]]
+    else:
+        assert not first[2, 1].isfinite()
+        first = torch.cat([first[:2], first[3:]])
+    assert first.isfinite().all()
+    assert all(block.isfinite().all() for block in others)
+
+
+# The plan -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("name", NARROW)
+def test_chunks_share_the_message_evenly_and_bytes_are_as_said(name: str, workers: int):
+    width = FORMATS[name]
+    plan = WirePlan.build(width, FACTORS, BYPASS, 4, workers)
+    assert plan.size % ALIGNMENT == 0
+    covered = sorted(
+        (piece.element + i * piece.rows * piece.rank, piece.rows * piece.rank)
+        for chunk in plan.chunks
+        for piece in chunk.pieces
+        for i in range(piece.count)
+    )
+    position = 0
+    for start, size in covered:
+        assert start == position
+        position += size
+    assert position == numel(FACTORS)
+    exact = [chunk.bypass_numel for chunk in plan.chunks]
+    assert sum(exact) == BYPASS
+    total = sum(count * width.factor_bytes(rows, rank) for count, rows, rank in FACTORS) + 4 * BYPASS
+    # No chunk is longer than its share by more than a block with its scales, and by a few elements.
+    largest = max(width.factor_bytes(min(rows, BLOCK), rank) for _, rows, rank in FACTORS)
+    assert plan.size <= total / workers + 2 * largest + 4 + ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "rank", "expected"),
+    [
+        ("float32", 300, 4, 4800),
+        ("bfloat16", 300, 4, 2400),
+        ("float16", 300, 4, 2400 + 3 * 4 * 2),
+        ("int8", 300, 4, 1200 + 3 * 4 * 2),
+        ("int4", 300, 4, 600 + 3 * 4 * 2),
+        ("int4", 5, 3, 9 + 3 * 2),
+    ],
+)
+def test_bytes_of_a_factor(name: str, rows: int, rank: int, expected: int):
+    assert FORMATS[name].factor_bytes(rows, rank) == expected
+
+
+def test_eligibility_counts_bytes():
+    shape = (64, 64)
+    eligible = [
+        compressed_rank(shape, PowerSGDConfig(rank=32, min_compression_rate=2, wire_dtype=name)) for name in FORMATS
+    ]
+    assert eligible == [0, 0, 0, 32, 32]
+    layout = Layout.build({"a": shape, "b": (10,)}, PowerSGDConfig(rank=32, wire_dtype="int8"))
+    assert layout.sent_numel(PowerSGDConfig(rank=32, wire_dtype="int8"), 0) == 2 * (64 * 32 + 64) // 4 + 10
+
+
+# Whole steps --------------------------------------------------------------------------------------------------------
+
+SHAPES = {"wide": (48, 300), "tall": (260, 20), "twin": (48, 300), "bias": (33,), "small": (5, 7)}
+
+
+def zipf(seed: int, workers: int) -> list[Values]:
+    """Rows as of an embedding of words: the k-th is 1/k as large, and workers see other words."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            name: torch.randn(shape, generator=generator)
+            / (1 + torch.randperm(shape[0], generator=generator)).view(-1, *[1] * (len(shape) - 1))
+            for name, shape in SHAPES.items()
+        }
+        for _ in range(workers)
+    ]
+
+
+@pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}], ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_conservation(name: str, fields: dict[str, Any], workers: int, steps: int):
+    """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t; all workers get the same bits (which ``Fleet`` asserts)."""
+    if steps == 30 and workers == 3 and fields:
+        steps = 10
+    fleet = Fleet(PowerSGDConfig(rank=3, min_compression_rate=0, wire_dtype=name, **fields), SHAPES, workers)
+    owed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    size = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(steps):
+        given = zipf(step, workers)
+        for passage in fleet.step(given, [["wide", "bias"], ["tall", "twin", "small"]]):
+            for key, average in passage.averages[0].items():
+                owed[key] += sum(own[key].double() for own in given) - workers * average.double()
+                size[key] += sum(own[key].double().abs() for own in given) + workers * average.double().abs()
+    for key in SHAPES:
+        left = sum(
+            (state.error()[key].double().view(SHAPES[key]) for state in fleet.states if key in state.error()),
+            torch.zeros(SHAPES[key], dtype=torch.float64),
+        )
+        # Some roundings in each step, of what is added up there; they do not pile up in one direction.
+        bound = 8 * 2.0**-24 * (size[key].norm() + steps * left.norm())
+        assert (owed[key] - left).norm() <= bound, key
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_one_worker_rounds_nothing(name: str):
+    plain, narrow = (
+        Fleet(PowerSGDConfig(rank=3, min_compression_rate=0, wire_dtype=width), SHAPES, 1) for width in (None, name)
+    )
+    for step in range(4):
+        given = zipf(step, 1)
+        for one, other in zip(plain.step(given, [list(SHAPES)]), narrow.step(given, [list(SHAPES)]), strict=True):
+            for key, average in one.averages[0].items():
+                assert torch.equal(average, other.averages[0][key])
+
+
+@pytest.mark.parametrize("spoiled", ["tall", "bias"])
+@pytest.mark.parametrize(("name", "algorithm"), list(itertools.product(NARROW, ["standard", "alternating"])))
+def test_what_is_not_finite_arrives_and_is_forgotten(name: str, algorithm: str, spoiled: str):
+    config = PowerSGDConfig(rank=3, min_compression_rate=0, wire_dtype=name, algorithm=algorithm)
+    fleet = Fleet(config, SHAPES, 2)
+    buckets = [["wide", "bias"], ["tall", "twin", "small"]]
+    for step in range(3):
+        fleet.step(zipf(step, 2), buckets)
+    before = [state.error() for state in fleet.states]
+    given = zipf(3, 2)
+    given[1][spoiled].view(-1)[3] = float("inf")
+    averages = {k: v for passage in fleet.step(given, buckets) for k, v in passage.averages[0].items()}
+    assert not averages[spoiled].isfinite().all()
+    for old, own, state in zip(before, given, fleet.states, strict=True):
+        for key, error in state.error().items():
+            mine = next(bucket for bucket in buckets if key in bucket)
+            expected = old[key] if spoiled in mine else old[key] + own[key].view_as(old[key])
+            assert torch.allclose(error, expected, rtol=0, atol=4 * 2.0**-23 * float(own[key].nan_to_num().abs().max()))
+    after = [average for passage in fleet.step(zipf(4, 2), buckets) for average in passage.averages[0].values()]
+    assert all(average.isfinite().all() for average in after)

@@ -1,0 +1,297 @@
+"""Ranks under a byte budget, in training: bytes, conservation, agreement, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.compressor import Compression
+from powersgd_triton.ranks.plan import RankPlan
+from powersgd_triton.ranks.planner import Spectrum, budget, sent_bytes
+from tests.support.lockstep import Fleet, Values
+
+# Spectra of different steepness, so that ranks have reasons to change.
+SHAPES = {"steep": (60, 80), "flat": (60, 80), "tall": (200, 30), "bias": (33,), "tiny": (2, 3)}
+DECAY = {"steep": 0.3, "flat": 0.98, "tall": 0.8, "bias": 1.0, "tiny": 1.0}
+
+
+def spectral(seed: int, workers: int) -> list[Values]:
+    """Gradients whose singular values decay, with directions of their own in each step."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Values] = []
+    for _ in range(workers):
+        values: Values = {}
+        for name, shape in SHAPES.items():
+            if len(shape) == 1:
+                values[name] = torch.randn(shape, generator=generator)
+                continue
+            k = min(shape)
+            left, right = (torch.randn(size, k, generator=generator) for size in shape)
+            values[name] = (left * DECAY[name] ** torch.arange(k)) @ right.T / k
+        found.append(values)
+    return found
+
+
+def planned(**fields: Any) -> PowerSGDConfig:
+    return PowerSGDConfig(**{"compression": 4, "replan_every": 3, "wire_dtype": "fp32", **fields})
+
+
+def compress(compressor: Compressor, steps: range) -> None:
+    """Steps of one worker."""
+    for step in steps:
+        compressor.compress(spectral(step, 1)[0])
+
+
+# One process --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"algorithm": "alternating"}, {"wire_dtype": "int4", "compression": 12}, {"iterations": 2}], ids=str
+)
+def test_every_step_keeps_to_the_budget(fields: dict[str, Any]):
+    config = planned(**fields)
+    compressor = Compressor(config, SHAPES)
+    plans = []
+    before = 0
+    for step in range(12):
+        compressor.compress(spectral(step, 1)[0])
+        plans.append({s.name: s.rank for s in compressor.layout.segments})
+        sent = compressor.compression_stats()[2] - before
+        before += sent
+        if config.algorithm == "standard":
+            # What an alternating step sends is the budget only on average of two.
+            assert 4 * sent <= budget(SHAPES, config) + 4
+        ranks = {name: rank for name, rank in plans[-1].items() if rank}
+        assert sent_bytes(SHAPES, ranks, config) <= budget(SHAPES, config)
+    assert before * 4 <= 12 * budget(SHAPES, config) + 12 * 4
+    changes = [step for step in range(1, 12) if plans[step] != plans[step - 1]]
+    # Measured after steps 3, 6, 9; in force a step later.
+    assert changes
+    assert set(changes) <= {3, 6, 9}
+
+
+def test_more_columns_go_to_what_lags_behind():
+    compressor = Compressor(planned(), SHAPES)
+    compress(compressor, range(13))
+    ranks = {s.name: s.rank for s in compressor.layout.segments}
+    assert ranks["flat"] > ranks["steep"]
+    assert ranks["bias"] == ranks["tiny"] == 0
+
+
+def test_without_replanning_ranks_stay_as_they_begin():
+    compressor = Compressor(planned(replan_every=0), SHAPES)
+    first = compressor.layout
+    compress(compressor, range(5))
+    assert compressor.layout is first
+
+
+def test_planning_waits_for_the_start():
+    compressor = Compressor(planned(start_iter=4), SHAPES)
+    first = compressor.layout
+    for step in range(7):
+        compressor.compress(spectral(step, 1)[0])
+        assert compressor.layout is first
+    compressor.compress(spectral(7, 1)[0])
+    assert compressor.layout is not first
+
+
+def test_zero_and_overflowing_gradients_keep_the_ranks():
+    compressor = Compressor(planned(replan_every=2), SHAPES)
+    first = compressor.layout
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for _ in range(4):
+        compressor.compress(zeros)
+    spoiled = {name: torch.full(shape, float("inf")) for name, shape in SHAPES.items()}
+    for _ in range(4):
+        compressor.compress(spoiled)
+    assert compressor.layout is first
+
+
+@pytest.mark.parametrize("fields", [{"compression": 1e4}, {"compression": None, "bytes_per_step": 100}], ids=str)
+def test_a_budget_that_cannot_be_kept_is_refused(fields: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"at rank 1 this model sends .* expected bytes_per_step of at least that"):
+        Compressor(planned(**fields), SHAPES)
+
+
+def test_report():
+    config = planned()
+    compressor = Compressor(config, SHAPES)
+    compress(compressor, range(5))
+    report = compressor.report()
+    assert report.bytes_per_step <= budget(SHAPES, config)
+    assert report.compression >= 4
+    assert [tensor.name for tensor in report.tensors] == list(SHAPES)
+    shares = {tensor.name: tensor.energy_sent for tensor in report.tensors}
+    assert shares["bias"] is shares["tiny"] is None
+    assert 0 < shares["flat"] < shares["steep"] <= 1 + 1e-6  # type: ignore[operator]
+    lines = str(report).splitlines()
+    assert len(lines) == 1 + len(SHAPES) + 1
+    assert "exact" in lines[-2]
+    assert lines[-1].endswith("x fewer")
+
+
+# A rank for each matrix by a function -------------------------------------------------------------------------------
+
+
+def by_name(name: str, shape: tuple[int, ...]) -> int:
+    assert shape == SHAPES[name]
+    return {"steep": 1, "flat": 7, "tall": 0}.get(name, 2)
+
+
+def test_a_function_gives_ranks():
+    compressor = Compressor(PowerSGDConfig(rank=by_name), SHAPES)
+    gradients = spectral(0, 1)[0]
+    compressed = compressor.compress(gradients)
+    assert {name: P.shape[1] for name, (P, _) in compressed.factors().items()} == {"steep": 1, "flat": 7}
+    averages = compressor.decompress(compressed)
+    assert isinstance(averages, dict)
+    assert torch.equal(averages["tall"], gradients["tall"])
+    saved = compressor.state_dict()
+    other = Compressor(PowerSGDConfig(rank=by_name), SHAPES)
+    other.load_state_dict(saved)
+    assert other.iteration == 1
+
+
+@pytest.mark.parametrize(("given", "error"), [(2.5, TypeError), (None, TypeError), (True, TypeError), (-1, ValueError)])
+def test_what_a_function_gives_is_checked(given: Any, error: type[Exception]):
+    with pytest.raises(error, match=r"the rank of 'steep', \(60, 80\), must be .*; the function gave"):
+        Compressor(PowerSGDConfig(rank=lambda *_: given), SHAPES)
+
+
+# Several workers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}], ids=str)
+@pytest.mark.parametrize("width", ["fp32", "int4"])
+def test_nothing_is_lost_when_ranks_change(width: str | None, fields: dict[str, Any], workers: int):
+    """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t over several plans; workers hold the same bits (``Fleet`` asserts it)."""
+    compression = 4 if width == "fp32" else 12
+    fleet = Fleet(planned(wire_dtype=width, compression=compression, **fields), SHAPES, workers)
+    owed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    size = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    layouts = set()
+    for step in range(14):
+        given = spectral(step, workers)
+        for passage in fleet.step(given, [["steep", "bias"], ["tall", "flat", "tiny"]]):
+            layouts.add(tuple((s.name, s.rank) for s in passage.layout.segments))
+            for key, average in passage.averages[0].items():
+                owed[key] += sum(own[key].double() for own in given) - workers * average.double()
+                size[key] += sum(own[key].double().abs() for own in given) + workers * average.double().abs()
+    assert len(layouts) > 2
+    for key, shape in SHAPES.items():
+        errors = [state.error()[key].double().view(shape) for state in fleet.states if key in state.error()]
+        left = sum(errors, torch.zeros(shape, dtype=torch.float64))
+        bound = 8 * 2.0**-24 * (size[key].norm() + 14 * left.norm())
+        assert (owed[key] - left).norm() <= bound, key
+
+
+def test_the_columns_of_the_highest_energy_stay():
+    config = planned()
+    plan = RankPlan(config)
+    plan.begin(SHAPES)
+    plan.spectra = {"flat": Spectrum((3.0, 1.0, 4.0, 1.5, 5.0), 20.0)}
+    assert plan.kept_columns("flat", 5, 3) == [0, 2, 4]
+    # Of a checkpoint whose rank is another one, and of what was not measured, the first ones.
+    assert plan.kept_columns("flat", 6, 2) == [0, 1]
+    assert plan.kept_columns("tall", 5, 2) == [0, 1]
+
+
+def test_a_matrix_keeps_its_error_and_basis_when_its_rank_changes():
+    compressor = Compressor(planned(), SHAPES)
+    compress(compressor, range(4))
+    before = {name: matrix.bases["basis"].clone() for name, matrix in compressor._state.matrices.items()}
+    after = {name: basis.shape[1] for name, basis in before.items()} | compressor._state.plan.ranks
+    errors = compressor.error()
+    gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    compression = Compression(compressor._state, compressor.layout, gradients, compressor._communicator)
+    assert {name: matrix.bases["basis"].shape[1] for name, matrix in compressor._state.matrices.items()} == after
+    assert any(after[name] < basis.shape[1] for name, basis in before.items())
+    assert any(after[name] > basis.shape[1] for name, basis in before.items())
+    for name, basis in before.items():
+        new = compression._state.matrices[name].bases["basis"]
+        assert torch.allclose(new.T @ new, torch.eye(after[name]), atol=1e-6)
+        smaller, larger = sorted((basis, new), key=lambda tensor: tensor.shape[1])
+        # What one spans the other does too.
+        assert torch.allclose(larger @ (larger.T @ smaller), smaller, atol=1e-5), name
+    assert all(torch.equal(error, errors[name]) for name, error in compressor.error().items())
+
+
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}], ids=str)
+@pytest.mark.parametrize("at", [2, 3, 4, 7])
+def test_resuming_goes_on_with_the_same_bits_also_between_measuring_and_planning(at: int, fields: dict[str, Any]):
+    def train(compressor: Compressor, steps: range) -> list[Tensor]:
+        averages: list[Tensor] = []
+        for step in steps:
+            found = compressor.decompress(compressor.compress(spectral(step, 1)[0]))
+            assert isinstance(found, dict)
+            averages += found.values()
+        return averages
+
+    config = planned(**fields)
+    through, first, second = (Compressor(config, SHAPES) for _ in range(3))
+    train(through, range(at))
+    expected = train(through, range(at, 12))
+    train(first, range(at))
+    saved = first.state_dict()
+    json.dumps(saved["plan"])
+    second.load_state_dict(saved)
+    found = train(second, range(at, 12))
+    # The error is written down when it is saved, which rounds it once.
+    assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(expected, found, strict=True))
+    assert second._state.plan.ranks == through._state.plan.ranks
+    assert through.layout.segments != Compressor(config, SHAPES).layout.segments
+
+
+def test_a_saved_plan_beyond_the_budget_is_not_used():
+    rich, poor = (Compressor(planned(compression=compression), SHAPES) for compression in (3, 9))
+    for step in range(5):
+        rich.compress(spectral(step, 1)[0])
+    poor.load_state_dict(rich.state_dict())
+    assert poor.report().compression >= 9
+    poor.compress(spectral(5, 1)[0])
+    errors = rich.error()
+    assert errors.keys() == poor.error().keys()
+
+
+def test_a_state_of_a_fixed_rank_goes_on_under_a_budget_and_back():
+    fixed, budgeted = Compressor(PowerSGDConfig(rank=2), SHAPES), Compressor(planned(), SHAPES)
+    fixed.compress(spectral(0, 1)[0])
+    budgeted.load_state_dict(fixed.state_dict())
+    assert all(torch.equal(error, budgeted.error()[name]) for name, error in fixed.error().items())
+    for step in range(1, 6):
+        budgeted.compress(spectral(step, 1)[0])
+    fixed.load_state_dict(budgeted.state_dict())
+    fixed.compress(spectral(6, 1)[0])
+    assert {segment.rank for segment in fixed.layout.compressed} == {2}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [],
+        {"ranks": {"flat": 2}},
+        {"ranks": {"flat": "2"}, "demands": {}, "spectra": {}, "pending": {}},
+        {"ranks": [1], "demands": {}, "spectra": {}, "pending": {}},
+        {"ranks": {"flat": 0}, "demands": {}, "spectra": {}, "pending": {}},
+        {"ranks": {}, "demands": {"flat": float("nan")}, "spectra": {}, "pending": {}},
+        {"ranks": {}, "demands": {}, "spectra": {"flat": 3.0}, "pending": {}},
+        {"ranks": {}, "demands": {}, "spectra": {}, "pending": {"flat": [3.0, "4"]}},
+        {"ranks": {}, "demands": {}, "spectra": {}, "pending": {}, "others": {}},
+    ],
+    ids=str,
+)
+def test_a_damaged_plan_is_refused(plan: Any):
+    compressor = Compressor(planned(), SHAPES)
+    compressor.compress(spectral(0, 1)[0])
+    saved = {**compressor.state_dict(), "plan": plan}
+    with pytest.raises(ValueError, match="expected a plan of ranks"):
+        compressor.load_state_dict(saved)

@@ -1,0 +1,1 @@
+"""Helpers that test files share. Nothing here imports a test."""

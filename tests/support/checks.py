@@ -1,0 +1,73 @@
+"""What several test files measure: steps, bases, states of global random generators, memory."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor, PowerSGDConfig
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "linear": (24, 18),
+    "twin": (24, 18),
+    "bias": (18,),
+    "conv": (8, 3, 3, 3),
+    "scalar": (),
+    "row": (1, 40),
+    "column": (40, 1),
+    "empty": (0, 5),
+}
+COMPRESSED = ("linear", "twin", "conv", "row", "column")
+
+
+def everything(rank: int = 2, **fields: Any) -> PowerSGDConfig:
+    """A configuration that compresses every matrix."""
+    return PowerSGDConfig(rank=rank, min_compression_rate=0, **fields)
+
+
+def gradients(
+    seed: int, shapes: Mapping[str, Sequence[int]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(tuple(shape), generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def poisoned(shapes: Mapping[str, Sequence[int]] = SHAPES, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: torch.full(tuple(shape), float("nan"), dtype=dtype) for name, shape in shapes.items()}
+
+
+def step(compressor: Compressor, given: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Averaged gradients of one step, from outputs that were NaN before."""
+    out = poisoned({name: tensor.shape for name, tensor in given.items()}, dtype)
+    compressor.decompress(compressor.compress(given), out=out)
+    return out
+
+
+def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def bases(compressor: Compressor) -> dict[str, Tensor]:
+    return {name: parts["basis"] for name, parts in compressor.state_dict()["matrices"].items()}
+
+
+def random_states() -> tuple[Any, ...]:
+    """States of all global random generators, comparable."""
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that any tensor in the process refers to."""
+    gc.collect()
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    }
+    return sum(storages.values())

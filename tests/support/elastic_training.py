@@ -1,0 +1,179 @@
+"""A training program for torchrun that goes on from its last checkpoint on however many workers there are.
+
+    torchrun --nnodes=2:3 … -m tests.support.elastic_training FOLDER
+
+It begins with three workers. One of them dies in the middle of a step, with SIGKILL and together with its agent, as if
+its machine had failed; the others are started again by their agents, as two workers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.training import linear_stack
+
+WORKERS = 3
+STEPS = 12
+EVERY = 3
+"""Steps between two checkpoints."""
+DEATH = 7
+"""The step in which a worker dies: the last checkpoint is one whole step old by then."""
+VICTIM = 0
+"""The worker that writes the checkpoints, and at whose store the others have met."""
+WIDTH, BUCKET_MB = 64, 0.02
+BATCH = 48
+"""Samples in a step, whatever the number of workers."""
+SECONDS = 120
+"""After which a process that hangs is ended."""
+
+Hook = Callable[[PowerSGDState, Any], Any]
+
+
+def share(step: int, worker: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """A worker's inputs and targets in a step: every so many of the step's samples."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, WIDTH, generator=generator)
+    teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(10_000)) / WIDTH**0.5
+    return inputs[worker::world_size], (inputs @ teacher)[worker::world_size]
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"checkpoint.{step}.pt"
+
+
+def last_checkpoint(folder: Path) -> int:
+    """Steps done before the last one, 0 where there is none."""
+    return max((int(path.name.split(".")[1]) for path in folder.glob("checkpoint.*.pt")), default=0)
+
+
+def save(value: Any, path: Path) -> None:
+    """Whole or not at all: no one ever sees a file that is not complete."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    torch.save(value, unfinished)
+    os.replace(unfinished, path)
+
+
+def train(
+    folder: Path,
+    worker: int,
+    world_size: int,
+    *,
+    hook: Hook = powerSGD_hook,
+    change: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Train from the folder's last checkpoint to the end, and write checkpoints into it.
+
+    Args:
+        folder: where checkpoints are.
+        worker: this worker's number.
+        world_size: number of workers.
+        hook: ``powerSGD_hook``, or something around it.
+        change: alters the checkpoint that was loaded.
+
+    Returns:
+        The losses, and what there is at the end.
+    """
+    first = last_checkpoint(folder)
+    model = linear_stack(6, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
+    state = PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=0, module=model
+    )  # fmt: skip
+    if first:
+        saved = torch.load(checkpoint_path(folder, first), weights_only=True)
+        if change is not None:
+            change(saved)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state.load_state_dict(saved["powersgd"])
+    loaded = state.error()
+    replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    replica.register_comm_hook(state, hook)
+    losses = []
+    for step in range(first, STEPS):
+        inputs, targets = share(step, worker, world_size)
+        optimizer.zero_grad()
+        loss = (replica(inputs) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if (step + 1) % EVERY == 0:
+            save(state.error(), folder / f"error.{step + 1}.{worker}")
+            # All workers have a part in the mean error; one of them writes it.
+            powersgd = state.state_dict()
+            if worker == 0:
+                parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": powersgd}
+                save({**parts, "workers": world_size}, checkpoint_path(folder, step + 1))
+    return {
+        "first": first, "workers": world_size, "losses": losses, "loaded": loaded, "error": state.error(),
+        "parameters": parameters_of(model),
+    }  # fmt: skip
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def dying(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """The hook, in which the process and its agent end once the exchange of the step's first bucket has begun."""
+    future = powerSGD_hook(state, bucket)
+    if state.iter == DEATH and bucket.index() == 0:
+        assert not bucket.is_last()
+        assert not future.done()
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return future
+
+
+dying.__annotations__ = powerSGD_hook.__annotations__
+
+
+def end_with_agent() -> None:
+    """Leave no process behind whose agent is gone, or that takes too long."""
+    agent = os.getppid()
+    signal.alarm(SECONDS)
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(folder: Path) -> None:
+    end_with_agent()
+    torch.set_num_threads(1)
+    worker, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    beginning = last_checkpoint(folder) == 0
+    while beginning and world_size < WORKERS:
+        # The agent restarts this process once the other machines are there.
+        time.sleep(0.1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    result = train(folder, worker, world_size, hook=dying if beginning and worker == VICTIM else powerSGD_hook)
+    save(result, folder / f"result.{worker}")
+    gc.collect()
+    dist.destroy_process_group()
+    # Gloo's threads now and then abort Python's shutdown, with plain DDP too, which the agent would take for a failure.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

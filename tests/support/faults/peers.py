@@ -1,0 +1,225 @@
+"""Workers that differ, die or stop: the others are told, and go on from what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import random
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from powersgd_triton import Compressor, DisagreementError, checkpoint
+from tests.support.distributed import run_cases
+from tests.support.faults.episodes import Tally
+from tests.support.faults.ledger import Fate, Ledger
+from tests.support.faults.trainer import SHAPES, Setting, Trainer
+
+PATIENCE = 60.0
+"""Seconds after which whoever still waits for a lost peer counts as hung."""
+
+GROUP_TIMEOUT = {"dies": 30.0, "stops": 10.0}
+
+
+# Workers that differ --------------------------------------------------------------------------------------------------
+
+
+def other_configuration(trainer: Trainer, folder: Path) -> None:
+    field = trainer.dice.choice(("matrix_approximation_rank", "random_seed", "algorithm", "start_powerSGD_iter"))
+    other: dict[str, Any] = {
+        "matrix_approximation_rank": trainer.setting.rank + 1,
+        "random_seed": 7,
+        "algorithm": {"standard": "alternating", "alternating": "standard"}[trainer.setting.algorithm],
+        "start_powerSGD_iter": 3,
+    }
+    differs = trainer.worker == trainer.dice.randrange(trainer.workers)
+    _disagree(trainer, {field: other[field]} if differs else {}, 0)
+
+
+def other_iteration(trainer: Trainer, folder: Path) -> None:
+    steps = trainer.dice.randrange(1, 9)
+    _disagree(trainer, {}, steps if trainer.worker == trainer.dice.randrange(trainer.workers) else 0)
+
+
+def _disagree(trainer: Trainer, fields: dict[str, Any], steps: int) -> None:
+    """A step with states of which one differs; then the step with those that agree."""
+    agreeing = trainer.state
+    trainer.state = trainer.new_state(**fields)
+    trainer.state.iter += steps
+    try:
+        assert trainer.replica is not None
+        trainer.optimizer.zero_grad()
+        trainer.replica(trainer.gradients()).backward()
+    except DisagreementError:
+        pass
+    else:
+        trainer.lost.append("workers that differ have trained on")
+    trainer.state = agreeing
+    trainer.wrap(trainer.setting.cap)
+    trainer.step()
+
+
+def other_tensors(trainer: Trainer, folder: Path) -> None:
+    """DDP compares shapes by itself, so this is about ``Compressor``."""
+    shapes, config = dict(SHAPES), trainer.state.config
+    name, kind = trainer.dice.choice(list(SHAPES)), trainer.dice.choice(("another shape", "one less", "one more"))
+    if trainer.worker == trainer.dice.randrange(trainer.workers):
+        if kind == "another shape":
+            shapes[name] = (*shapes[name][:-1], shapes[name][-1] + 1)
+        elif kind == "one less":
+            del shapes[name]
+        else:
+            shapes["more"] = (4, 4)
+    try:
+        Compressor(config, shapes).compress({name: torch.ones(shape) for name, shape in shapes.items()})
+    except DisagreementError:
+        pass
+    else:
+        trainer.lost.append("workers with other tensors have trained on")
+    trainer.step()
+
+
+# Workers that are lost ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A case for ``run_cases``: workers are lost one after the other, and the rest goes on as a smaller group.
+
+    Attributes:
+        kind: "dies" (by SIGKILL) or "stops" (until the others have gone on without it).
+        victims: which, in this order.
+        seed: of all that is drawn.
+    """
+
+    kind: str
+    victims: tuple[int, ...]
+    seed: int
+
+    @property
+    def __name__(self) -> str:
+        return str(zlib.crc32(repr(self).encode()))
+
+    def __call__(self, worker: int, world_size: int, folder: Path) -> Tally:
+        tally, dice = Tally(), random.Random(self.seed)
+        alive = list(range(world_size))
+        for victim in self.victims:
+            # Nobody leaves a group that others are still entering.
+            dist.barrier()
+            name = f"{self.__name__}-{len(alive)}"
+            self._connect(folder / f"{name}.before", alive.index(worker), len(alive))
+            trainer = Trainer(worker, len(alive), dice)
+            trainer.begin(Setting.draw(dice, scaled=False))
+            for _ in range(dice.randrange(1, 4)):
+                trainer.step()
+            trainer.audit()
+            saved = trainer.state.state_dict()
+            if worker == alive[0]:
+                checkpoint.save(saved, folder / f"{name}.pt")
+            dist.barrier()
+            hung = self._lose(trainer, victim, folder / f"{name}.done")
+            alive.remove(victim)
+            if worker == victim:
+                break
+            trainer.unwrap()
+            self._connect(folder / f"{name}.after", alive.index(worker), len(alive))
+            trainer.regroup(checkpoint.load(folder / f"{name}.pt"))
+            for _ in range(2):
+                trainer.step()
+            trainer.audit()
+            trainer.unwrap()
+            (folder / f"{name}.done").touch()
+            tally.add(lost=trainer.lost, poisoned=trainer.poisoned, hung=hung)
+        return tally
+
+    def _connect(self, store: Path, rank: int, workers: int) -> None:
+        with contextlib.suppress(RuntimeError, AssertionError):
+            dist.destroy_process_group()
+        timeout = datetime.timedelta(seconds=GROUP_TIMEOUT[self.kind])
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers, timeout=timeout)
+
+    def _lose(self, trainer: Trainer, victim: int, done: Path) -> list[str]:
+        """A step in the middle of which a worker is lost. What the others gave to it they owe still.
+
+        Returns:
+            What is to be said of a survivor that waited too long.
+        """
+        at = trainer.dice.choice(list(SHAPES))
+        before = {name: error.double() for name, error in trainer.state.error().items()}
+        given = trainer.gradients()
+        trainer.optimizer.zero_grad()
+        trainer.buckets = []
+        start = time.monotonic()
+        if trainer.worker == victim:
+            trainer.model.at = (at, self._end(done))
+        try:
+            assert trainer.replica is not None
+            trainer.replica(given).backward()
+        except RuntimeError:
+            pass
+        else:
+            trainer.lost.append("a step without one of the workers looks complete")
+        seconds = time.monotonic() - start
+        if trainer.worker != victim:
+            trainer.lost += _owed_differently(trainer, before, given)
+        return [f"{seconds:.0f} s until the others knew"] if seconds > PATIENCE else []
+
+    def _end(self, done: Path) -> Callable[[Tensor], None]:
+        def die(gradient: Tensor) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def stop(gradient: Tensor) -> None:
+            deadline = time.monotonic() + 2 * PATIENCE
+            while not done.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+        return die if self.kind == "dies" else stop
+
+
+def _owed_differently(trainer: Trainer, before: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
+    """This worker's own account of a step that was begun and not applied."""
+    ledger = Ledger(SHAPES, 1, trainer.state.config)
+    ledger.differences([_complete(before)])
+    began = {name for bucket in trainer.buckets for name in bucket}
+    for name, gradient in given.items():
+        fate = Fate.CARRIED if name in began and ledger.ranks[name] else Fate.DROPPED
+        ledger.enter(name, fate, [gradient.double()], torch.zeros_like(gradient, dtype=torch.float64))
+    return ledger.differences([_complete(trainer.state.error())])
+
+
+def _complete(errors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
+
+
+def lose(kind: str, times: int, folder: Path) -> list[Tally]:
+    """Lose a worker of three and then one of two, again and again. Each survivor's tallies together."""
+    dice = random.Random(kind)
+    return [tally for round_ in range(-(-times // 2)) for tally in _round(kind, dice, round_, folder)]
+
+
+def _round(kind: str, dice: random.Random, number: int, folder: Path) -> Iterator[Tally]:
+    victims = tuple(dice.sample(range(3), 2))
+    case = Loss(kind, victims, dice.randrange(1 << 30))
+    try:
+        results: Sequence[Any] = run_cases([case], 3, folder, casualties=victims, timeout=4 * PATIENCE)[case.__name__]
+    except TimeoutError as error:
+        yield Tally(1, hung=1, details=[f"hung: round {number}: {error}"])
+        return
+    except RuntimeError as error:
+        yield Tally(1, lost=1, details=[f"lost: round {number}: {error}"])
+        return
+    for worker, result in enumerate(results):
+        if worker in victims:
+            continue
+        if not isinstance(result, Tally):
+            result = Tally(1, lost=1, details=[f"round {number}, worker {worker}: {result}"])
+        yield result

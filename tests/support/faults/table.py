@@ -1,0 +1,164 @@
+"""The faults, how often each was injected, and what came of it: a table for the README."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.distributed import run_cases
+from tests.support.faults import episodes, peers
+from tests.support.faults.episodes import Fault, Tally
+
+BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
+HEAD = "| fault | injected | outcome | lost | hung | poisoned |\n|---|---|---|---|---|---|"
+WORKERS = 2
+
+SKIPPED = "NaN on all workers, the step is skipped: its buckets owe what they owed, the others carry the step in E"
+GOES_ON = "an ordinary step"
+REFUSED = "ValueError, and training goes on as it was"
+TOLD = "DisagreementError on all workers, before anything is sent"
+REGROUP = "an exception in the others, who owe what they gave; they go on from the saved state, fewer or alone"
+
+FAULTS = [
+    Fault("±inf or NaN in a matrix, on one worker", SKIPPED, episodes.infinite_in_a_matrix),
+    Fault("NaN in a bias, on one worker", SKIPPED, episodes.nan_in_a_bias),
+    Fault("inf in the last bucket, when the others are done", SKIPPED, episodes.overflow_in_the_last_bucket),
+    Fault("2 to 5 steps in a row that are not finite", SKIPPED, episodes.several_in_a_row),
+    Fault("finite values whose sum over workers overflows", SKIPPED, episodes.sum_overflows, scaled=False),
+    Fault(
+        "a matrix of values up to 3.4e38 (standard algorithm)",
+        "skipped where a product overflows, else an ordinary step; "
+        "in fp32 such a value rounds away what its element owed",
+        episodes.product_overflows,
+        scaled=False,
+        algorithm="standard",
+    ),
+    Fault("a gradient that is zero", GOES_ON, episodes.a_layer_of_zeros, early=True),
+    Fault("all gradients zero, 1 to 3 steps", GOES_ON, episodes.zeros, early=True),
+    Fault("denormal gradients", GOES_ON, episodes.denormals, early=True),
+    Fault("equal columns, rank one, one row, column or element", GOES_ON, episodes.dependent_columns, early=True),
+    Fault("parameters that one worker does not use", GOES_ON, episodes.unused_on_one_worker, early=True),
+    Fault(
+        "`GradScaler` doubles, halves or sets the loss scale",
+        "the error follows the scale",
+        episodes.loss_scale_changes,
+        scaled=True,
+    ),
+    Fault(
+        "a loss scale at which a gradient overflows",
+        "steps are skipped until the scale is low enough",
+        episodes.loss_scale_overflows,
+        scaled=True,
+    ),
+    Fault("2 to 5 micro-batches with `no_sync`", GOES_ON, episodes.accumulation, early=True),
+    Fault(
+        "an exception in the middle of the backward pass, on all workers",
+        "the exception; nothing is applied, what was compressed is carried in E. DDP needs a new wrapper",
+        episodes.exception_in_backward,
+    ),
+    Fault("the same, with the state saved and loaded right after it", "as above", episodes.exception_then_save),
+    Fault("buckets of another size in mid-run", GOES_ON, episodes.other_buckets),
+    Fault("saved and loaded in mid-run", GOES_ON, episodes.resumed),
+    Fault("saved and loaded at another rank", GOES_ON, episodes.resumed_at_another_rank),
+    Fault(
+        "saved, and loaded where nothing is compressed",
+        "what is owed is paid with the next gradient",
+        episodes.resumed_uncompressed,
+    ),
+    Fault("a bit flipped in a saved file", REFUSED, episodes.flipped_bit),
+    Fault("a saved file cut off", REFUSED, episodes.truncated),
+    Fault("a file that is something else", REFUSED, episodes.foreign_file),
+    Fault("a saved state of another model or format", REFUSED, episodes.foreign_state),
+    Fault("a worker with another configuration", TOLD, peers.other_configuration),
+    Fault("a worker at another step", TOLD, peers.other_iteration),
+    Fault("a worker with other tensors", TOLD, peers.other_tensors),
+]
+LOSSES = [
+    ("a worker killed (SIGKILL) in the middle of a step, of 3 and of 2", "dies"),
+    ("a worker that stops for longer than the group's timeout, of 3 and of 2", "stops"),
+]
+
+
+def titles() -> list[str]:
+    return [*(fault.title for fault in FAULTS), *(title for title, _ in LOSSES)]
+
+
+def inject(times: int, *, rarely: int, timeout: float) -> dict[str, Tally]:
+    """Inject every fault.
+
+    Args:
+        times: how often.
+        rarely: how often those that cost new processes; rounded up to an even number.
+        timeout: seconds until all of the first kind must be done.
+
+    Returns:
+        {title: tally over all workers}.
+
+    Raises:
+        TimeoutError: workers hung outside of collectives.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_cases(FAULTS, WORKERS, times, Path(folder), timeout=timeout)
+        found = {fault.title: _joined(results[fault.__name__]) for fault in FAULTS}
+        for title, kind in LOSSES:
+            found[title] = _added(peers.lose(kind, rarely, Path(folder)))
+    return found
+
+
+def _joined(tallies: Sequence[Any]) -> Tally:
+    """One tally of the same injections, from what each worker saw."""
+    seen = [tally if isinstance(tally, Tally) else Tally(1, lost=1, details=[str(tally)]) for tally in tallies]
+    return Tally(
+        injected=min(tally.injected for tally in seen),
+        lost=max(tally.lost for tally in seen),
+        hung=max(tally.hung for tally in seen),
+        poisoned=max(tally.poisoned for tally in seen),
+        details=[f"worker {worker}: {detail}" for worker, tally in enumerate(seen) for detail in tally.details],
+    )
+
+
+def _added(tallies: Sequence[Tally]) -> Tally:
+    """One tally of the injections of several."""
+    total = Tally()
+    for tally in tallies:
+        for field in ("injected", "lost", "hung", "poisoned"):
+            setattr(total, field, getattr(total, field) + getattr(tally, field))
+        total.details += tally.details
+    return total
+
+
+def survived(found: dict[str, Tally]) -> bool:
+    return not any(tally.lost or tally.hung or tally.poisoned for tally in found.values())
+
+
+def markdown(found: dict[str, Tally], command: str) -> str:
+    """The table, and how it was made."""
+    outcomes = {fault.title: fault.outcome for fault in FAULTS} | dict.fromkeys((title for title, _ in LOSSES), REGROUP)
+    rows = [
+        f"| {title} | {tally.injected} | {outcomes[title]} | {tally.lost} | {tally.hung} | {tally.poisoned} |"
+        for title, tally in found.items()
+    ]
+    version = torch.__version__.split("+")[0]
+    made = f"Made by `{command}` with torch {version}, {WORKERS} gloo workers (3 where one is lost) and real DDP."
+    return "\n".join([HEAD, *rows, "", made])
+
+
+def listed(text: str) -> list[str]:
+    """Titles of the rows between the markers of a README."""
+    table = text[text.index(BEGIN) : text.index(END)]
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    return [row.split(" | ")[0][2:] for row in rows[1:]]
+
+
+def replaced(text: str, table: str) -> str:
+    """A README's text with another table between the markers.
+
+    Raises:
+        ValueError: there are no markers.
+    """
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return f"{text[:start]}\n{table}\n{text[end:]}"

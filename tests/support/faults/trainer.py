@@ -1,0 +1,286 @@
+"""A worker that trains with DDP and the hook on gradients of its choice, and keeps the ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.faults.ledger import Fate, Ledger
+from tests.support.training import patched
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "first": (24, 18),
+    "first_bias": (24,),
+    "twin": (24, 18),
+    "conv": (8, 3, 3, 3),
+    "conv_bias": (8,),
+    "column": (40, 1),
+    "head": (20, 16),
+    "head_bias": (20,),
+}
+"""In the order of the forward pass: DDP's buckets begin with the last one."""
+
+MATRICES = [name for name, shape in SHAPES.items() if len(shape) > 1]
+BIASES = [name for name, shape in SHAPES.items() if len(shape) == 1]
+# Bucket sizes in MB, for five buckets, four, and one.
+CAPS = (0.001, 0.0015, 1.0)
+Gradients = dict[str, Tensor]
+
+
+class Given(nn.Module):
+    """A model whose parameters' gradients are exactly the tensors that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        self.at: tuple[str, Callable[[Tensor], None]] | None = None
+
+    def forward(self, given: Mapping[str, Tensor]) -> Tensor:
+        """Σ p · G over the parameters that are given a gradient; the others are unused.
+
+        Where the backward pass comes to the parameter ``self.at[0]`` it calls ``self.at[1]``.
+        """
+        products = []
+        for name, parameter in self.named_parameters():
+            if name in given:
+                product = parameter * given[name]
+                if self.at is not None and name == self.at[0]:
+                    product.register_hook(self.at[1])
+                products.append(product.sum())
+        return torch.stack(products).sum()
+
+
+class InjectedError(Exception):
+    """An exception in the middle of a backward pass."""
+
+
+def _fail(gradient: Tensor) -> None:
+    raise InjectedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How an episode trains."""
+
+    rank: int
+    algorithm: str
+    error_dtype: str | None
+    scaled: bool
+    cap: float
+
+    @classmethod
+    def draw(cls, dice: random.Random, *, scaled: bool | None = None, algorithm: str | None = None) -> Setting:
+        return cls(
+            rank=dice.choice((1, 2, 3)),
+            algorithm=dice.choice(("standard", "alternating")) if algorithm is None else algorithm,
+            error_dtype=dice.choice((None, None, None, "bf16")),
+            scaled=dice.random() < 0.3 if scaled is None else scaled,
+            cap=dice.choice(CAPS[:2]),
+        )
+
+
+class Trainer:
+    """One worker of several that do the same.
+
+    Args:
+        worker: its number.
+        workers: how many there are.
+        dice: the same on all workers.
+    """
+
+    def __init__(self, worker: int, workers: int, dice: random.Random) -> None:
+        self.worker, self.workers, self.dice = worker, workers, dice
+        self.generator = torch.Generator().manual_seed(dice.randrange(1 << 40) * 64 + worker)
+        self.model = Given()
+        self.replica: DistributedDataParallel | None = None
+        self.lost: list[str] = []
+        self.poisoned: list[str] = []
+        self.buckets: list[list[str]] = []
+        self._wrapped: float | None = None
+        self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+
+    # An episode ---------------------------------------------------------------------------------------------------
+
+    def begin(self, setting: Setting) -> None:
+        """A state that owes nothing."""
+        self.setting = setting
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3, enabled=setting.scaled)
+        self.state = self.new_state()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-20)
+        if self._wrapped != setting.cap:
+            self.wrap(setting.cap)
+        self.ledger = Ledger(SHAPES, self.workers, self.state.config)
+
+    def new_state(self, **fields: Any) -> PowerSGDState:
+        setting = self.setting
+        options: dict[str, Any] = {
+            "matrix_approximation_rank": setting.rank,
+            "min_compression_rate": 0,
+            "start_powerSGD_iter": 0,
+            "algorithm": setting.algorithm,
+            "error_dtype": setting.error_dtype,
+        }
+        state = PowerSGDState(None, module=self.model, **{**options, **fields})
+        if setting.scaled:
+            state.attach(self.scaler)
+        return state
+
+    def wrap(self, cap: float) -> None:
+        """Wrap the model anew, in buckets of other sizes."""
+        self.unwrap()
+        self.replica = DistributedDataParallel(self.model, bucket_cap_mb=cap, find_unused_parameters=True)
+        self.replica.register_comm_hook(self, _recorded)
+        self._wrapped = cap
+
+    def unwrap(self) -> None:
+        """Let go of the wrapper, whose hooks would otherwise stay with the parameters."""
+        self.replica = None
+        gc.collect()
+
+    def regroup(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a saved state in the process group that is the default one now."""
+        self.workers = dist.get_world_size()
+        self.state = self.new_state()
+        self.state.load_state_dict(saved)
+        self.ledger.load(self.state.config, self.workers)
+        self.wrap(self.setting.cap)
+
+    # A step -------------------------------------------------------------------------------------------------------
+
+    def gradients(self, size: float = 1.0) -> Gradients:
+        """This worker's, drawn at random."""
+        return {name: size * torch.randn(shape, generator=self.generator) for name, shape in SHAPES.items()}
+
+    def step(
+        self, given: Gradients | None = None, *, before: Sequence[Gradients] = (), spoiled: Collection[str] | None = ()
+    ) -> None:
+        """One step, with micro-batches ``before`` the last one, and its entry in the ledger.
+
+        Args:
+            given: this worker's gradients; default random ones.
+            before: those of micro-batches that are not synchronized.
+            spoiled: parameters whose averages must not be finite; empty for a step that must be applied; None where
+                either may happen.
+        """
+        given = self.gradients() if given is None else given
+        scale = self.scaler.get_scale()
+        assert self.replica is not None
+        self.optimizer.zero_grad()
+        self.buckets = []
+        for micro in before:
+            with self.replica.no_sync():
+                self.scaler.scale(self.replica(micro)).backward()
+        self.scaler.scale(self.replica(given)).backward()
+        total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for micro in [*before, given]:
+            for name, gradient in micro.items():
+                total[name] += scale * gradient
+        averages = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+            for name, p in self.model.named_parameters()
+        }
+        finite = all(bool(average.isfinite().all()) for average in averages.values())
+        self._update(finite)
+        self._enter(total, averages, scale)
+        if spoiled is not None:
+            missed = [name for name in spoiled if averages[name].isfinite().all()]
+            if missed:
+                self.lost.append(f"a non-finite step looks finite in {missed}")
+            if not finite and not spoiled:
+                self.lost.append("a step that should be finite is not")
+
+    def _update(self, finite: bool) -> None:
+        """As users do, with or without a scaler: what is not finite is not applied."""
+        weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        if self.setting.scaled:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif finite:
+            self.optimizer.step()
+        used = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.grad is not None]
+        if not finite and any(not torch.equal(parameter, weights[name]) for name, parameter in used):
+            self.lost.append("the optimizer applied a step that is not finite")
+        if any(not parameter.isfinite().all() for _, parameter in used):
+            self.poisoned.append("weights")
+
+    def _enter(self, total: Gradients, averages: Gradients, scale: float) -> None:
+        given = self._gathered({name: gradient.double() / scale for name, gradient in total.items()})
+        bits = self._gathered({name: average.view(torch.int32).double() for name, average in averages.items()})
+        if any(not torch.equal(bits[0][name], other[name]) for other in bits for name in SHAPES):
+            self.lost.append("workers have different averages")
+        spoiled = {name for bucket in self.buckets for name in bucket if self._spoiled(bucket, averages)}
+        for name in SHAPES:
+            fate = Fate.APPLIED
+            if spoiled:
+                fate = Fate.CARRIED if name not in spoiled and self.ledger.ranks[name] else Fate.DROPPED
+            self.ledger.enter(name, fate, [gradients[name] for gradients in given], averages[name].double() / scale)
+
+    @staticmethod
+    def _spoiled(bucket: Sequence[str], averages: Gradients) -> bool:
+        return any(not averages[name].isfinite().all() for name in bucket)
+
+    def fail(self, name: str) -> None:
+        """A backward pass that ends with an exception at a parameter, on all workers. What was compressed is carried.
+
+        DDP does not go on after that: its wrapper is replaced.
+        """
+        given = self.gradients()
+        scale = self.scaler.get_scale()
+        assert self.replica is not None
+        self.optimizer.zero_grad()
+        self.buckets = []
+        with patched(self.model, "at", (name, _fail)):
+            try:
+                self.scaler.scale(self.replica(given)).backward()
+            except InjectedError:
+                pass
+            else:
+                raise AssertionError("the backward pass was to fail")
+        self.wrap(self.setting.cap)
+        self.enter_void(given, scale)
+
+    def enter_void(self, given: Gradients, scale: float = 1.0) -> None:
+        """Enter a step that was begun and will never be applied."""
+        began = {name for bucket in self.buckets for name in bucket}
+        everyone = self._gathered({name: (scale * g).double() / scale for name, g in given.items()})
+        for name in SHAPES:
+            fate = Fate.CARRIED if name in began and self.ledger.ranks[name] else Fate.DROPPED
+            nothing = torch.zeros(SHAPES[name], dtype=torch.float64)
+            self.ledger.enter(name, fate, [gradients[name] for gradients in everyone], nothing)
+
+    # Audits -------------------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Compare what all workers owe with the ledger, and look whether anything in the state is not finite."""
+        errors = self.state.error()
+        mine = {name: errors.get(name, torch.zeros(shape)).double() for name, shape in SHAPES.items()}
+        self.lost += self.ledger.differences(self._gathered(mine))
+        for name, parts in self.state.state_dict()["matrices"].items():
+            self.poisoned += [f"{part} of {name}" for part, tensor in parts.items() if not tensor.isfinite().all()]
+
+    def _gathered(self, named: Gradients) -> list[Gradients]:
+        """Every worker's fp64 tensors."""
+        mine = torch.cat([named[name].reshape(-1) for name in SHAPES])
+        everyone = [torch.empty_like(mine) for _ in range(self.workers)]
+        dist.all_gather(everyone, mine)
+        sizes = [torch.Size(shape).numel() for shape in SHAPES.values()]
+        return [
+            {name: part.view(shape) for (name, shape), part in zip(SHAPES.items(), flat.split(sizes), strict=True)}
+            for flat in everyone
+        ]
+
+
+def _recorded(trainer, bucket):
+    """The hook with the state of the trainer's current episode. Without annotations, which DDP would compare."""
+    trainer.buckets.append([trainer._names[parameter] for parameter in bucket.parameters()])
+    return powerSGD_hook(trainer.state, bucket)

@@ -1,0 +1,322 @@
+"""What must hold in every step of a random run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.core.state import State
+from powersgd_triton.layout.layout import Segment, first_turn
+from powersgd_triton.ops.reference import DEAD_COLUMN
+from tests.support.fp64_model import Model, total
+from tests.support.fuzz_cases import Case, gradients
+from tests.support.lockstep import Fleet, Passage, Values, assert_same_bits
+from tests.support.orthonormal import ORTHONORMAL, departure
+
+TINY = 2.0**-126
+"""What an operation on fp32 numbers may lose where they are denormal."""
+
+
+# What a state holds -------------------------------------------------------------------------------------------------
+
+
+def owed(state: State, segment: Segment) -> tuple[Tensor, Tensor]:
+    """(E, size) in fp64, exactly as the state holds it, without writing anything down.
+
+    Size is the sum of absolute values of what E is the sum of: the buffer and the product still to be subtracted.
+    """
+    matrix = state.matrices.get(segment.name)
+    if matrix is None:
+        restored = state._restored.get(segment.name, {}).get("error")
+        E = torch.zeros(segment.n, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
+        return E, E.abs()
+    assert matrix.error is not None
+    E, bucket = matrix.error.to(torch.float64, copy=True), matrix.bucket
+    size = E.abs()
+    if bucket.applied is not None and bucket.applied > 0:
+        group, index = place(bucket.layout.groups, segment.name)
+        for L, R in bucket.product:
+            left, right = bucket.left(L)[group][index].double(), bucket.right(R)[group][index].double()
+            E = E - left @ right.T
+            size = size + left.abs() @ right.abs().T
+    return E, size
+
+
+def place(groups: Sequence[Any], name: str) -> tuple[int, int]:
+    """(group, index within it) of a matrix."""
+    return next(
+        (g, i) for g, group in enumerate(groups) for i, segment in enumerate(group.segments) if segment.name == name
+    )
+
+
+def fits(passage: Passage) -> bool:
+    """Whether every average that was written is finite in its gradient's dtype."""
+    return all(bool(tensor.isfinite().all()) for tensor in passage.written[0].values())
+
+
+def gamma(operations: int, dtype: torch.dtype) -> float:
+    """Relative error of a sum of that many terms in any order; twice for fp64, in which the model rounds too."""
+    u = torch.finfo(dtype).eps / 2
+    return (2 if dtype == torch.float64 else 1) * operations * u
+
+
+class Follower:
+    """Runs a case and compares every step with the model, started from what the workers themselves held before."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.config = PowerSGDConfig(**case.fields)
+        self.fleet = Fleet(self.config, case.shapes, case.workers)
+        self.buckets: list[list[str]] = []
+        # Of the last step: what the next must start from.
+        self.following: dict[str, Tensor] = {}
+        self.applied = 0
+
+    def run(self) -> None:
+        for step in range(self.case.steps):
+            self.step(step)
+
+    def step(self, number: int) -> None:
+        case, states = self.case, self.fleet.states
+        given = gradients(case, number)
+        count = case.buckets[min(number, len(case.buckets) - 1)]
+        names = list(case.shapes)
+        self.buckets = [part for i in range(count) if (part := names[i::count])]
+        layouts = [self.fleet._layout(tuple(part), number >= self.config.start_iter) for part in self.buckets]
+        before = {
+            segment.name: [owed(state, segment) for state in states]
+            for layout in layouts
+            for segment in layout.compressed
+            if self.config.error_feedback
+        }
+        passages = self.fleet.step(given, self.buckets, case.overlapping)
+        finite = [self.check_outputs(passage, given, before) for passage in passages]
+        applied = all(finite) and all(fits(passage) for passage in passages)
+        for passage in passages:
+            assert all(bool(verdict) == applied for verdict in passage.verdicts), "the verdict is not what was written"
+        for passage, counts in zip(passages, finite, strict=True):
+            for segment in passage.layout.compressed:
+                self.check_bases(passage, segment, counts)
+                self.check_matrix(passage, segment, given, before.get(segment.name), counts, applied)
+        self.check_states()
+        if number in case.reads:
+            self.read()
+        if number in case.saves and self.mean_in_range():
+            saved = self.fleet.collectively(lambda state, mean: state.state_dict(mean))
+            for state, one in zip(states, saved, strict=True):
+                state.load_state_dict(one)
+            self.following = {} if self.config.error_feedback else self.following
+
+    # Outputs --------------------------------------------------------------------------------------------------------
+
+    def check_outputs(
+        self, passage: Passage, given: list[Values], before: dict[str, list[tuple[Tensor, Tensor]]]
+    ) -> bool:
+        """Equal bits everywhere, means of what is not compressed; whether the bucket was finite."""
+        layout = passage.layout
+        names = [segment.name for segment in layout.segments]
+        for averages, written in zip(passage.averages, passage.written, strict=True):
+            assert_same_bits([averages[n] for n in names], [passage.averages[0][n] for n in names])
+            assert_same_bits([written[n] for n in names], [passage.written[0][n] for n in names])
+        averages = passage.averages[0]
+        assert passage.bucket is not None
+        finite = bool(passage.bucket.operations._finite)  # type: ignore[attr-defined]
+        for segment in layout.bypass:
+            assert not finite or averages[segment.name].isfinite().all(), segment
+        received = all(own[name].isfinite().all() for own in given for name in names)
+        if not received:
+            assert not finite, "a gradient that is not finite did not reach the output"
+        elif not finite:
+            # Neither a product with orthonormal columns nor a sum over workers is larger than these norms.
+            largest = max(
+                sum(float(own[name].double().norm()) for own in given)
+                + sum(float(size.norm()) for _, size in before.get(name, []))
+                for name in names
+            )
+            limit = float(torch.finfo(averages[names[0]].dtype).max)
+            assert largest >= limit / 64, f"gradients and errors of norm {largest} were called not finite"
+        for segment in layout.bypass:
+            self.check_mean(segment, averages[segment.name], [own[segment.name] for own in given])
+        if not finite:
+            for segment in layout.compressed:
+                assert averages[segment.name].isnan().all(), f"{segment}: a bucket that is not finite must say so"
+        for segment in layout.segments:
+            self.check_written(passage, segment)
+        return finite
+
+    def check_mean(self, segment: Segment, mean: Tensor, given: list[Tensor]) -> None:
+        exact = total([G.double() for G in given])
+        size = total([G.double().abs() for G in given])
+        limit = torch.finfo(mean.dtype).max
+        sure = size < limit / 2
+        tolerance = gamma(self.case.workers + 1, mean.dtype) * size + TINY
+        error = (mean.double() * self.case.workers - exact).abs()
+        assert (error <= tolerance)[sure].all(), f"{segment}: mean is off by {error.max()}"
+        assert not mean[~exact.isfinite()].isfinite().any(), segment
+
+    def check_written(self, passage: Passage, segment: Segment) -> None:
+        """What is written over the gradients is the average, rounded to their dtype."""
+        average, written = passage.averages[0][segment.name], passage.written[0][segment.name].double()
+        assert passage.bucket is not None
+        rounding = torch.finfo(self.case.dtypes[segment.name]).eps * average.double().abs()
+        if segment.rank:
+            # The product may be summed in another order there.
+            group, index = place(passage.layout.groups, segment.name)
+            L, R = (factor[index].double().abs() for factor in passage.bucket.joined(passage.bucket.average)[group])
+            rounding += (gamma(2 * L.shape[1] + 2, average.dtype) * (L @ R.T)).view_as(rounding)
+        error = (written - average.double()).abs()
+        smallest = torch.finfo(self.case.dtypes[segment.name]).smallest_normal
+        overflowed = average.double().abs() + rounding >= torch.finfo(self.case.dtypes[segment.name]).max
+        assert ((error <= rounding + smallest) | overflowed | ~average.isfinite()).all(), segment
+        assert not written[average.isnan()].isfinite().any(), segment
+
+    # Matrices -------------------------------------------------------------------------------------------------------
+
+    def views(self, passage: Passage, segment: Segment, at: int) -> tuple[Tensor, Tensor]:
+        bucket = passage.bucket
+        assert bucket is not None
+        group, index = place(passage.layout.groups, segment.name)
+        left, right = passage.bases[at]
+        return bucket.left(left)[group][index], bucket.right(right)[group][index]
+
+    def check_bases(self, passage: Passage, segment: Segment, finite: bool) -> None:
+        """Orthonormal; carried over from the last step, and left alone in a step that is not finite."""
+        left, right = self.views(passage, segment, 0)
+        alternating = self.config.algorithm == "alternating"
+        start = torch.cat([left, right] if alternating else [right])
+        # A new plan drops columns, or adds some.
+        if self.config.warm_start and segment.name in self.following and not self.config.planned:
+            assert torch.equal(start, self.following[segment.name].to(start.dtype)), (
+                f"{segment}: another basis than was left"
+            )
+        left, right = self.views(passage, segment, -1)
+        for basis in [left, right] if alternating or finite else [right]:
+            assert departure(basis.unsqueeze(0)) <= ORTHONORMAL, segment
+        end = torch.cat([left, right] if alternating else [right])
+        if not finite and self.config.iterations == 1 and self.config.warm_start:
+            assert torch.equal(start, end), f"{segment}: a step that is not finite moved its basis"
+        self.following[segment.name] = end
+
+    def check_matrix(
+        self,
+        passage: Passage,
+        segment: Segment,
+        given: list[Values],
+        before: list[tuple[Tensor, Tensor]] | None,
+        finite: bool,
+        applied: bool,
+    ) -> None:
+        G = [own[segment.name].double().view(segment.n, segment.m) for own in given]
+        zeros = torch.zeros_like(G[0])
+        E, sizes = zip(*(before or [(zeros, zeros)] * len(G)), strict=True)
+        compute = passage.averages[0][segment.name].dtype
+        stored = self.stored_error(compute)
+        k = segment.n + segment.m + 4 * segment.rank * self.config.iterations + self.case.workers + 8
+        # A matrix may have come from a bucket of narrower gradients, and its error be written down in its dtype there.
+        mixed = len(set(self.case.dtypes.values())) > 1
+        share = gamma(k, torch.float32 if mixed else compute) + stored
+        if not finite:
+            if before is not None:
+                self.check_kept(segment, G, list(E), list(sizes), share)
+            return
+        assert all(own.isfinite().all() for own in G)
+        left, right = self.views(passage, segment, 0)
+        turn = first_turn(self.config, self.fleet.states[0].iteration - 1)
+        model = Model(E, left, right, self.config.iterations, self.config.algorithm == "alternating", turn)
+        chosen = iter(range(1, len(passage.bases)))
+        drop = max(self.config.orthogonalization_epsilon, DEAD_COLUMN)
+
+        def chosen_basis(A: Tensor, size: Tensor) -> Tensor:
+            """The basis that the run chose, which must span A."""
+            at = next(chosen)
+            side = 0 if self.is_left(model, at) else 1
+            basis = self.views(passage, segment, at)[side].double()
+            if at == len(passage.bases) - 1 and not self.config.warm_start:
+                return basis
+            assert departure(basis.unsqueeze(0)) <= ORTHONORMAL, f"{segment}: basis {at} is not orthonormal"
+            outside = (A - basis @ (basis.T @ A)).norm(dim=0)
+            rounding = 2 * torch.finfo(compute).eps * math.sqrt(segment.rank)
+            # What was projected was off by its rounding, and its share that counts as nothing is left out.
+            allowed = (2 * drop + rounding) * A.norm(dim=0) + share * size.norm(dim=0) + k * TINY
+            assert (outside <= allowed).all(), f"{segment}: basis {at} misses {outside} where {allowed} is allowed"
+            return basis
+
+        average = model.step(G, chosen_basis, sizes)
+        tolerance = share * total(model.sizes) + k * TINY
+        error = (passage.averages[0][segment.name].double().view_as(average) - average).abs() * len(G)
+        # Finite factors may have a product that is out of range.
+        representable = average.abs() + tolerance < torch.finfo(compute).max
+        assert (error <= tolerance)[representable].all(), (
+            f"{segment}: average is off by {(error / tolerance).max()} of the tolerance"
+        )
+        if before is None:
+            return
+        for state, left_over, size, own, E_before in zip(
+            self.fleet.states, model.errors, model.sizes, G, E, strict=True
+        ):
+            expected = left_over if applied else own + E_before
+            error = (owed(state, segment)[0] - expected).abs()
+            tolerance = share * size + k * TINY
+            assert (error <= tolerance).all(), (
+                f"{segment}: error is off by {(error / tolerance).max()} (applied {applied})"
+            )
+
+    def is_left(self, model: Model, at: int) -> bool:
+        """Whether the ``at``-th basis of a step is a left one."""
+        if self.config.algorithm == "alternating":
+            return model.turn % 2 == 1
+        return at % 2 == 1
+
+    def stored_error(self, compute: torch.dtype) -> float:
+        """Relative error of what is written to the error buffer; Triton's interpreter cuts off instead of rounding."""
+        if not self.config.error_feedback or self.config.error_dtype is None:
+            dtype = compute
+        else:
+            dtype = getattr(torch, str(self.config.error_dtype))
+        return 2 * torch.finfo(dtype).eps
+
+    def check_kept(self, segment: Segment, G: list[Tensor], E: list[Tensor], sizes: list[Tensor], share: float) -> None:
+        """Where the bucket was not finite, E is what it was but for the rounding of M and of E itself."""
+        for state, own, before, size in zip(self.fleet.states, G, E, sizes, strict=True):
+            added = torch.where(own.isfinite(), own, 0)
+            matrix = state.matrices[segment.name]
+            assert matrix.error is not None
+            limit = torch.finfo(matrix.error.dtype).max
+            after = owed(state, segment)[0]
+            tolerance = share * (size + added.abs()) + 8 * TINY
+            # What overflowed cannot be given back; all the same it must not stay.
+            lost = size + added.abs() + tolerance >= limit
+            kept = ((after - before).abs() <= tolerance) | (lost & after.isfinite())
+            assert kept.all(), f"{segment}: error became {after[~kept]} from {before[~kept]}"
+
+    # States ---------------------------------------------------------------------------------------------------------
+
+    def check_states(self) -> None:
+        """Nothing that is kept is not finite, also once it is written down."""
+        for state in self.fleet.states:
+            for name, matrix in state.matrices.items():
+                tensors = [*matrix.bases.values(), *([] if matrix.error is None else [matrix.error])]
+                assert all(tensor.isfinite().all() for tensor in tensors), f"{name}: state is not finite"
+
+    def mean_in_range(self) -> bool:
+        """Whether the sum of the workers' errors is, of which a saved state holds the mean."""
+        held = [matrix.error for state in self.fleet.states for matrix in state.matrices.values()]
+        return sum(float(E.double().abs().amax()) for E in held if E is not None) < torch.finfo(torch.float32).max / 4
+
+    def read(self) -> None:
+        for state in self.fleet.states:
+            segments = [s for names in self.buckets for s in self.fleet._layout(tuple(names), True).compressed]
+            held = {s.name: owed(state, s) for s in segments if s.name in state.matrices and self.config.error_feedback}
+            for name, E in state.error().items():
+                if name in held:
+                    exact, size = held[name]
+                    tolerance = 2 * (torch.finfo(E.dtype).eps + gamma(64, torch.float32)) * size + TINY
+                    assert E.isfinite().all(), f"{name}: error() is not finite"
+                    overflowed = size >= torch.finfo(E.dtype).max
+                    close = (E.double() - exact).abs() <= tolerance
+                    assert (close | overflowed).all(), f"{name}: error() is not what is owed"

@@ -1,0 +1,45 @@
+"""Whether a basis is orthonormal and spans what it should, and matrices of a given condition."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.ops.reference import DEAD_COLUMN
+
+# What the design asks of the basis: max |PᵀP − I|.
+ORTHONORMAL = 1e-5
+
+
+def departure(P: Tensor) -> float:
+    """max |PᵀP − I|, NaN where P is not finite."""
+    P = P.double()
+    return float((P.mT @ P - torch.eye(P.shape[-1], dtype=torch.float64)).abs().max())
+
+
+def assert_basis_of(P: Tensor, A: Tensor) -> None:
+    """P is orthonormal, and its span holds A's columns up to the share that counts as dead.
+
+    A column that is replaced keeps at most DEAD_COLUMN of its norm outside the span; rounding P to its dtype moves
+    its columns by u each, hence the span by 2 u √r. Twice DEAD_COLUMN, since what is left is itself rounded.
+    """
+    assert P.shape == A.shape
+    assert P.isfinite().all()
+    assert departure(P) <= ORTHONORMAL
+    r = A.shape[-1]
+    X = A.double()
+    X = X / X.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    outside = (X - P.double() @ (P.double().mT @ X)).norm(dim=1)
+    u = torch.finfo(P.dtype).eps / 2
+    assert (outside <= (2 * DEAD_COLUMN + 2 * u * r**0.5) * X.norm(dim=1)).all(), float(outside.max())
+
+
+def conditioned(n: int, r: int, kappa: float, seed: int) -> Tensor:
+    """Two random n × r matrices with singular values from 1 down to 1 / kappa."""
+    generator = torch.Generator().manual_seed(seed)
+    U = torch.linalg.qr(torch.randn(2, n, r, dtype=torch.float64, generator=generator))[0]
+    V = torch.linalg.qr(torch.randn(2, r, r, dtype=torch.float64, generator=generator))[0]
+    A: Tensor = U * torch.logspace(0, -math.log10(kappa), r, dtype=torch.float64) @ V
+    return A
