@@ -103,12 +103,13 @@ def column_tile(tiles, program, BLOCK_COLS: tl.constexpr):
 def matrix_sizes(records, matrix, VEC: tl.constexpr, R: tl.constexpr):
     """(n, m, r), int32. R is the rank where all matrices have the same, else 0 and the rank is read."""
     record = records + matrix * MATRIX
+    n = tl.load(record + MATRIX_N).to(tl.int32)
     # Rows are m elements apart; the host chose VEC so that it divides m.
     m = tl.load(record + MATRIX_M).to(tl.int32) // VEC * VEC
     r = R
     if R == 0:
         r = tl.load(record + MATRIX_R).to(tl.int32)
-    return tl.load(record + MATRIX_N).to(tl.int32), m, r
+    return n, m, r
 
 
 @triton.jit
