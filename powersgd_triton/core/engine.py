@@ -65,8 +65,6 @@ class Engine:
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
         self.numel = [0, 0]
 
-    # A step ----------------------------------------------------------------------------------------------------------
-
     def begin(self, layout: Layout, device: torch.device, *, last: bool | None = None) -> bool:
         """Add a bucket to the open step, or to a new one. Collective at the first call.
 
@@ -107,9 +105,12 @@ class Engine:
         step.workers = communicator.world_size
         # Planned ranks enter a layout only here. A new plan makes a new layout and therefore a new bucket, which takes
         # over the errors and the columns of the bases that fit.
-        backend = self.memory.bind(self.plan.layout(layout), gradients, step)
+        layout = self.plan.layout(layout)
+        backend = self.memory.bind(layout, gradients, step)
+        self.numel[0] += layout.numel
+        self.numel[1] += layout.sent_numel(config, step.iteration)
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
-        gradients = self.memory.add_remaining(backend.bucket.layout, gradients, step)
+        gradients = self.memory.add_remaining(layout, gradients, step)
         if not config.warm_start:
             backend.orthogonalize_bases(step, redraw=True)
         for repetition in range(config.iterations):
@@ -154,8 +155,6 @@ class Engine:
         if ranges is not None and step.loss_scale is not None:
             # An average may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
             step.uneven |= any(gradient.dtype == torch.float16 for gradient in gradients.values())
-        self.numel[0] += layout.numel
-        self.numel[1] += self.plan.layout(layout).sent_numel(self.config, step.iteration)
 
         def reconstruct(backend: Backend) -> None:
             if ranges is None:
@@ -187,6 +186,7 @@ class Engine:
         to_the_end = self.step.last is not False or device.type != "cpu"
         try:
             next(bucket)
+            # ``next`` returns its default, ``self``, when a bucket is done.
             older, self._under_way = self._under_way, collections.deque()
             self._under_way.extend(steps for steps in older if next(steps, self) is not self)
             self._under_way.append(bucket)
@@ -250,10 +250,8 @@ class Engine:
             common, replicated | (factor_facts(self.memory.buckets()) if factors else {}), self.communicator, device
         )
 
-    # State and layout ------------------------------------------------------------------------------------------------
-
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """Return the mean error over workers, bases, step and plan, as plain tensors and numbers. Collective.
+        """Return the mean error, bases, step and plan as plain tensors and numbers. Collective.
 
         ``mean`` averages a tensor over the workers. Default: an all-reduce.
         """
