@@ -220,6 +220,7 @@ class Engine:
             elif not applied:
                 step.verdict(self._device).zero_()
         step.end()
+        # Counted by ``ended``, which is equal on all workers even if they loaded different checkpoints.
         every = self.config.check_every
         if every and step.ended % every == 0 and self._device is not None:
             self._check_agreement(self._device, factors=True)

@@ -1,4 +1,4 @@
-"""The choice of a bucket's backend."""
+"""Selection of a bucket's backend."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 Workspace = dict[tuple[str, torch.device], Tensor]
-"""Scratch memory of the kernels by name and device. Buckets share it, since stages of two buckets never overlap."""
+"""Scratch memory of the kernels by name and device. Buckets share it, because their stages never overlap."""
 
 
 def select_backend(
     config: PowerSGDConfig, device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1
 ) -> tuple[str, str]:
-    """Choose the backend for a bucket: with "auto" Triton where it can be used on a CUDA or ROCm device, else torch.
+    """Select the backend of a bucket. "auto" selects Triton on CUDA and ROCm devices that support it, else torch.
 
     Args:
-        config: names the backend and the algorithm.
-        device: the gradients' device.
-        dtypes: the gradients' dtypes.
-        rank: the largest rank in the bucket.
+        config: Configuration with the backend and the number of iterations.
+        device: Device of the gradients.
+        dtypes: Dtypes of the gradients.
+        rank: Largest rank in the bucket.
 
     Returns:
         ("triton" or "torch", the reason).
 
     Raises:
-        ValueError: Triton was asked for and cannot be used.
+        ValueError: The configuration asks for Triton, which cannot be used.
     """
     if config.backend == "torch":
         return "torch", "asked for by name"
@@ -49,10 +49,10 @@ def select_backend(
 
 
 def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
-    """The backend of that name for one bucket."""
+    """Return the backend with this name for one bucket."""
     if name == "torch":
         return TorchBackend(bucket)
-    # Imported here, since triton may be missing.
+    # Imported here, because triton may not be installed.
     from powersgd_triton.ops.triton_backend import TritonBackend
 
     return TritonBackend(bucket, workspace)

@@ -1,4 +1,4 @@
-"""How the reference walks through lists of matrices: in blocks that stay in cache, without stacking or copying them."""
+"""Iteration of the reference over lists of matrices: in blocks that stay in cache, without stacking or copying."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DEVICE_BLOCK_BYTES = 64 << 20
 
 
 def blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
-    """Walk lists of B matrices [n, m] together, in blocks [b, rows, m] of at most BLOCK_BYTES fp32 values.
+    """Iterate over lists of B matrices [n, m] together, in blocks [b, rows, m] of at most BLOCK_BYTES in fp32.
 
-    Yields which matrices, which rows, and for each list a view of them. A small matrix shares its block with those
-    behind it as long as they lie at equal distances, so nothing is stacked or copied. At rank 1 it does not: batched
-    products with one row or column take five times as long as one by one on the CPU.
+    Yields a slice of the matrices, a slice of the rows, and a view of the block for each list. Small matrices share a
+    block if they lie at equal distances in memory, so nothing is stacked or copied. At rank 1 each block has one
+    matrix: on the CPU, batched products with one row or column take five times as long as single products.
     """
     n, m = lists[0][0].shape
     capacity = BLOCK_BYTES.get(lists[0][0].device.type, DEVICE_BLOCK_BYTES) // 4
@@ -37,7 +37,7 @@ def blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, 
 
 
 def _run_length(matrices: Sequence[Tensor], first: int, longest: int) -> int:
-    """How many matrices from ``first`` on lie in one storage at equal, non-overlapping distances."""
+    """Return how many matrices from ``first`` on lie in one storage at equal distances without overlap."""
     start = matrices[first]
     distance = None
     length = 1
@@ -53,7 +53,7 @@ def _run_length(matrices: Sequence[Tensor], first: int, longest: int) -> int:
 
 
 def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
-    """View of a run as [length, n, m]."""
+    """Return a view [length, n, m] of a run of matrices."""
     start = matrices[first]
     if length == 1:
         return start.unsqueeze(0)
@@ -62,7 +62,7 @@ def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
 
 
 def multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
-    """out = A B for batches; a batch of one as a plain product, which runs on all threads."""
+    """Compute out = A B for batches. A batch of one is computed as a plain product, which uses all threads."""
     if len(A) == 1:
         torch.mm(A[0], B[0], out=out[0])
     else:
@@ -70,7 +70,7 @@ def multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
 
 
 def add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
-    """out += alpha · A B for batches; a batch of one as a plain product, which runs on all threads."""
+    """Compute out += alpha · A B for batches. A batch of one is a plain product, which uses all threads."""
     if len(A) == 1:
         out[0].addmm_(A[0], B[0], alpha=alpha)
     else:
