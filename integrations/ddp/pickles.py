@@ -1,4 +1,4 @@
-"""Pickles of DDP's state. They hold one worker's own error, so ``state_dict`` is to be preferred."""
+"""Pickles of DDP's state. A pickle holds one worker's own error, so prefer ``state_dict``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ logger = logging.getLogger("powersgd_triton.integrations.ddp")
 
 
 def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
-    """What a pickle holds: everything but the process group.
+    """Return the content of a pickle: everything but the process group.
 
     Raises:
-        ValueError: a state with a budget does not know its buckets yet.
+        ValueError: The state has a budget and does not know its buckets yet.
     """
     if engine.config.planned and not buckets:
-        raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it knows its buckets")
+        raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it has buckets")
     logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
     before, after = engine.numel
-    # Without averaging: a worker that pickles alone must not wait for others.
+    # The error is not averaged, because a worker that pickles alone must not wait for others.
     state = engine.memory.save(engine.step, lambda error: error)
     return {
         "config": engine.config,
@@ -34,7 +34,7 @@ def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
 
 
 def restore(engine: Engine, saved: dict[str, Any]) -> None:
-    """Give an engine, made of the pickle's configuration and buckets, what the pickle holds."""
+    """Load a pickle's content into an engine that was made with the pickle's configuration and buckets."""
     logger.warning(
         "NOTE: Process group will be set to a default group (i.e. the world size). "
         "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
@@ -44,13 +44,14 @@ def restore(engine: Engine, saved: dict[str, Any]) -> None:
 
 
 def check_owner(engine: Engine) -> None:
-    """Before a pickle's error is used for the first time: only the worker that pickled it may go on with it."""
+    """Drop a pickle's error unless this is the worker that pickled it. Call it before the error is used."""
     worker = engine.communicator.index, engine.communicator.world_size
     owner = engine.memory.claim(worker, engine.step)
     if owner is not None:
         logger.warning(
-            "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
-            "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
+            "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds only "
+            "the error of the worker that wrote it, so its error is dropped. Save state_dict() instead, which holds "
+            "the mean error.",
             *owner,
             *worker,
         )

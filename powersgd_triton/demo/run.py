@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARM",
         help="allreduce, torch or ours, with a rank as in ours:4; for ours also a budget, as in ours:20x for 20 times "
         f"fewer bytes, and modes, as in ours:32+alternating ({', '.join(MODES)}) (default: all three and "
-        f"{BUDGETED}; with ddp only: torch and the budget)",
+        f"{BUDGETED}; torch and the budget only with ddp)",
     )
     parser.add_argument(
         "--parallelism",
