@@ -29,7 +29,7 @@ class AllReduceSeam:
 
     @staticmethod
     def owner(engine: Any) -> Any:
-        """The object that has the method."""
+        """Return the object that has the method."""
         return engine
 
     def _reduce(
@@ -99,7 +99,7 @@ class BucketSeam:
 
     @staticmethod
     def owner(engine: Any) -> Any:
-        """The object that has the method."""
+        """Return the object that has the method."""
         return engine.optimizer
 
     def _reduce(self, tensor: Tensor, *dtype: torch.dtype) -> Any:
@@ -155,7 +155,7 @@ class PartitionSeam:
 
     @staticmethod
     def owner(engine: Any) -> Any:
-        """The object that has the method."""
+        """Return the object that has the method."""
         return engine.optimizer
 
     def _reduce(self, parameters: Sequence[Tensor], *dtype: torch.dtype) -> list[Tensor]:

@@ -100,7 +100,7 @@ class Memory:
             self.sizes[segment.name] = (segment.n, segment.m, segment.rank)
             self._backends[segment.name] = backend
         for segment in layout.bypass:
-            # In the exact first steps, tensors that will be compressed are bypass tensors too. They keep their parts.
+            # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
             if segment.name in self._loaded.matrices and not compressed_rank(segment.shape, self._config, segment.name):
                 parts = self._loaded.matrices.pop(segment.name)
                 if "error" in parts and self._config.error_feedback:

@@ -35,14 +35,14 @@ def select_backend(
         ValueError: The configuration asks for Triton, which cannot be used.
     """
     if config.backend == "torch":
-        return "torch", "asked for by name"
+        return "torch", "set by the configuration"
     obstacle = why_not_triton(device, dtypes, rank)
     if obstacle is None and config.iterations > 1:
         obstacle = f"the kernels do one iteration a step; the configuration asks for {config.iterations}"
     if obstacle is None and config.backend == "auto" and device.type == "cpu":
         obstacle = "the interpreter is for tests"
     if obstacle is None:
-        return "triton", "asked for by name" if config.backend == "triton" else "the fastest on this device"
+        return "triton", "set by the configuration" if config.backend == "triton" else "the fastest on this device"
     if config.backend == "triton":
         raise ValueError(f"backend 'triton' cannot be used: {obstacle}")
     return "torch", obstacle

@@ -13,9 +13,9 @@ from powersgd_triton.ops.backends import select_backend
 
 
 def test_backends_by_name(device: torch.device):
-    assert select_backend(PowerSGDConfig(backend="torch"), device) == ("torch", "asked for by name")
+    assert select_backend(PowerSGDConfig(backend="torch"), device) == ("torch", "set by the configuration")
     found = select_backend(PowerSGDConfig(backend="triton"), device, {torch.bfloat16}, 4)
-    assert found == ("triton", "asked for by name")
+    assert found == ("triton", "set by the configuration")
     with pytest.raises(ValueError, match="backend must be one of auto, triton, torch; got 'cuda'"):
         PowerSGDConfig(backend="cuda")
 
