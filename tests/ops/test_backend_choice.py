@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+import triton
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
@@ -62,5 +63,8 @@ def test_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch):
     assert why_not_triton(torch.device("cpu")) == (
         "the kernels run on CUDA and ROCm devices; these gradients are on the CPU"
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(triton, "__version__", "3.4.0")
+    assert why_not_triton(torch.device("cuda")) == "the kernels need triton 3.5 or newer; this is 3.4.0"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert why_not_triton(torch.device("cuda")) == "triton is not installed"
