@@ -49,7 +49,7 @@ clean:
 	rm -rf .venv build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first and by itself, so that nothing else decides which build of it is taken.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON3) -m venv .venv
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"

@@ -1,7 +1,7 @@
-"""Adapters: each translates a framework's gradients into (flat buffer, layout) and back."""
+"""Adapters. Each translates a framework's gradients into named gradients for the engine, and writes back averages."""
 
 if __name__ != "powersgd_triton.integrations":
     raise ImportError(
-        f"the adapters are imported as powersgd_triton.integrations, not as {__name__!r}: "
+        f"import the adapters as powersgd_triton.integrations, not as {__name__!r}: "
         "write `from powersgd_triton.integrations import ddp`"
     )

@@ -21,7 +21,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.integrations.sharded import ShardedState, WholeParameters, group_of_its_own
+from powersgd_triton.integrations.sharded import ShardedHandle, WholeParameters, group_of_its_own
 from powersgd_triton.layout.layout import Layout
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
@@ -30,12 +30,13 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class Unit:
-    """One FSDP unit: where in its flat gradient each trainable parameter lies.
+    """The places of the trainable parameters in the flat gradient of one FSDP unit.
 
     Attributes:
+        name: Name of the unit's module.
         offsets: {parameter's name: first element}.
-        layout: the same parameters.
-        numel: elements without the padding that makes shards equal.
+        layout: Layout of the same parameters.
+        numel: Number of elements without the padding that makes shards equal.
     """
 
     def __init__(self, module: FullyShardedDataParallel, prefix: str, config: PowerSGDConfig) -> None:
@@ -47,10 +48,11 @@ class Unit:
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
-                # With use_orig_params=True a unit may have frozen parameters too; their gradients are zeros.
+                # With use_orig_params=True a unit may also have frozen parameters, whose gradients are zeros.
                 if flat._params is None or flat._params[index].requires_grad:
                     name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
-                    # What is not contiguous lies there in another order than its shape says: averaged exactly.
+                    # The elements of a non-contiguous parameter lie in another order than its shape suggests. One
+                    # dimension makes it a bypass tensor.
                     shape = tuple(flat._shapes[index])
                     shapes[name] = shape if flat._contiguities[index] else (math.prod(shape),)
                     self.offsets[name] = self.numel
@@ -59,20 +61,20 @@ class Unit:
         self.layout = Layout.build(shapes, config)
 
 
-class PowerSGDState(ShardedState):
-    """Memory of the compression of one FSDP1 model's gradients.
+class PowerSGDState(ShardedHandle):
+    """The compression of one FSDP1 model's gradients.
 
-    FULL_SHARD, SHARD_GRAD_OP and NO_SHARD; every worker keeps errors of the whole model's size. The sums of factors
-    travel in a process group of the state's own, so that they do not queue behind all-gathers that FSDP has prefetched
-    (in the model's group where that is not of all workers).
+    It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size. Factors are
+    summed in a process group of the state's own, so that they do not queue behind all-gathers that FSDP has prefetched.
+    If the model's group does not contain all workers, that group is used instead.
 
     Args:
-        fsdp_model: the outermost ``FullyShardedDataParallel``, before its first backward pass.
-        config: what to compress and how.
+        fsdp_model: The outermost ``FullyShardedDataParallel``, before its first backward pass.
+        config: Configuration of the compression.
 
     Raises:
-        TypeError: the model is not of FSDP1, or ``config`` is no configuration.
-        ValueError: its sharding strategy is hybrid, it has a hook already, nothing of it is trainable, or the
+        TypeError: The model does not use FSDP1, or ``config`` is not a configuration.
+        ValueError: The sharding strategy is hybrid, the model already has a hook or has no trainable parameters, or the
             configuration's budget is too small for it.
     """
 
@@ -81,8 +83,8 @@ class PowerSGDState(ShardedState):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         if not isinstance(fsdp_model, FullyShardedDataParallel):
             raise TypeError(
-                f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. For models of "
-                "fully_shard use powersgd_triton.integrations.fsdp2, for DistributedDataParallel …integrations.ddp"
+                f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
+                "powersgd_triton.integrations.fsdp2 for fully_shard and …integrations.ddp for DistributedDataParallel"
             )
         modules = {
             plain_name(name): module
@@ -97,16 +99,16 @@ class PowerSGDState(ShardedState):
                     "hook; use fully_shard and powersgd_triton.integrations.fsdp2 with replicate_group instead"
                 )
             if module._comm_hook is not None:
-                raise ValueError(f"{where} has a communication hook already; build one state and register it once")
+                raise ValueError(f"{where} has a communication hook already; create one state and register it once")
             if module.process_group is not fsdp_model.process_group:
-                raise ValueError(f"{where} has another process group than the root module; give all the same")
+                raise ValueError(f"{where} has another process group than the root module; use one group for all")
         trainable = {
             name: module
             for name, module in modules.items()
             if module._handle is not None and module._handle.flat_param.requires_grad
         }
         if not trainable:
-            raise ValueError("the model has no trainable parameters; unfreeze them before building the state")
+            raise ValueError("the model has no trainable parameters; unfreeze them before creating the state")
         group: Any = fsdp_model.process_group
         device = fsdp_model.compute_device or torch.device("cpu")
         units = [Unit(module, name, config) for name, module in trainable.items()]
@@ -117,8 +119,8 @@ class PowerSGDState(ShardedState):
         self._workers, self._worker = sharding.workers, sharding.worker
         self._current: Unit | None = None
         for unit, module in zip(units, trainable.values(), strict=True):
-            # FSDP does not tell its hook the unit. This fires just before it, in backward passes without
-            # synchronisation too, where no hook follows.
+            # FSDP does not tell its hook which unit it reduces. This hook fires just before FSDP's hook and marks the
+            # unit. In backward passes without synchronization it fires too, but no hook of FSDP follows.
             handle: Any = module._handle
             handle.flat_param.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
 
@@ -130,24 +132,24 @@ class PowerSGDState(ShardedState):
         if unit is None or not unit.numel <= gradient.numel() < unit.numel + self._workers:
             raise RuntimeError(
                 f"powerSGD_hook was called with {gradient.numel()} elements of a unit that this state does not know. "
-                "Build PowerSGDState from the model on which register_comm_hook is called, after all of it is wrapped "
-                "and with the parameters trainable that are to be trained"
+                "Build PowerSGDState from the model on which register_comm_hook is called, after the whole model is "
+                "wrapped and after parameters are frozen or unfrozen"
             )
         return unit
 
 
 @torch.no_grad()
 def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None = None) -> None:
-    """Average a unit's flat gradient in compressed form; register it with ``fsdp_model.register_comm_hook(state, …)``.
+    """Average a unit's flat gradient in compressed form. Register it with ``fsdp_model.register_comm_hook(state, …)``.
 
     Args:
-        state: built from the same model.
-        gradient: flat, of the whole unit; averaged in place with NO_SHARD.
-        output: this worker's shard of the average, written; None with NO_SHARD.
+        state: State created from the same model.
+        gradient: Flat gradient of the whole unit. With NO_SHARD it is averaged in place.
+        output: Tensor to which this worker's shard of the average is written. None with NO_SHARD.
 
     Raises:
-        TypeError: ``state`` is not of this module.
-        RuntimeError: the gradient belongs to a unit that the state does not know.
+        TypeError: ``state`` is not a ``PowerSGDState`` of this module.
+        RuntimeError: The gradient belongs to a unit that the state does not know.
     """
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
@@ -166,7 +168,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     if output is None:
         engine.average(unit.layout, views)
         return
-    # Frozen parameters and padding have no part in it.
+    # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
     output.zero_()
     low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
     ranges: dict[str, tuple[int, Tensor]] = {}

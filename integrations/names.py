@@ -1,4 +1,4 @@
-"""Parameters' names without what wrappers add to them."""
+"""Parameter names without the parts that wrappers add."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add to it, as ``torch.distributed.checkpoint`` has it."""
+    """Return a parameter's name without the parts that wrappers add, as in ``torch.distributed.checkpoint``."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

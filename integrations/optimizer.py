@@ -1,4 +1,4 @@
-"""A plain training loop: the interface of the reference implementation (epfml/powersgd), by changing one import.
+"""A plain training loop, with the interface of the reference implementation (epfml/powersgd). Change one import.
 
 from powersgd_triton.integrations.optimizer import PowerSGD, Config, optimizer_step
 powersgd = PowerSGD(list(model.parameters()), config=Config(rank=1, min_compression_rate=10))
@@ -24,14 +24,14 @@ __all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step", "p
 
 
 class Config(NamedTuple):
-    """How much is compressed; names and meaning are the reference implementation's.
+    """Configuration of the compression, with the reference implementation's names and meaning.
 
     Attributes:
-        rank: columns of the factors.
-        min_compression_rate: compress a tensor only if it shrinks by more than this factor, counting the
-            ``num_iters_per_step · rank · (n + m) / 2`` elements that a step sends on average.
-        num_iters_per_step: products and all-reduces in one step, left and right by turns.
-        start_compressing_after_num_steps: number of first steps with exact averaging.
+        rank: Number of columns of the factors.
+        min_compression_rate: Compress a tensor only if it shrinks by more than this factor. A step sends
+            ``num_iters_per_step · rank · (n + m) / 2`` elements on average.
+        num_iters_per_step: Number of products and all-reduces in one step, left and right by turns.
+        start_compressing_after_num_steps: Number of first steps with exact averaging.
     """
 
     rank: int
@@ -45,11 +45,11 @@ class Aggregator(abc.ABC):
 
     @abc.abstractmethod
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The (approximate) averages, in new tensors. The inputs become the compression errors, or zero."""
+        """Return the (approximate) averages in new tensors. The inputs become the compression errors, or zero."""
 
 
 class AllReduce(Aggregator):
-    """Exact averages. ``group``: process group; None for the default group, or for one process."""
+    """Averages gradients exactly over ``group``. None uses the default group, or a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._communicator = Communicator(group)
@@ -66,20 +66,20 @@ class AllReduce(Aggregator):
 
 
 class PowerSGD(Aggregator):
-    """The alternating algorithm over a list of gradients, which keep the error between steps.
+    """Averages a list of gradients with the alternating algorithm. The gradients keep the error between steps.
 
-    There is no error buffer: what a step did not send stays in the gradients, to which the next backward pass adds.
-    So they must not be set to zero in between, and a skipped step needs no care. An element that is not finite reaches
-    the average of all compressed tensors as NaN; in the gradients it becomes zero and everything else stays, to be
-    sent in the next step. Errors have the gradients' dtype.
+    There is no error buffer. What a step did not send stays in the gradients, and the next backward pass adds to them.
+    So do not set the gradients to zero between steps. A skipped step needs no care. If an element is not finite, the
+    averages of all compressed tensors become NaN. In the gradients this element becomes zero, and everything else stays
+    and is sent in the next step. Errors have the gradients' dtype.
 
     Args:
-        params: parameters or tensors of their shapes, in the order in which gradients will come.
-        config: how much is compressed.
-        group: process group; None for the default group, or for one process where none is initialised.
+        params: Parameters, or tensors of their shapes, in the order of the gradients.
+        config: Configuration of the compression.
+        group: Process group. None uses the default group, or a single process if no group is initialized.
 
     Raises:
-        TypeError, ValueError: a setting is of the wrong type or out of range.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
     """
 
     def __init__(self, params: Sequence[Tensor], config: Config, group: dist.ProcessGroup | None = None) -> None:
@@ -91,6 +91,7 @@ class PowerSGD(Aggregator):
                 iterations=config.num_iters_per_step,
                 start_iter=config.start_compressing_after_num_steps,
                 algorithm="alternating",
+                # The gradients themselves keep the error, see ``leave_error``.
                 error_feedback=False,
             ),
             {str(index): parameter.shape for index, parameter in enumerate(params)},
@@ -100,25 +101,25 @@ class PowerSGD(Aggregator):
 
     @property
     def step_counter(self) -> int:
-        """Number of steps done."""
+        """Number of finished steps."""
         return self._compressor.iteration
 
     @property
     def dropped_elements(self) -> int:
-        """How many elements of this worker's gradients were not finite so far. Waits for the device."""
+        """Number of non-finite elements in this worker's gradients so far. Reading it waits for the device."""
         return 0 if self._dropped is None else int(self._dropped)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Average gradients; the inputs become the errors.
+        """Average gradients. The inputs become the errors.
 
         Args:
-            gradients: of the parameters' shapes, in their order.
+            gradients: Gradients with the parameters' shapes, in their order.
 
         Returns:
-            Ĝ of the gradients' dtypes, in new tensors, equal on all workers.
+            Averages in new tensors with the gradients' dtypes, equal on all workers.
 
         Raises:
-            TypeError, ValueError: the gradients are not those of the parameters. Nothing was changed.
+            TypeError, ValueError: The gradients do not match the parameters. Nothing was changed.
         """
         compressed = self._compressor.compress(gradients)
         averages = self._compressor.decompress(compressed)
@@ -128,31 +129,31 @@ class PowerSGD(Aggregator):
         return [averages[str(index)] for index in range(len(gradients))]
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(rate, elements before, elements after) over all steps so far; rate 0 before the first."""
+        """Return (rate, elements before, elements after) over all compressed steps. The rate is 0 before the first."""
         return self._compressor.compression_stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """The bases and the step, equal on all workers. The errors are in the gradients: save their mean with it."""
+        """Return the bases and the step, equal on all workers. The gradients hold the errors: save their mean too."""
         return self._compressor.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Continue from a saved state.
 
         Raises:
-            ValueError: it is of another model or format. Nothing was changed.
+            ValueError: The state belongs to another model, or has another format. Nothing was changed.
         """
         self._compressor.load_state_dict(state_dict)
 
 
 def params_in_optimizer(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters of an optimizer, in the order of its groups."""
+    """Return all parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> None:
     """Take an optimizer step with averaged gradients. Afterwards ``.grad`` holds the errors: do not set it to zero.
 
-    A parameter without a gradient counts as one whose gradient is zero, since all workers must send the same.
+    A missing gradient counts as zero, since all workers must send the same tensors.
     """
     parameters = params_in_optimizer(optimizer)
     gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]

@@ -1,4 +1,4 @@
-"""What the adapters for sharded parameters share: checkpoints for torch.distributed.checkpoint."""
+"""Shared by the adapters for sharded parameters: checkpoints with torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from powersgd_triton.ops.reference import note_overflow
 
 
 class Sharding(Protocol):
-    """How the errors of one model are sharded: what a checkpoint has to know of an adapter."""
+    """How the errors and factors of one model are sharded. Each adapter tells this to its checkpoints."""
 
     def place(self, name: str, error: Tensor) -> DTensor:
-        """This worker's part of a mean error, as a tensor of the parameter's shape that is sharded like it."""
+        """Return a mean error as a DTensor with the parameter's shape and sharding."""
 
     def take(self, name: str, error: DTensor) -> Tensor:
-        """The inverse of ``place``: the matrix [n, m] that this worker compresses."""
+        """Return the matrix [n, m] that this worker compresses: the inverse of ``place``."""
 
     def shard(self) -> tuple[int, int]:
-        """(index, number) of shards that have factors of their own."""
+        """Return (index of this worker's shard, number of shards), counting shards with factors of their own."""
 
     def gather(self, factors: Any) -> list[Any]:
-        """The factors of all shards in their order. Collective."""
+        """Return the factors of all shards in order. Collective."""
 
 
-class ShardedState(Handle):
-    """The compression of a model with sharded parameters, usable as a ``Stateful`` of torch.distributed.checkpoint.
+class ShardedHandle(Handle):
+    """The compression of a model with sharded parameters. It is a ``Stateful`` of torch.distributed.checkpoint.
 
     Args:
-        engine: what does the work.
-        sharding: how its errors are sharded.
+        engine: Engine that averages the model's gradients.
+        sharding: How errors and factors are sharded.
     """
 
     def __init__(self, engine: Engine, sharding: Sharding) -> None:
@@ -50,15 +50,15 @@ class ShardedState(Handle):
         self._sharding = sharding
 
     def error_numel(self) -> int:
-        """Elements of this worker's error buffers, as far as they have been made."""
+        """Return the number of elements of this worker's error buffers that exist so far."""
         matrices = self._engine.memory.matrices.values()
         return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean error as DTensors placed like their parameters, factors and the step, for DCP. Collective.
+        """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
-        It fits other meshes, numbers of workers and ranks: every parameter of two or more dimensions has its error in
-        it, and on another mesh a matrix starts from the basis of the saved shard that overlaps with its own.
+        The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
+        more dimensions. On another mesh, a matrix starts from the basis of a saved shard that overlaps with its own.
         """
         saved = self._engine.state_dict()
         errors: dict[str, DTensor] = {}
@@ -74,28 +74,28 @@ class ShardedState(Handle):
         if self.config.planned:
             content["plans"] = self._sharding.gather(saved["plan"])
         torch.save(content, factors)
-        # Bytes, since the number of shards and the rank may be others when they are loaded.
+        # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
-        """Go on from a saved state, of any mesh and rank. ``dcp.load`` calls it.
+        """Continue from a saved state of any mesh and rank. ``dcp.load`` calls this method.
 
         Args:
-            state_dict: from ``state_dict``.
-            rename: {saved name: name here}; for ``dcp.load`` see ``renamed``.
+            state_dict: Result of ``state_dict``.
+            rename: {saved name: name here}. With ``dcp.load``, use ``renamed`` instead.
 
         Raises:
-            ValueError: it is of another model or format. Nothing was changed.
+            ValueError: The state belongs to another model, or has another format. Nothing was changed.
         """
         missing = {"error", "factors", "iteration"} - set(state_dict)
         if missing:
-            raise ValueError(f"expected what state_dict() gave; {sorted(missing)} are missing")
+            raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         factors = torch.load(io.BytesIO(state_dict["factors"]), weights_only=True)
         if factors["version"] != FORMAT_VERSION:
             raise ValueError(f"expected factors of format {FORMAT_VERSION}; got {factors['version']!r}")
         worker, workers = self._sharding.shard()
         shards = factors["shards"]
-        # The saved shard in which this one's first rows were; the same one on all replicas.
+        # The saved shard that contained the first rows of this worker's shard. It is the same on all replicas.
         index = worker * len(shards) // workers
         nearest, plan = shards[index], factors["plans"][index] if "plans" in factors else {}
         saved_names = {new: old for old, new in (rename or {}).items()}
@@ -108,13 +108,13 @@ class ShardedState(Handle):
             error = None
             if self.config.error_feedback:
                 if saved not in state_dict["error"]:
-                    raise ValueError(f"the saved state has no error of {saved!r}; is it of another model?")
+                    raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
                 error = self._sharding.take(name, state_dict["error"][saved]).float()
                 if rank == 0 and error.any():
                     matrices[name] = {"error": error}
             if rank:
                 bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(saved, {}).items()}
-                # Left bases have the rows of a shard.
+                # A left basis has the rows of a shard, so it only fits the same number of shards.
                 parts = bases if len(shards) == workers else {}
                 parts["basis"] = bases["basis"] if "basis" in bases else _random_basis(shape, rank)
                 matrices[name] = parts if error is None else {**parts, "error": error}
@@ -130,58 +130,58 @@ class ShardedState(Handle):
         )
 
     def renamed(self, names: Mapping[str, str]) -> Renamed:
-        """This state as a checkpoint knows it in which parameters had other names, for ``dcp.load``.
+        """Return this state for ``dcp.load`` of a checkpoint in which parameters have other names.
 
         Args:
             names: {saved name: name here}.
 
         Raises:
-            ValueError: a name is not a matrix of this model.
+            ValueError: A name does not belong to a matrix of this model.
         """
         unknown = sorted(set(names.values()) - self._matrices().keys())
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no trainable parameter of two or more dimensions of this model")
+            raise ValueError(f"{unknown[0]!r} is not a trainable parameter of two or more dimensions of this model")
         return Renamed(self, names)
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of two or more dimensions."""
+        """Return the shapes of the parameters of two or more dimensions."""
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) > 1}
 
     def _note_overflow(self, averages: Tensor) -> None:
-        """After written averages were changed: the step is void where they no longer fit their dtype."""
+        """Set the verdict to 0 if averages that were changed after they were written no longer fit their dtype."""
         overflow = self._engine.step.overflow(averages.device)
-        # Other dtypes hold all that factors in range can give, other than next to the largest fp32.
+        # Only fp16 has a smaller range than the factors.
         if overflow is not None and averages.dtype == torch.float16:
             note_overflow(averages, overflow)
 
 
 class Renamed:
-    """A sharded state whose parameters had other names when it was saved; see ``ShardedState.renamed``."""
+    """A sharded state whose parameters had other names when it was saved. See ``ShardedHandle.renamed``."""
 
-    def __init__(self, state: ShardedState, names: Mapping[str, str]) -> None:
+    def __init__(self, state: ShardedHandle, names: Mapping[str, str]) -> None:
         self._state, self._names = state, dict(names)
 
     def state_dict(self) -> dict[str, Any]:
-        """As it was saved. Collective."""
+        """Return the state with the saved names. Collective."""
         saved_names = {new: old for old, new in self._names.items()}
         found = self._state.state_dict()
         return {**found, "error": {saved_names.get(name, name): error for name, error in found["error"].items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from it."""
+        """Continue from a saved state that has the saved names."""
         self._state.load_state_dict(state_dict, rename=self._names)
 
 
 class WholeParameters:
-    """The sharding where every worker compresses whole gradients, while the parameters themselves are sharded.
+    """The sharding in which every worker compresses whole gradients of sharded parameters.
 
     Args:
-        group: the workers that hold shards.
-        mesh: a mesh of one dimension over these workers.
-        shapes: gives {name: shape} of the whole trainable parameters.
+        group: Process group of the workers that hold shards.
+        mesh: Mesh of one dimension over these workers.
+        shapes: Returns {name: shape} of the whole trainable parameters.
 
     Attributes:
-        worker, workers: this worker's index in the group, and its world size.
+        worker, workers: Index of this worker in the group, and the group's world size.
     """
 
     def __init__(
@@ -209,36 +209,36 @@ class WholeParameters:
 
 
 def group_of_its_own(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """A new group of all workers, so that sums of factors do not queue behind the framework's collectives.
+    """Return a new group of all workers, so that sums of factors do not queue behind the framework's collectives.
 
-    Where ``group`` does not hold all workers, it is returned itself: a new group must be made by all workers there are.
-    (With use_local_synchronization=True it need not, but then members that know different numbers of groups wait for
-    each other for ever.)
+    If ``group`` does not contain all workers, return ``group``, since all workers have to create a new group together.
+    (With use_local_synchronization=True they do not. But then members that have created different numbers of groups
+    wait for each other forever.)
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
         return group
     options = getattr(group._get_backend(torch.device(device_type)), "options", None)
-    # How long a group waits for a peer; None where its backend does not say, for torch's default.
+    # Keep the timeout of ``group``. None if its backend does not report it, which selects torch's default.
     timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
     new: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
     return new
 
 
 def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
-    """(first, behind the last) of a tensor's rows that a worker holds where dim 0 is sharded, as FSDP2 does it."""
+    """Return (first row, row after the last) of a worker's shard on dim 0, sharded as FSDP2 does."""
     each = -(-rows // workers)
     return min(worker * each, rows), min((worker + 1) * each, rows)
 
 
 def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     shape = tuple(shape)
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
-    """The same on all workers, for a matrix that was not compressed where the state was saved."""
+    """Return a basis, equal on all workers, for a matrix that was not compressed when the state was saved."""
     generator = torch.Generator().manual_seed(0)
     basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
     return basis

@@ -1,4 +1,4 @@
-"""The public ``Compressor`` over one set of tensors: compress and decompress."""
+"""The public ``Compressor``: compress and decompress one set of tensors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Compressed:
     """The averaged factors of one step: views of the compressor's memory, valid until its next ``compress``.
 
     Attributes:
-        backend: of the bucket that holds the factors.
-        iteration: number of the step, from 1.
-        verdict: scalar, 1 where the step was finite, else 0. Known once the averages are written, see ``decompress``.
+        backend: Backend of the bucket that holds the factors.
+        iteration: Number of the step, from 1.
+        verdict: Scalar, 1 if the step was finite, else 0. It is final after ``decompress``.
     """
 
     backend: Backend
@@ -40,10 +40,10 @@ class Compressed:
     verdict: Tensor
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """{name: (left [n, r], right [m, r])}, views, with Ĝ = left · rightᵀ. Bypass tensors have none.
+        """Return {name: (left [n, r], right [m, r])} with Ĝ = left · rightᵀ, as views. Bypass tensors have no factors.
 
-        That is P̂ and Q̄, or P̄ and Q̂ in every second step of the alternating algorithm. With several iterations they
-        are copies with iterations · r columns.
+        The factors are P̂ and Q̄, or P̄ and Q̂ in every second step of the alternating algorithm. With several
+        iterations they are copies with iterations · r columns.
         """
         bucket = self.backend.bucket
         return {
@@ -54,18 +54,18 @@ class Compressed:
 
 
 class Compressor(Handle):
-    """PowerSGD (arXiv:1905.13727) over one set of named gradients, averaged over a process group.
+    """Averages one set of named gradients over a process group with PowerSGD (arXiv:1905.13727).
 
     Args:
-        config: what to compress and how.
+        config: Configuration of the compression.
         tensors: {name: tensor or shape} in the order in which they lie in a flat buffer. Tensors also fix the dtype and
             device that gradients must have; they are not kept.
-        group: process group; None for the default group, or for one process where none is initialised.
+        group: Process group. None uses the default group, or a single process if no group is initialized.
 
     Raises:
-        TypeError: a tensor is not of a floating-point dtype.
-        ValueError: a shape has a negative size.
-        RuntimeError: the group cannot be used.
+        TypeError: A tensor does not have a floating-point dtype.
+        ValueError: A shape has a negative size.
+        RuntimeError: The group cannot be used.
     """
 
     def __init__(
@@ -88,27 +88,27 @@ class Compressor(Handle):
         self._compressing = Layout.build(shapes, config)
         self._exact = Layout.build(shapes, config, compress=False)
         super().__init__(Engine(config, Communicator(group), lambda: shapes))
-        # Whether the averages of the last step were written once.
+        # Whether the averages of the last step have been written. Only the first ``decompress`` may change the verdict.
         self._written = False
 
     @property
     def layout(self) -> Layout:
-        """Which tensors are compressed, and as which matrices."""
+        """The tensors that are compressed, and their shapes as matrices."""
         return self._engine.plan.layout(self._compressing)
 
     def compress(self, gradients: Gradients) -> Compressed:
         """Average this step's gradients over the workers, in compressed form. Collective.
 
         Args:
-            gradients: {name: tensor}, a sequence in the order of the names, or one flat buffer with all of them.
-                They are read only.
+            gradients: {name: tensor}, a sequence in the order of the names, or one flat buffer with all gradients.
+                They are not changed.
 
         Returns:
-            The factors, and the means of the bypass tensors, equal on all workers; valid until the next call.
+            The factors and the means of the bypass tensors, equal on all workers. Valid until the next call.
 
         Raises:
-            TypeError, ValueError: the gradients are not those the compressor was made for. Nothing was changed.
-            DisagreementError: in the first step, another worker has other tensors or another configuration.
+            TypeError, ValueError: The gradients do not match the compressor's tensors. Nothing was changed.
+            DisagreementError: In the first step, another worker has other tensors or another configuration.
         """
         named = self._named(gradients)
         self._kinds = {name: (tensor.dtype, tensor.device) for name, tensor in named.items()}
@@ -120,7 +120,7 @@ class Compressor(Handle):
             nothing = TorchBackend(Bucket(layout, torch.float32, device, self.config))
             return Compressed(nothing, step.iteration, torch.ones(()))
         found: list[Compressed] = []
-        # What ``decompress`` reconstructs.
+        # Instead of reconstructing the averages, keep the factors: ``decompress`` reconstructs them later.
         engine.average(
             layout,
             {name: tensor.detach().contiguous() for name, tensor in named.items()},
@@ -132,20 +132,20 @@ class Compressor(Handle):
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
         """Write the averaged gradients Ĝ.
 
-        Where one is too large for its dtype it becomes infinite, ``compressed.verdict`` becomes 0, and the error keeps
-        all of the step, which must not be applied. The first call after ``compress`` decides; later ones only write.
+        If an average does not fit its dtype, it becomes infinite. If a loss scale is attached, ``compressed.verdict``
+        then becomes 0 and the error keeps the whole step; do not apply it. Only the first call sets the verdict.
 
         Args:
-            compressed: from the last ``compress``.
-            out: where to, in any of the forms ``compress`` takes, any float dtype; None for new tensors {name: tensor}
-                of the gradients' dtypes.
+            compressed: Result of the last ``compress``.
+            out: Tensors to write to, of any float dtype, in any of the forms that ``compress`` takes. None creates new
+                tensors {name: tensor} with the gradients' dtypes.
 
         Returns:
-            ``out``.
+            ``out``, or the new tensors.
 
         Raises:
-            RuntimeError: ``compressed`` is of an earlier step.
-            TypeError, ValueError: ``out`` is not of the compressor's shapes and device. Nothing was changed.
+            RuntimeError: ``compressed`` belongs to an earlier step.
+            TypeError, ValueError: ``out`` does not have the compressor's shapes and device. Nothing was changed.
         """
         self._check_valid(compressed)
         if out is None:
@@ -167,19 +167,18 @@ class Compressor(Handle):
         return out
 
     def leave_error(self, compressed: Compressed, gradients: Gradients) -> Tensor:
-        """Turn the gradients that were compressed into the errors: gradients ← M − L Rᵀ, this worker's own product.
+        """Replace the compressed gradients by their errors, M − L Rᵀ with this worker's own factors L and R.
 
-        For those who keep the error themselves, with ``error_feedback=False``, as what the next gradient is added to.
-        Where the step was not finite nothing is subtracted, so that it is sent in the next step; whether it was is
-        known after ``decompress``. Tensors that are not
-        compressed become zero, and so does every element that is not finite.
+        Use it with ``error_feedback=False`` if you keep the error yourself and add the next gradient to it. Call it
+        after ``decompress``, which sets the verdict. If the step was not finite, nothing is subtracted, so that the
+        gradients are sent in the next step. Tensors that are not compressed and non-finite elements become zero.
 
         Returns:
-            Scalar on the gradients' device: how many elements were not finite.
+            The number of non-finite elements, as a scalar on the gradients' device.
 
         Raises:
-            RuntimeError: ``compressed`` is of an earlier step.
-            TypeError, ValueError: these are not the compressor's gradients. Nothing was changed.
+            RuntimeError: ``compressed`` belongs to an earlier step.
+            TypeError, ValueError: The gradients do not match the compressor's tensors. Nothing was changed.
         """
         self._check_valid(compressed)
         named = {name: tensor.detach() for name, tensor in self._named(gradients).items()}
@@ -191,7 +190,7 @@ class Compressor(Handle):
         on_host = verdict.device.type == "cpu"
         for segment in bucket.layout.segments:
             error = contiguous[segment.name]
-            # Where the sums were finite, so is what this worker gave. On a device that is not known without waiting.
+            # If the sums were finite, so are this worker's gradients. On a device the host would have to wait for that.
             if not (on_host and verdict):
                 finite = error.isfinite()
                 dropped += error.numel() - finite.sum()
@@ -205,50 +204,51 @@ class Compressor(Handle):
     def _check_valid(self, compressed: Compressed) -> None:
         if compressed.iteration != self._engine.step.iteration:
             raise RuntimeError(
-                f"factors are valid until the next compress; these are of step {compressed.iteration}, "
-                f"the last step was {self._engine.step.iteration}"
+                f"factors are valid until the next compress; these belong to step {compressed.iteration}, "
+                f"but the last step was {self._engine.step.iteration}"
             )
 
     def error(self) -> dict[str, Tensor]:
-        """{name: E}: what this worker has not sent yet, of the gradients' shapes and without loss scale; copies.
+        """Return copies {name: E} of this worker's errors, with the gradients' shapes and without the loss scale.
 
-        Empty without error feedback.
+        E is what this worker has not sent yet. The result is empty without error feedback.
         """
         shapes = {segment.name: segment.shape for segment in self._compressing.segments}
         return {name: error.view(shapes[name]) for name, error in super().error().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers: the mean error over workers, the bases, the step. Collective: all workers call it.
+        """Return the mean error over workers, the bases and the step. Collective: call it on all workers.
 
-        Any worker's result can be loaded on all workers of any world size: only the mean error enters the trajectory.
+        The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
+        size, since only the mean error enters the trajectory.
         """
         return self._engine.state_dict()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadReport:
-        """Go on from a saved state, of any world size and rank.
+        """Continue from a saved state of any world size and rank.
 
         When a tensor is no longer compressed, its remaining error is added to its next gradient.
 
         Args:
-            state_dict: from ``state_dict``.
-            strict: refuse a state that has errors of other tensors, or lacks matrices of these. Otherwise what fits is
-                taken over.
+            state_dict: Result of ``state_dict``.
+            strict: Refuse a state that has matrices of other tensors, or lacks matrices of these. Otherwise load what
+                fits.
             rename: {name in the state: name here}.
 
         Returns:
-            What was and what was not used.
+            What was used of the state, and what was not.
 
         Raises:
-            ValueError: it is of another model or format. Nothing was changed.
+            ValueError: The state belongs to another model, or has another format. Nothing was changed.
         """
         return self._engine.load_state_dict(
             state_dict, sizes(self._engine.tensors(), self.config), strict=strict, rename=rename
         )
 
     def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
-        """Gradients by name, checked against the layout and, with ``same_dtype``, their dtypes."""
+        """Return gradients by name. Check their names, shapes, device and, with ``same_dtype``, their dtypes."""
         layout = self._compressing
         if isinstance(gradients, Tensor):
             if gradients.dim() != 1 or gradients.numel() != layout.numel:
@@ -265,7 +265,7 @@ class Compressor(Handle):
             if len(gradients) > len(layout.segments):
                 known = {segment.name for segment in layout.segments}
                 raise ValueError(
-                    f"gradients have unknown names, {next(n for n in gradients if n not in known)!r} first"
+                    f"gradients have unknown names; the first is {next(n for n in gradients if n not in known)!r}"
                 )
             named = {segment.name: gradients[segment.name] for segment in layout.segments}
         else:
@@ -280,7 +280,7 @@ class Compressor(Handle):
                 raise ValueError(f"{segment.name!r} must have shape {segment.shape}; got {tuple(tensor.shape)}")
             kind = self._kinds.get(segment.name)
             if kind is not None and same_dtype and tensor.dtype != kind[0]:
-                raise TypeError(f"{segment.name!r} must be of {kind[0]}; got {tensor.dtype}")
+                raise TypeError(f"{segment.name!r} must have dtype {kind[0]}; got {tensor.dtype}")
             device = device or (kind[1] if kind is not None else tensor.device)
             if tensor.device != device:
                 raise ValueError(f"{segment.name!r} must be on {device}; got {tensor.device}")
@@ -291,6 +291,6 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name!r} must be a tensor; got {type(tensor).__name__}")
     if tensor.dtype not in GRADIENT_DTYPES:
-        raise TypeError(f"{name!r} must be of a floating-point dtype of 16 bits or more; got {tensor.dtype}")
+        raise TypeError(f"{name!r} must have a floating-point dtype of 16 bits or more; got {tensor.dtype}")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name!r} must be dense; got {tensor.layout}")

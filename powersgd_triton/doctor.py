@@ -1,4 +1,4 @@
-"""``python -m powersgd_triton doctor``: show versions, devices and the chosen backend, and test a step."""
+"""``python -m powersgd_triton doctor``: show versions, devices and the selected backend, and test a step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from powersgd_triton.ops.backends import select_backend
 STEPS = 8
 SHAPES = {"weight": (64, 48), "bias": (64,)}
 ORTHONORMAL_TOLERANCE = 1e-5
-# In units of max|M|: in each step, M = G + E, the product P̂ Q̄ᵀ of rank 4 and the subtraction round a few times.
+# In units of max|M|. In each step, M = G + E, the product P̂ Q̄ᵀ of rank 4 and the subtraction make a few roundings.
 CONSERVATION_TOLERANCE = 8 * STEPS * torch.finfo(torch.float32).eps
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Result of one check: its name, whether it passed, and the figure that shows it."""
+    """Result of one check: its name, whether it passed, and the figure that it measured."""
 
     name: str
     passed: bool
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
     for device in devices:
         print(f"  {device!s:<16} {_describe(device)}")
     print(f"\nDistributed backends\n  {', '.join(distributed_backends()) or 'none'}")
-    # One device of each type is enough: the backend depends on the type only.
+    # One device of each type is enough, since the backend depends on the type only.
     kinds = [device for device in devices if device.index in (None, 0)]
     for device in kinds:
         print(f"\nBackend and self-test on {device}")
@@ -73,7 +73,7 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     yield "torch", f"{torch.__version__}{f' (built for {cuda})' if cuda else ''}", True
     for package in ("numpy", "triton"):
         yield package, *_imported(package)
-    # Not imported: that takes seconds and prints. Only the adapter needs it.
+    # DeepSpeed is not imported, since that takes seconds and prints messages. Only the adapter needs it.
     yield "deepspeed", _installed("deepspeed") or "not installed", True
 
 
@@ -90,7 +90,7 @@ def distributed_backends() -> list[str]:
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """Choose the backend and test steps in one process. A check that raises has failed."""
+    """Select the backend and test steps in one process. A check that raises an exception has failed."""
     for check in (_backend, _ordinary_steps, _zero_gradient, _non_finite_gradient):
         try:
             yield from check(device)
@@ -104,7 +104,7 @@ def _backend(device: torch.device) -> Iterator[Check]:
 
 
 def _ordinary_steps(device: torch.device) -> Iterator[Check]:
-    """Factors are orthonormal, Σ Ĝ + E = Σ G, and bypass tensors are unchanged."""
+    """Check that factors are orthonormal, Σ Ĝ + E = Σ G, and bypass tensors are unchanged."""
     compressor = _compressor()
     gradient_sum = torch.zeros(SHAPES["weight"], dtype=torch.float64)
     average_sum = gradient_sum.clone()
@@ -125,7 +125,7 @@ def _ordinary_steps(device: torch.device) -> Iterator[Check]:
 
 
 def _zero_gradient(device: torch.device) -> Iterator[Check]:
-    """A zero gradient gives zeros, and the layer receives gradients as soon as its own are nonzero."""
+    """Check that a zero gradient gives zeros, and that the next nonzero gradient arrives."""
     compressor = _compressor()
     zero = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
     during = [_step(compressor, zero)[0] for _ in range(2)]
@@ -137,7 +137,7 @@ def _zero_gradient(device: torch.device) -> Iterator[Check]:
 
 
 def _non_finite_gradient(device: torch.device) -> Iterator[Check]:
-    """An infinite element makes this step's result NaN and does not affect the next step."""
+    """Check that an infinite element makes this step's result NaN and does not affect the next step."""
     compressor = _compressor()
     _step(compressor, _gradients(0, device))
     infinite = _gradients(1, device)
@@ -191,7 +191,7 @@ def _installed(package: str) -> str | None:
 
 
 def _imported(package: str) -> tuple[str, bool]:
-    """Return (version, True), or the problem and whether this package works without that one."""
+    """Return (version, True), or the problem and whether this package works without the other one."""
     version = _installed(package)
     if version is None:
         return "not installed", package == "triton"

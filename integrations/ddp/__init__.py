@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the communication hook of torch's ``powerSGD_hook`` module, by changing one import.
+"""DistributedDataParallel: a drop-in replacement for torch's ``powerSGD_hook`` module. Change one import.
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=0, module=model)

@@ -1,4 +1,4 @@
-"""The hooks that DDP calls with each bucket of gradients."""
+"""The communication hooks, which DDP calls with each bucket of gradients."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import contextlib
@@ -20,18 +20,18 @@ from powersgd_triton.ops.backend import Backend
 logger = logging.getLogger("powersgd_triton.integrations.ddp")
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
-"""Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of what is left over."""
+"""Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of the remaining elements."""
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket's gradients in compressed form; register it with ``ddp_model.register_comm_hook(state, …)``.
+    """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
-    On the CPU a bucket's Future may be completed while a later bucket is handled; the last bucket completes all. On
-    CUDA everything is enqueued on a side stream and the host waits for nothing.
+    On the CPU, a bucket's Future may be completed while a later bucket is processed. The last bucket completes all
+    Futures. On CUDA, everything is enqueued on a side stream, and the host does not wait.
 
     Raises:
-        TypeError: the bucket is not a dense floating-point tensor.
-        RuntimeError: a loaded checkpoint does not fit the model, or a collective failed.
+        TypeError: The bucket is not a dense floating-point tensor.
+        RuntimeError: A loaded checkpoint does not fit the model, or a collective failed.
     """
     parameters = bucket.parameters()
     names = state._names.of(bucket.index(), parameters)
@@ -49,27 +49,27 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket as one square matrix, whatever tensors it holds: torch's hook of that name.
+    """Average a whole bucket as one square matrix, like torch's hook of the same name.
 
-    Use ``powerSGD_hook`` unless a model consists of so many tiny tensors that its bucket has to be one matrix: rows
-    that cut across tensors have no low-rank structure, and accuracy is much lower at ranks above 1 and at rank 1.
-    Biases and norms are compressed with everything else.
+    Use ``powerSGD_hook`` unless the model consists of many tiny tensors. Rows that cut across tensors have no low-rank
+    structure, so accuracy is much lower at every rank. Biases and norms are compressed with everything else.
 
-    Of L elements, rows of ⌈√L⌉ make a matrix; where torch pads the last row with zeros, its elements are averaged
-    exactly here, and nothing is copied. Error and basis belong to the bucket, so its boundaries must stay.
+    A bucket of L elements is viewed as a matrix with rows of ⌈√L⌉ elements. torch pads an incomplete last row with
+    zeros. This hook averages it exactly instead, and copies nothing. Error and basis belong to the bucket, so its
+    boundaries must not change.
 
     Raises:
-        TypeError: the bucket is not a dense floating-point tensor.
-        ValueError: ``start_powerSGD_iter`` is below 2, before DDP has settled its buckets; or ranks are by parameter.
-        RuntimeError: a bucket has another size than before, or a collective failed.
+        TypeError: The bucket is not a dense floating-point tensor.
+        ValueError: ``start_powerSGD_iter`` is below 2, or ranks are given for each parameter.
+        RuntimeError: A bucket's size has changed, or a collective failed.
     """
     if state.config.start_iter < 2:
         raise ValueError(
-            "batched_powerSGD_hook remembers errors by bucket, and DDP settles its buckets after the first iteration: "
+            "batched_powerSGD_hook keeps errors by bucket, and DDP rebuilds its buckets after the first iteration: "
             f"start_powerSGD_iter must be at least 2; got {state.config.start_iter}"
         )
     if state.config.planned or callable(state.config.rank):
-        raise ValueError("batched_powerSGD_hook has one matrix a bucket: it needs one rank, not ranks by parameter")
+        raise ValueError("batched_powerSGD_hook has one matrix a bucket: give one rank, not ranks for each parameter")
     layout, buffer = _square_layout(state, bucket), bucket.buffer()
     return _average(
         state,
@@ -80,14 +80,14 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 
 def _square_layout(state: PowerSGDState, bucket: GradBucket) -> Layout:
-    """A bucket as a matrix of ⌈√L⌉ columns, and the rest of its L elements."""
+    """Return a layout with a bucket of L elements as a matrix of ⌈√L⌉ columns and the remaining elements."""
     numel = bucket.buffer().numel()
     names = (SQUARE.format(bucket.index()), REST.format(bucket.index()))
     layout = state._layouts.get(names)
     if layout is not None and layout.numel != numel and state.iter >= state.config.start_iter:
         raise RuntimeError(
             f"bucket {bucket.index()} had {layout.numel} elements and now has {numel}; batched_powerSGD_hook needs "
-            "buckets that stay, powerSGD_hook does not"
+            "buckets that stay the same, powerSGD_hook does not"
         )
     if layout is None or layout.numel != numel:
         columns = math.isqrt(max(0, numel - 1)) + 1
@@ -100,11 +100,12 @@ def _square_layout(state: PowerSGDState, bucket: GradBucket) -> Layout:
 def _average(
     state: PowerSGDState, bucket: GradBucket, layout: Layout, gradients: Callable[[], dict[str, Tensor]]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Give a bucket to the engine. ``gradients``: its gradients by name, views of its buffer."""
+    """Pass a bucket to the engine. ``gradients`` returns its gradients by name, as views of its buffer."""
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
     if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
-        raise TypeError(f"gradients must be dense and of a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
-    check_owner(engine)
+        raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
+    if bucket.index() == 0:
+        check_owner(engine)
     with _side_stream(state, buffer) as future:
         compressing = engine.begin(layout, buffer.device, last=last)
         step, first = state.iter, bucket.index() == 0
@@ -129,15 +130,17 @@ def _average(
 
 @contextlib.contextmanager
 def _side_stream(state: PowerSGDState, buffer: Tensor) -> Iterator[torch.futures.Future[torch.Tensor]]:
-    """The bucket's Future. On CUDA what is done inside is enqueued on a stream of the state's own."""
+    """Yield the bucket's Future. On CUDA, enqueue the work inside this block on a stream of the state's own."""
     if not buffer.is_cuda:
         yield torch.futures.Future()
         return
     stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))
+    # The gradients are computed on the current stream.
     stream.wait_stream(torch.cuda.current_stream(buffer.device))
+    # The allocator must not reuse the buffer's memory before the side stream is done with it.
     buffer.record_stream(stream)
     with torch.cuda.stream(stream):
-        # Made here: a Future with devices waits for the stream on which its result is set.
+        # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
         yield torch.futures.Future(devices=[buffer.device])
 
 

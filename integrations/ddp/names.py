@@ -1,4 +1,4 @@
-"""Which of a model's parameters is which: what an adapter's state is keyed by."""
+"""Names of the parameters in DDP's buckets, by which the state is keyed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from powersgd_triton.core.saved_state import Size
 from powersgd_triton.layout.layout import sizes
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
-"""Buckets of the first backward pass: for each its parameters' names and shapes."""
+"""Names and shapes of the parameters in each bucket of the first backward pass."""
 
 
 class ParameterNames:
-    """Names of the parameters that DDP hands over: the module's, or numbers in the order of the first backward pass."""
+    """Names parameters as the module does, or numbers them in the order of the first backward pass."""
 
     def __init__(self, module: nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel):
@@ -31,7 +31,7 @@ class ParameterNames:
         self._expected: Record = []
 
     def of(self, index: int, parameters: Iterable[Tensor]) -> tuple[str, ...]:
-        """Names of a bucket's parameters."""
+        """Return the names of a bucket's parameters."""
         parameters = list(parameters)
         if self._module is None and any(parameter not in self._names for parameter in parameters):
             self._number(index, parameters)
@@ -39,8 +39,8 @@ class ParameterNames:
             names = tuple(self._names[parameter] for parameter in parameters)
         except KeyError:
             raise RuntimeError(
-                "a bucket holds a parameter that is not one of the module given to PowerSGDState as module=; "
-                "give it the model that DistributedDataParallel wraps"
+                "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
+                "give the model that DistributedDataParallel wraps"
             ) from None
         if not self._seen.issuperset(names):
             self._seen.update(names)
@@ -56,59 +56,62 @@ class ParameterNames:
                 raise RuntimeError(
                     f"the loaded state was saved with other bucket boundaries: bucket {index} held shapes "
                     f"{[shape for _, shape in saved]} and now holds {shapes}. Give PowerSGDState module= when saving "
-                    "and when loading, so that parameters are known by their names"
+                    "and when loading, so that parameters have names"
                 )
             names = [name for name, _ in saved]
         self._names.update(zip(parameters, names, strict=True))
 
     def shapes(self) -> dict[str, tuple[int, ...]] | None:
-        """Of all trainable parameters by name; None where names are numbers."""
+        """Return the shapes of all trainable parameters by name. None if parameters are numbered."""
         if self._module is None:
             return None
         return {name: memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
 
     def sizes(self, config: PowerSGDConfig) -> dict[str, Size] | None:
-        """(n, m, rank) of the same."""
+        """Return (n, m, rank) of the same parameters."""
         shapes = self.shapes()
         return None if shapes is None else sizes(shapes, config)
 
     def known(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all trainable parameters, where they are known by name; else of those seen so far."""
+        """Return the shapes of all trainable parameters, or of the parameters seen so far if they are numbered."""
         shapes = self.shapes()
         return self.seen() if shapes is None else shapes
 
     def seen(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters whose gradients have come so far, or had where a loaded state was saved."""
+        """Return the shapes of parameters whose gradients have come so far, here or before a loaded state was saved."""
         return {name: shape for bucket in self.record() for name, shape in bucket}
 
     def record(self) -> Record:
-        """The buckets of the first backward pass."""
+        """Return the buckets of the first backward pass."""
         return self._buckets or self._expected
 
     def check(self, record: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> Record:
-        """A saved record, compared with this model's. Arguments as for ``State.load_state_dict``.
+        """Compare a saved record with this model. Arguments as for ``PowerSGDState.load_state_dict``.
+
+        Returns:
+            The record with this model's names.
 
         Raises:
-            ValueError: it is no record, or does not fit.
+            ValueError: It is not a record, or it does not fit the model.
         """
         buckets = _parsed(record)
         if rename:
             if self._module is None:
-                raise ValueError("rename maps parameters' names, which are known where the state is given module=")
+                raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
             buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
         if self._module is not None:
             known = set(self._names.values())
             unknown = {name for bucket in buckets for name, _ in bucket} - known
             if unknown and strict:
                 raise ValueError(
-                    f"the saved state knows parameters as {sorted(unknown)[:3]}, which the module given as module= "
+                    f"the saved state has parameters {sorted(unknown)[:3]}, which the module given as module= "
                     "does not have. Was it saved without module=? load_state_dict(…, rename={saved name: new name}) "
-                    "maps names, strict=False takes over what fits"
+                    "maps names, strict=False loads what fits"
                 )
             buckets = [[(name, shape) for name, shape in bucket if name in known] for bucket in buckets]
         elif self._buckets and buckets != self._buckets:
             raise ValueError(
-                "the state was saved with other bucket boundaries or by parameters' names; give PowerSGDState module= "
+                "the state was saved with other bucket boundaries or with parameter names; give PowerSGDState module= "
                 "when saving and when loading"
             )
         return buckets
@@ -120,10 +123,10 @@ class ParameterNames:
 
 
 def _parsed(record: Any) -> Record:
-    """A record whose tuples may have become lists on the way.
+    """Check a record, and restore tuples that a file may have turned into lists.
 
     Raises:
-        ValueError: it is no record.
+        ValueError: It is not a record.
     """
     try:
         parsed: Record = [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
@@ -139,7 +142,7 @@ def _is_parameter(name: Any, shape: tuple[Any, ...]) -> bool:
 
 
 def memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Sizes in the order in which DDP lays a gradient out in its bucket: the parameter's own, if it is dense."""
+    """Return a gradient's sizes in the order of DDP's bucket memory, which is that of the parameter if it is dense."""
     if parameter.is_contiguous():
         return tuple(parameter.shape)
     laid_out = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))

@@ -1,4 +1,4 @@
-"""Pickles of DDP's state. They hold one worker's own error, so ``state_dict`` is to be preferred."""
+"""Pickles of DDP's state. A pickle holds one worker's own error, so prefer ``state_dict``."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ logger = logging.getLogger("powersgd_triton.integrations.ddp")
 
 
 def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
-    """What a pickle holds: everything but the process group.
+    """Return the content of a pickle: everything but the process group.
 
     Raises:
-        ValueError: a state with a budget does not know its buckets yet.
+        ValueError: The state has a budget and does not know its buckets yet.
     """
     if engine.config.planned and not buckets:
-        raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it knows its buckets")
+        raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it has buckets")
     logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
     before, after = engine.numel
+    # The error is not averaged, because a worker that pickles alone must not wait for others.
+    state = engine.memory.save(engine.step, lambda error: error)
     return {
         "config": engine.config,
-        "core": engine.memory.save(engine.step, lambda error: error).to_dict(engine.config),
+        "core": state.to_dict(engine.config),
         "buckets": buckets,
-        "worker": engine.memory.owner or (engine.communicator.index, engine.communicator.world_size),
+        "worker": state.owner or (engine.communicator.index, engine.communicator.world_size),
         "total_numel_before_compression": before,
         "total_numel_after_compression": after,
     }
 
 
 def restore(engine: Engine, saved: dict[str, Any]) -> None:
-    """Give an engine, made of the pickle's configuration and buckets, what the pickle holds."""
+    """Load a pickle's content into an engine that was made with the pickle's configuration and buckets."""
     logger.warning(
         "NOTE: Process group will be set to a default group (i.e. the world size). "
         "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
@@ -42,17 +44,14 @@ def restore(engine: Engine, saved: dict[str, Any]) -> None:
 
 
 def check_owner(engine: Engine) -> None:
-    """Before a pickle's error is used for the first time: only the worker that pickled it may go on with it."""
-    owner = engine.memory.owner
-    if owner is None:
-        return
+    """Drop a pickle's error unless this is the worker that pickled it. Call it before the error is used."""
     worker = engine.communicator.index, engine.communicator.world_size
-    if owner != worker:
+    owner = engine.memory.claim(worker, engine.step)
+    if owner is not None:
         logger.warning(
-            "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s: its error is "
-            "dropped, since it is only that worker's. Save state_dict() instead, which keeps the mean error.",
+            "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds only "
+            "the error of the worker that wrote it, so its error is dropped. Save state_dict() instead, which holds "
+            "the mean error.",
             *owner,
             *worker,
         )
-        engine.memory.forget_errors(engine.step)
-    engine.memory.claim()

@@ -1,4 +1,4 @@
-"""The state of DDP's hooks: torch's class of that name, with its arguments."""
+"""The state of DDP's hooks, with the name and arguments of torch's class."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ logger = logging.getLogger("powersgd_triton.integrations.ddp")
 
 
 class _TorchsDefault(int):
-    """torch's default rank, which can be told apart from the same number given beside a budget."""
+    """torch's default rank. Its type distinguishes it from a rank of 1 that the user gives together with a budget."""
 
 
 def _setting(field: str) -> Any:
-    """A constructor argument under torch's name, read from the configuration."""
+    """Return a property with torch's name that reads a field of the configuration."""
     return property(lambda state: getattr(state.config, field))
 
 
 class PowerSGDState(Handle):
-    """Hyperparameters and memory of one model's compression: torch's class of that name, with its arguments.
+    """Hyperparameters and memory of one model's compression, with the arguments of torch's class of this name.
 
     Differences from ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``:
 
-    * ``start_powerSGD_iter`` may be 0 or 1: what is remembered belongs to parameters, not to buckets, and survives
-      DDP's rebuilding of the buckets. Hyperparameters cannot be assigned after construction.
-    * Any number of buckets works on gloo: no collective is issued from a Future's callback.
-    * Two all-reduces a bucket instead of three; tensors that are not compressed are averaged exactly and have no error.
-    * Factors are fp32 (fp64 for fp64 gradients) whatever the gradients' dtype, and so is the error buffer, which has
-      the compressed tensors only.
-    * A non-finite gradient reaches the optimizer as non-finite, and is forgotten afterwards.
-    * ``orthogonalization_epsilon`` is not added to norms: a column of which at most that share of its norm (and at
-      least 2⁻²²) is left after projection is replaced by a random direction. 0 is safe for every input.
-    * Each worker's error is its own, M − P̂ Qᵀ with its own Q; averaged over workers it is torch's.
-    * ``state_dict()`` and ``load_state_dict()``; and there are no ``error_dict``, ``p_memory_dict``, ``q_memory_dict``,
-      ``rng``. torch's global random state is not touched.
+    * ``start_powerSGD_iter`` may be 0 or 1. The state belongs to parameters and not to buckets, so it survives DDP's
+      rebuilding of the buckets. Hyperparameters cannot be assigned after construction.
+    * Any number of buckets works on gloo, because no collective is issued from a Future's callback.
+    * A bucket needs two all-reduces instead of three. Tensors that are not compressed are averaged exactly and have no
+      error buffer.
+    * Factors and error buffers are fp32 (fp64 for fp64 gradients) whatever the gradients' dtype.
+    * A non-finite gradient reaches the optimizer as non-finite and does not spoil later steps.
+    * ``orthogonalization_epsilon`` is not added to norms. A column is replaced by a random direction if at most that
+      share of its norm (and at least 2⁻²²) is left after projection. 0 is safe for every input.
+    * Each worker's error is M − P̂ Qᵀ with its own Q. Averaged over the workers, it is torch's.
+    * ``state_dict()`` and ``load_state_dict()`` exist. ``error_dict``, ``p_memory_dict``, ``q_memory_dict`` and ``rng``
+      do not. torch's global random state does not change.
 
     Args:
-        process_group: group to average over; None for the default group. Can be set between steps.
-        matrix_approximation_rank: columns of the factors, or a function (name, shape) → rank. Left out where
+        process_group: Group to average over. None uses the default group. Can be set between steps.
+        matrix_approximation_rank: Number of columns of the factors, or a function (name, shape) → rank. Omit it if
             ``compression=`` or ``bytes_per_step=`` is among the options.
-        start_powerSGD_iter: number of first steps with exact averaging.
-        min_compression_rate: compress a tensor only if it shrinks by more than this factor.
-        use_error_feedback: add what a step lost to the next gradient.
-        warm_start: start from the last step's Q.
-        orthogonalization_epsilon: see above.
-        random_seed: seed of the first Q and of replacement directions.
-        compression_stats_logging_frequency: steps between two log messages with statistics.
-        batch_tensors_with_same_shape: treat tensors of the same shape in batched operations; nothing is copied for it.
-        module: the model, to key what is remembered by parameters' names. Without it parameters are numbered in the
-            order of the first backward pass, and a checkpoint fits only the same bucket boundaries.
-        options: further fields of ``PowerSGDConfig``.
+        start_powerSGD_iter: Number of first steps with exact averaging.
+        min_compression_rate: Compress a tensor only if it shrinks by more than this factor.
+        use_error_feedback: Add what a step did not send to the next gradient.
+        warm_start: Start from the last step's Q.
+        orthogonalization_epsilon: See above.
+        random_seed: Seed of the first Q and of replacement directions.
+        compression_stats_logging_frequency: Number of steps between two log messages with statistics.
+        batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
+        module: The model, whose parameter names key the state. Without it, parameters are numbered in the order of the
+            first backward pass, and a checkpoint fits only the same bucket boundaries.
+        options: Further fields of ``PowerSGDConfig``.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong type or out of range.
+        TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
     matrix_approximation_rank = _setting("rank")
@@ -129,20 +129,25 @@ class PowerSGDState(Handle):
         names = ParameterNames(module)
         if config.planned and names.shapes() is None:
             raise ValueError(
-                "a budget (compression or bytes_per_step) is shared out over the whole model: "
+                "a budget (compression or bytes_per_step) is divided among all parameters of the model: "
                 "give PowerSGDState the model as module="
             )
         self._set_up(config, names, process_group)
 
     def _set_up(self, config: PowerSGDConfig, names: ParameterNames, process_group: dist.ProcessGroup | None) -> None:
-        super().__init__(Engine(config, Communicator(process_group), names.known))
         self._names = names
         self._layouts: dict[tuple[str, ...], Layout] = {}
+        super().__init__(Engine(config, Communicator(process_group), self._tensors))
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def _tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the known parameters, or the matrices that ``batched_powerSGD_hook`` makes of buckets."""
+        squares = {s.name: s.shape for layout in self._layouts.values() for s in layout.segments}
+        return self._names.known() or squares
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group to average over; None for the default group. Can be set between steps."""
+        """Group to average over. None means the default group. Can be set between steps."""
         return self._engine.communicator.group
 
     @process_group.setter
@@ -152,7 +157,7 @@ class PowerSGDState(Handle):
 
     @property
     def iter(self) -> int:
-        """Number of steps done."""
+        """Number of finished steps."""
         return self._engine.step.iteration
 
     @iter.setter
@@ -161,19 +166,19 @@ class PowerSGDState(Handle):
 
     @property
     def total_numel_before_compression(self) -> int:
-        """Elements of the gradients that were compressed so far."""
+        """Number of elements of all gradients in compressed steps so far."""
         return self._engine.numel[0]
 
     @property
     def total_numel_after_compression(self) -> int:
-        """Elements that were sent for them."""
+        """Number of elements sent for these gradients."""
         return self._engine.numel[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers: the mean error over workers, Q, the step. Collective: all workers call it.
+        """Return the mean error over workers, Q and the step. Collective: call it on all workers.
 
-        Any worker's result can be loaded on all workers of any world size: only the mean error enters the trajectory.
-        Statistics are not part of it.
+        The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
+        size, since only the mean error enters the trajectory. Statistics are not included.
         """
         pickles.check_owner(self._engine)
         return {**self._engine.state_dict(), "buckets": self._names.record()}
@@ -181,33 +186,33 @@ class PowerSGDState(Handle):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadReport:
-        """Go on from a saved state, of any world size, bucket size and rank.
+        """Continue from a saved state of any world size, bucket size and rank.
 
         When a parameter is no longer compressed, its remaining error is added to its next gradient.
 
         Args:
-            state_dict: from ``state_dict``.
-            strict: refuse a state that has errors of other parameters, or lacks matrices of these. Otherwise what fits
-                is taken over.
+            state_dict: Result of ``state_dict``.
+            strict: Refuse a state that has matrices of other parameters, or lacks matrices of these. Otherwise load
+                what fits.
             rename: {parameter's name in the state: name in the module given as ``module=``}.
 
         Returns:
-            What was and what was not used. Without ``module=`` the rest is matched in the first step.
+            What was used of the state, and what was not. Without ``module=``, the rest is matched in the first step.
 
         Raises:
-            ValueError: it is of another model or format. Nothing was changed.
+            ValueError: The state belongs to another model, or has another format. Nothing was changed.
         """
         if not isinstance(state_dict, Mapping) or "buckets" not in state_dict:
-            raise ValueError("expected what state_dict() of a PowerSGDState gave; the key 'buckets' is missing")
+            raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
         record = self._names.check(state_dict["buckets"], strict=strict, rename=rename)
-        # Without a record it is batched_powerSGD_hook's, which knows no parameters.
+        # A state with matrices but without a record comes from batched_powerSGD_hook, which does not know parameters.
         sizes = self._names.sizes(self.config) if record or not state_dict.get("matrices") else None
         report = self._engine.load_state_dict(state_dict, sizes, strict=strict, rename=rename)
         self._names.expect(record)
         return report
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: everything but the process group, with this worker's own error. Prefer ``state_dict``."""
+        """Return everything but the process group, with this worker's own error. Prefer ``state_dict``."""
         return {
             **pickles.saved(self._engine, self._names.record()),
             "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
@@ -223,5 +228,5 @@ class PowerSGDState(Handle):
         self.next_stats_report = saved["next_stats_report"]
 
 
-# The public name, which pickles keep.
+# Pickles contain the module's name. Use the public one.
 PowerSGDState.__module__ = "powersgd_triton.integrations.ddp"

@@ -1,15 +1,15 @@
-"""DeepSpeed: gradient compression by a section ``"powersgd": {"rank": 4}`` of ds_config.json, at ZeRO stages 0 to 3.
+"""DeepSpeed: gradient compression through a section ``"powersgd": {"rank": 4}`` of ds_config.json, ZeRO stages 0 to 3.
 
-Three ways to switch it on:
+There are three ways to switch it on:
 
     from powersgd_triton.integrations import deepspeed     # in place of: import deepspeed
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json", ...)
 
-    deepspeed.enable(engine)                                # for an engine that the real module made
+    deepspeed.enable(engine)                                # for an engine that the original module made
 
     deepspeed --num_gpus 2 --module powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
 
-Everything else of this module is the real one's. Plain DeepSpeed ignores the section without a word.
+All other names of this module are forwarded to the original one. Plain DeepSpeed silently ignores the section.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 try:
     import deepspeed as _deepspeed
 except ImportError as error:
-    raise ImportError("DeepSpeed is not installed; pip install 'powersgd_triton[deepspeed]'") from error
+    raise ImportError("DeepSpeed is not installed; run pip install 'powersgd_triton[deepspeed]'") from error
 
 import torch.distributed as dist
 
@@ -43,16 +43,16 @@ __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic"
 
 logger = logging.getLogger("powersgd_triton")
 
-# Taken before the runner replaces it.
+# The original, before the runner replaces it.
 _initialize = _deepspeed.initialize
 
 
 @functools.wraps(_initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """As ``deepspeed.initialize``; compresses gradients where the configuration has the section "powersgd".
+    """As ``deepspeed.initialize``. Compresses gradients if the configuration has the section "powersgd".
 
     Raises:
-        PowerSGDConfigError: the section cannot be used with this configuration; lists all reasons.
+        PowerSGDConfigError: The section cannot be used with this configuration. The error lists all reasons.
     """
     returned = _initialize(*args, **kwargs)
     engine = returned[0]
@@ -64,17 +64,18 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def enable(engine: Any) -> DeepSpeedState | None:
-    """Compress an engine's gradients as its configuration's section says. Collective; call it before training.
+    """Compress an engine's gradients as the section "powersgd" configures. Collective. Call it before training.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first.
+        engine: The engine that ``deepspeed.initialize`` returned.
 
     Returns:
-        The compression's state, also to be found as ``engine.powersgd``; None where the section has
-        ``"enabled": false``. An engine on which it is on already keeps its state.
+        The state of the compression, also available as ``engine.powersgd``. None if the section has
+        ``"enabled": false``. If compression is already on, the existing state is returned.
 
     Raises:
-        PowerSGDConfigError: there is no section, or it cannot be used with this configuration; lists all reasons.
+        PowerSGDConfigError: There is no section, or it cannot be used with this configuration. The error lists all
+            reasons.
     """
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:
@@ -100,11 +101,12 @@ def enable(engine: Any) -> DeepSpeedState | None:
 
 
 def _attach_guard(engine: Any, state: DeepSpeedState) -> None:
-    """Close the compression's step with the engine's, and make sure that its gradients came through the seam."""
+    """End a step of the compression with the engine's step, and check that its gradients came through the seam."""
     original = engine._take_model_step
 
     @functools.wraps(original)
     def take_model_step(*args: Any, **kwargs: Any) -> Any:
+        # Fails loudly if a release of DeepSpeed no longer calls the method that the seam replaces.
         state.check_reached()
         result = original(*args, **kwargs)
         state.close_step()
@@ -114,7 +116,7 @@ def _attach_guard(engine: Any, state: DeepSpeedState) -> None:
 
 
 def _say(line: str) -> None:
-    """On worker 0, whatever the log's level: DeepSpeed's is above INFO unless it is told otherwise."""
+    """Log a line, and print it on worker 0, since DeepSpeed's default log level hides INFO messages."""
     logger.info(line)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""DeepSpeed: run a training program with compression, see ``runner``."""
+"""DeepSpeed: run a training program with compression; see ``runner``."""
 
 import sys
 

@@ -18,16 +18,17 @@ from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 logger = logging.getLogger("powersgd_triton")
 
 FILE = "powersgd_pp{stage:02d}_tp{slice:02d}_state.pt"
-"""One for each pipeline stage and tensor-parallel slice. DeepSpeed's own names begin otherwise."""
+"""One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
 
 
 def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
-    """Have the engine save the state before it names a checkpoint the latest, and load it after the model."""
+    """Make the engine save the state before it marks a checkpoint as the latest, and load it after the model."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
 
     @functools.wraps(save)
     def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         tag = f"global_step{engine.global_steps}" if tag is None else tag
+        # Written first, since DeepSpeed updates ``latest`` at the end: an interrupted save leaves the old checkpoint.
         _write(engine, state, Path(save_dir) / str(tag))
         return save(save_dir, tag, *args, **kwargs)
 
@@ -36,6 +37,7 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
         weights_only = _argument(load, "load_module_only", (load_dir, tag, *args), kwargs)
         folder = None if weights_only else _folder(engine, load_dir, tag)
         saved = None if folder is None else _read(engine, state, folder)
+        # Checked before DeepSpeed changes the model.
         if saved is not None:
             state.check(saved)
         found = load(load_dir, tag, *args, **kwargs)
@@ -45,7 +47,7 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
             state.load_state_dict(saved)
         else:
             if not weights_only:
-                logger.warning("powersgd: no state in %s; going on without errors from before", folder)
+                logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", folder)
             state.forget()
         return found
 
@@ -61,10 +63,10 @@ def _write(engine: Any, state: DeepSpeedState, folder: Path) -> None:
 
 
 def _read(engine: Any, state: DeepSpeedState, folder: Path) -> dict[str, Any] | None:
-    """The saved state; None where there is none.
+    """Return the saved state. None if there is none.
 
     Raises:
-        ValueError: it is a universal checkpoint without the state.
+        ValueError: It is a universal checkpoint without the state.
     """
     _, part = _place(engine)
     files = sorted(folder.glob(FILE.format(stage=0, slice=part).replace("pp00", "pp*")))
@@ -72,12 +74,12 @@ def _read(engine: Any, state: DeepSpeedState, folder: Path) -> dict[str, Any] | 
         raise ValueError(
             f"the universal checkpoint {folder} has no PowerSGD state: ds_to_universal leaves it out. Copy it from the "
             f"checkpoint that was converted: cp CHECKPOINT/powersgd_*_state.pt {folder}/. Or load without the section "
-            "'powersgd', save, and go on from there"
+            "'powersgd', save, and continue from that checkpoint"
         )
     saved = [load_file(file) for file in files]
     if len(saved) < 2 and not engine.pipeline_parallelism:
         return saved[0] if saved else None
-    # Layers may have been on other pipeline stages.
+    # Layers may have been on other pipeline stages, so merge the files of all stages.
     merged: dict[str, Any] = {key: value for one in saved for key, value in one.items()}
     for key in ("tensors", "matrices"):
         entries = {name: entry for one in saved for name, entry in one[key].items()}
@@ -87,7 +89,7 @@ def _read(engine: Any, state: DeepSpeedState, folder: Path) -> dict[str, Any] | 
 
 
 def _folder(engine: Any, load_dir: Any, tag: Any) -> Path | None:
-    """Where DeepSpeed will load from; None where it will find nothing."""
+    """Return the folder that DeepSpeed will load. None if it will find nothing."""
     if tag is None:
         latest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
         if not latest.is_file():
@@ -98,13 +100,13 @@ def _folder(engine: Any, load_dir: Any, tag: Any) -> Path | None:
 
 
 def _place(engine: Any) -> tuple[int, int]:
-    """(pipeline stage, tensor-parallel slice) of this worker."""
+    """Return (pipeline stage, tensor-parallel slice) of this worker."""
     stage = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
     return int(stage), int(engine.checkpoint_mp_rank)
 
 
 def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The value that a call gives to an argument, or its default."""
+    """Return the value that a call passes for a parameter, or its default."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments.get(name)

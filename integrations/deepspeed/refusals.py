@@ -1,4 +1,4 @@
-"""DeepSpeed: what a section or an engine has that compression cannot be combined with, all of it in one error."""
+"""DeepSpeed: settings of the section or of the engine that compression does not support, all listed in one error."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ OWN_COMPRESSION = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 class PowerSGDConfigError(ValueError):
-    """The section 'powersgd' and the rest of the DeepSpeed configuration do not go together."""
+    """The section 'powersgd' cannot be used with the rest of the DeepSpeed configuration."""
 
 
 def section_of(engine: Any) -> Any:
-    """The section of the engine's configuration, which DeepSpeed itself ignores; None where there is none."""
+    """Return the section of the engine's configuration, which DeepSpeed itself ignores. None if there is none."""
     return engine._config._param_dict.get(SECTION)
 
 
 def read_section(section: Any) -> tuple[PowerSGDConfig, bool, list[str]]:
-    """(configuration, whether it is on, problems). Where there are problems the configuration is the default one."""
+    """Return (configuration, whether it is on, problems). If there are problems, the configuration is the default."""
     if not isinstance(section, Mapping):
         return PowerSGDConfig(), True, [f'"{SECTION}" must be an object like {{"rank": 4}}; got {section!r}']
     fields = [field.name for field in dataclasses.fields(PowerSGDConfig)]
@@ -46,7 +46,7 @@ def read_section(section: Any) -> tuple[PowerSGDConfig, bool, list[str]]:
             valid_keys = ", ".join([ENABLED, *fields])
             problems.append(f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {valid_keys}")
             continue
-        # Alternating needs warm_start: that is said of both keys together, below.
+        # Check each key alone. Conflicts between keys, such as alternating without warm_start, are found below.
         try:
             PowerSGDConfig(**{key: value})
         except (TypeError, ValueError) as error:
@@ -64,7 +64,7 @@ def read_section(section: Any) -> tuple[PowerSGDConfig, bool, list[str]]:
 
 
 def engine_problems(engine: Any) -> list[str]:
-    """What the engine has that its gradients' compression cannot be combined with, each with what to do about it."""
+    """Return the features of the engine that compression does not support, each with a remedy."""
     stage = int(engine.zero_optimization_stage())
     problems = _version_problems(stage)
     problems += _optimizer_problems(engine, stage)
@@ -72,7 +72,7 @@ def engine_problems(engine: Any) -> list[str]:
     group = averaging_group(engine)
     if dist.get_world_size(group) < 2:
         problems.append(
-            "one worker averages with nobody: there is nothing to compress. Start two or more data-parallel workers, "
+            "there is only one worker, so there is nothing to average: start two or more data-parallel workers, "
             f'or set "{ENABLED}": false'
         )
     return problems
@@ -81,11 +81,11 @@ def engine_problems(engine: Any) -> list[str]:
 def _version_problems(stage: int) -> list[str]:
     version = Version(Version(deepspeed.__version__).base_version)
     if version < OLDEST:
-        return [f"DeepSpeed {deepspeed.__version__} is too old: install 0.16 or newer"]
+        return [f"DeepSpeed {deepspeed.__version__} is too old: install 0.16 or a newer version"]
     if stage == 2 and WRONG_AT_STAGE_2[0] <= version <= WRONG_AT_STAGE_2[1]:
         return [
             f"DeepSpeed {deepspeed.__version__} computes wrong gradients at ZeRO stage 2 (its issue #7718, versions "
-            f"{WRONG_AT_STAGE_2[0]} to {WRONG_AT_STAGE_2[1]}): install a newer one or use stage 1 or 3"
+            f"{WRONG_AT_STAGE_2[0]} to {WRONG_AT_STAGE_2[1]}): install a newer version, or use stage 1 or 3"
         ]
     return []
 
@@ -93,15 +93,15 @@ def _version_problems(stage: int) -> list[str]:
 def _optimizer_problems(engine: Any, stage: int) -> list[str]:
     optimizer = engine.optimizer
     if optimizer is None or type(optimizer).__name__ in ("DeepSpeedZeRoOffload", "DummyOptim", "NoneType"):
-        return ['no optimizer, so no gradients are averaged: give one, or the section "optimizer"']
+        return ['there is no optimizer, so no gradients are averaged: give one, or add the section "optimizer"']
     problems: list[str] = []
     names = {type(candidate).__name__.lower() for candidate in (optimizer, engine.basic_optimizer)}
     if any("muon" in name for name in names):
         problems.append(
-            "the Muon optimizer: it orthogonalises whole averaged matrices on each owner; use another optimizer"
+            "the Muon optimizer orthogonalizes whole averaged matrices on each owner: use another optimizer"
         )
     for name in sorted(names.intersection(OWN_COMPRESSION)):
-        problems.append(f"the optimizer {name} compresses by itself: use one that does not, such as AdamW")
+        problems.append(f"the optimizer {name} compresses gradients itself: use another one, such as AdamW")
     if (
         engine.fp16_enabled()
         and stage == 0
@@ -109,19 +109,19 @@ def _optimizer_problems(engine: Any, stage: int) -> list[str]:
     ):
         problems.append(
             f"fp16 at ZeRO stage 0: DeepSpeed {deepspeed.__version__} does not scale the loss there (from "
-            f"{FP16_UNSCALED_AT_STAGE_0} on, see its pull request #8393); use stage 1, bf16 or torch_autocast"
+            f"{FP16_UNSCALED_AT_STAGE_0} on, see its pull request #8393): use stage 1, bf16 or torch_autocast"
         )
     kind = seam_class(engine)
     owner = kind.owner(engine)
     if not callable(getattr(owner, kind.method, None)):
         problems.append(
-            f"DeepSpeed {deepspeed.__version__} has no {type(owner).__name__}.{kind.method}, "
-            "through which gradients go in the versions that the README lists: install one of these"
+            f"DeepSpeed {deepspeed.__version__} has no {type(owner).__name__}.{kind.method}, which averages gradients "
+            "in the versions that the README lists: install one of them"
         )
     elif stage in (1, 2) and not is_bf16_optimizer(optimizer) and not optimizer.contiguous_gradients:
         problems.append(
-            '"contiguous_gradients": false at ZeRO stages 1 and 2 takes gradients out of the buckets that are '
-            "compressed: set it to true, DeepSpeed's default"
+            '"contiguous_gradients": false at ZeRO stages 1 and 2 moves gradients out of the buckets that are '
+            "compressed: set it to true, which is DeepSpeed's default"
         )
     return problems
 
@@ -131,22 +131,22 @@ def _configuration_problems(engine: Any, stage: int) -> list[str]:
     zero = engine._config.zero_config
     if getattr(zero, "zero_quantized_gradients", False):
         problems.append(
-            '"zero_quantized_gradients" (qgZ) compresses the same gradients: take it out; '
+            '"zero_quantized_gradients" (qgZ) compresses the same gradients: take it out. '
             '"zero_quantized_weights" may stay'
         )
     if getattr(getattr(engine._config, "compile_config", None), "deepcompile", False):
         problems.append(
-            '"deepcompile" reduces gradients inside the compiled graph, where powersgd never sees them: set '
-            '"compile": {"deepcompile": false}; engine.compile() without it may stay'
+            '"deepcompile" reduces gradients inside the compiled graph, where powersgd does not see them: set '
+            '"compile": {"deepcompile": false}. engine.compile() without it may stay'
         )
     if getattr(zero, "zenflow", None) is not None:
-        problems.append('"zenflow" picks its own gradients to send: take the section out of "zero_optimization"')
+        problems.append('"zenflow" selects the gradients to send itself: take the section out of "zero_optimization"')
     if getattr(engine, "has_moe_layers", False):
         problems.append(
-            "mixture-of-experts layers average some gradients in groups of their own: use powersgd without them"
+            "mixture-of-experts layers average some gradients in groups of their own: use a model without them"
         )
     if getattr(getattr(zero, "offload_optimizer", None), "super_offload", False):
-        problems.append('"super_offload" has its own way of moving gradients: set it to false')
+        problems.append('"super_offload" moves gradients in its own way: set it to false')
     if stage == 3 and (getattr(zero, "mics_shard_size", -1) or -1) > 0:
         problems.append('"mics_shard_size" (MiCS) reduces gradients twice: take it out')
     elif stage == 3 and engine.optimizer is not None:
@@ -157,20 +157,20 @@ def _configuration_problems(engine: Any, stage: int) -> list[str]:
         }
         if groups - {tuple(dist.get_process_group_ranks(averaging_group(engine)))}:
             problems.append(
-                "some parameters are partitioned over other workers than those that average gradients: call "
+                "some parameters are partitioned over other workers than the ones that average gradients: call "
                 "deepspeed.zero.Init with the data-parallel group, or without data_parallel_group"
             )
     return problems
 
 
 def refuse(problems: list[str]) -> None:
-    """Raises: PowerSGDConfigError: there are problems; it lists them all."""
+    """Raise PowerSGDConfigError with all problems, if there are any."""
     if problems:
         raise refusal(problems)
 
 
 def refusal(problems: list[str]) -> PowerSGDConfigError:
-    """The error that lists problems."""
+    """Return an error that lists the problems."""
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
     return PowerSGDConfigError(
         f'the section "{SECTION}" cannot be used with this DeepSpeed configuration '

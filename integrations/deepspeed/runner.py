@@ -1,4 +1,4 @@
-"""DeepSpeed: run a training program as it is, with ``deepspeed.initialize`` replaced.
+"""DeepSpeed: run an unchanged training program with ``deepspeed.initialize`` replaced.
 
 deepspeed --num_gpus 2 --module powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
 torchrun --nproc_per_node 2 -m powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
@@ -23,13 +23,13 @@ USAGE = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the program that the arguments name as ``python`` would.
+    """Run the program that the arguments name, as ``python`` would.
 
     Raises:
-        SystemExit: there is no program.
+        SystemExit: There is no program.
     """
     rest = list(arguments)
-    # The deepspeed launcher puts it before the program.
+    # The deepspeed launcher inserts --local_rank before the program. Pass it on to the program.
     launcher = []
     while rest and rest[0].startswith("--local_rank"):
         launcher.append(rest.pop(0))

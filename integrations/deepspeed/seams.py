@@ -1,4 +1,4 @@
-"""DeepSpeed: where each ZeRO stage averages gradients, and how its objects become named gradients."""
+"""DeepSpeed: the method that averages gradients at each ZeRO stage, and its replacement by compression."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGE_3_METHOD = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
 class AllReduceSeam:
-    """Stage 0, with or without pipeline stages, and BF16_Optimizer: the engine all-reduces a list of gradients."""
+    """The engine's all-reduce of a list of gradients: stage 0, the pipeline engine, and BF16_Optimizer."""
 
     method = "allreduce_no_retain"
 
@@ -29,7 +29,7 @@ class AllReduceSeam:
 
     @staticmethod
     def owner(engine: Any) -> Any:
-        """The object that has the method."""
+        """Return the object that has the method."""
         return engine
 
     def _reduce(
@@ -48,7 +48,7 @@ class AllReduceSeam:
             self._original(unknown, dp_group, numel_per_bucket, dp_world_size)
         divisor = len(self._workers) / (dp_world_size or len(self._workers))
         averaging = getattr(self._engine, "gradient_average", True)
-        # Gradients that are not contiguous are taken in a copy, as DeepSpeed itself does.
+        # Copy gradients that are not contiguous, as DeepSpeed itself does.
         copies = [gradient.tensor.contiguous() for gradient in known]
         self._state.average(
             [Gradient(g.name, g.shape, copy) for g, copy in zip(known, copies, strict=True)],
@@ -59,11 +59,11 @@ class AllReduceSeam:
                 gradient.tensor.copy_(copy)
 
     def _named(self, bucket: Sequence[Tensor]) -> tuple[list[Gradient], list[Tensor]]:
-        """The gradients whose parameters are known, and the rest."""
+        """Return the gradients whose parameters are known, and the other tensors."""
         flats: dict[int, list[tuple[Tensor, Tensor]]] = {}
         optimizer = self._engine.optimizer
         if is_bf16_optimizer(optimizer):
-            # One flat buffer a parameter group. All of it is needed: the norm is taken over all gradients.
+            # Each parameter group has one flat buffer. Every worker needs all averages, for the norm of all gradients.
             groups = zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True)
             for flat, (gradients, parameters) in zip(optimizer.fp32_groups_gradients_flat, groups, strict=True):
                 flats[flat.data_ptr()] = list(zip(gradients, parameters, strict=True))
@@ -84,22 +84,22 @@ class AllReduceSeam:
 
 
 class BucketSeam:
-    """Stages 1 and 2: the optimizer all-reduces a flat bucket, and each worker keeps its slice of some gradients."""
+    """The optimizer's all-reduce of a flat bucket, of which each worker keeps slices: stages 1 and 2."""
 
     method = "gradient_reduction_w_predivide"
 
     def __init__(self, engine: Any, state: DeepSpeedState) -> None:
         self._optimizer, self._state = engine.optimizer, state
         self._original = self._optimizer.gradient_reduction_w_predivide
-        # Up to 0.17.1 there is one bucket and no argument for its dtype.
+        # DeepSpeed up to 0.17.1 has one bucket and no argument for its dtype.
         self._buckets_by_dtype = len(inspect.signature(self._original).parameters) == 2
-        # Else the optimizer takes another way, on which gradients are cut at partitions already.
+        # With reduce_scatter, the optimizer would not call this method, and would cut gradients at partitions.
         self._optimizer.reduce_scatter = False
         self._optimizer.gradient_reduction_w_predivide = self._reduce
 
     @staticmethod
     def owner(engine: Any) -> Any:
-        """The object that has the method."""
+        """Return the object that has the method."""
         return engine.optimizer
 
     def _reduce(self, tensor: Tensor, *dtype: torch.dtype) -> Any:
@@ -119,8 +119,8 @@ class BucketSeam:
             gradients.append(Gradient(self._state.name_of(parameter), tuple(parameter.shape), view, part))
         if offset != tensor.numel():
             raise RuntimeError(
-                f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters {offset}; this release lays "
-                "buckets out in a way that powersgd does not know"
+                f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters have {offset}; powersgd does not "
+                "know the bucket layout of this release"
             )
         averaging = getattr(optimizer, "gradient_average", True)
         workers = dist.get_world_size(self._state.group)
@@ -128,7 +128,7 @@ class BucketSeam:
         return tensor
 
     def _slice(self, group: int, identity: Any, numel: int) -> tuple[int, int]:
-        """(first element, number of elements) of a gradient that this worker keeps."""
+        """Return (first element, number of elements) of the slice of a gradient that this worker keeps."""
         optimizer = self._optimizer
         worker = dist.get_rank(optimizer.real_dp_process_group[group])
         first = optimizer.grad_start_offset[group][worker].get(identity)
@@ -139,22 +139,23 @@ class BucketSeam:
 
 
 class PartitionSeam:
-    """Stage 3: the optimizer reduce-scatters a list of gradients; each worker keeps its partition of every one."""
+    """The optimizer's reduce-scatter of a list of gradients, of which each worker keeps partitions: stage 3."""
 
     method = STAGE_3_METHOD
 
     def __init__(self, engine: Any, state: DeepSpeedState) -> None:
         self._optimizer, self._state = engine.optimizer, state
         self._original = getattr(self._optimizer, STAGE_3_METHOD)
-        # Only DeepSpeed's way without reduce-scatter sums over workers of one sequence.
+        # Without reduce-scatter, DeepSpeed sums over the workers of one sequence instead of averaging. Do the same.
         flat = self._optimizer.contiguous_gradients and not self._optimizer.reduce_scatter
         self._factor = float(getattr(self._optimizer, "sequence_parallel_size", 1)) if flat else 1.0
+        # Otherwise DeepSpeed averages contiguous gradients in another method.
         self._optimizer.reduce_scatter = True
         setattr(self._optimizer, STAGE_3_METHOD, self._reduce)
 
     @staticmethod
     def owner(engine: Any) -> Any:
-        """The object that has the method."""
+        """Return the object that has the method."""
         return engine.optimizer
 
     def _reduce(self, parameters: Sequence[Tensor], *dtype: torch.dtype) -> list[Tensor]:
@@ -182,7 +183,7 @@ Seam = AllReduceSeam | BucketSeam | PartitionSeam
 
 
 def seam_class(engine: Any) -> type[Seam]:
-    """Which of the seams an engine's gradients go through."""
+    """Return the seam that an engine's gradients go through."""
     stage = int(engine.zero_optimization_stage())
     if stage == 3:
         return PartitionSeam
@@ -192,14 +193,14 @@ def seam_class(engine: Any) -> type[Seam]:
 
 
 def averaging_group(engine: Any) -> Any:
-    """The process group over which an engine averages gradients."""
+    """Return the process group over which an engine averages gradients."""
     if engine.pipeline_parallelism:
         return engine.mpu.get_data_parallel_group()
     return engine.seq_data_parallel_group
 
 
 def loss_scale_source(engine: Any) -> LossScaleSource:
-    """Where the engine keeps the factor by which it scales the loss, hence gradients."""
+    """Return the engine's scaler, or a function that returns its loss scale."""
     optimizer = engine.optimizer
     for owner, name in ((engine, "torch_autocast_z0_gradscaler"), (optimizer, "torch_autocast_gradscaler")):
         scaler: torch.amp.GradScaler | None = getattr(owner, name, None)
@@ -209,7 +210,7 @@ def loss_scale_source(engine: Any) -> LossScaleSource:
     def current() -> float | None:
         if getattr(optimizer, "custom_loss_scaler", False):
             return float(optimizer.external_loss_scale)
-        # At stage 0 there is a record of it, at the others a property.
+        # Stage 0 keeps it in ``loss_scale_config``, the other stages have a property.
         scale = getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None)
         return None if scale is None else float(scale)
 
@@ -217,5 +218,5 @@ def loss_scale_source(engine: Any) -> LossScaleSource:
 
 
 def is_bf16_optimizer(optimizer: Any) -> bool:
-    """Whether it is DeepSpeed's BF16_Optimizer, which sums gradients up in fp32 and has them all-reduced."""
+    """Return whether this is DeepSpeed's BF16_Optimizer, which accumulates gradients in fp32 and all-reduces them."""
     return type(optimizer).__name__ == "BF16_Optimizer"

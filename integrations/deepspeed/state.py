@@ -1,4 +1,4 @@
-"""DeepSpeed: one engine's configuration and memory, whatever its ZeRO stage."""
+"""DeepSpeed: the state of one engine's compression, for all ZeRO stages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Gradient:
     """One parameter's gradient on its way through DeepSpeed.
 
     Attributes:
-        name: the parameter's.
-        shape: the whole parameter's.
-        tensor: this worker's own gradient, contiguous, of as many elements as ``shape`` has.
-        part: (first element, where to write the average from there on); None to overwrite ``tensor``.
+        name: Name of the parameter.
+        shape: Shape of the whole parameter.
+        tensor: This worker's own gradient, contiguous, with as many elements as ``shape``.
+        part: (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Gradient:
 
 
 class DeepSpeedState(Handle):
-    """What ``engine.powersgd`` is: the compression of one engine's gradients.
+    """The compression of one engine's gradients, available as ``engine.powersgd``.
 
     Args:
-        config: what to compress and how.
-        engine: a ``DeepSpeedEngine``.
-        group: the workers that average gradients with each other.
+        config: Configuration of the compression.
+        engine: A ``DeepSpeedEngine``.
+        group: Process group of the workers that average gradients with each other.
 
     Raises:
-        ValueError: the configuration's budget is too small for the model.
+        ValueError: The configuration's budget is too small for the model.
     """
 
     def __init__(self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup) -> None:
@@ -54,13 +54,13 @@ class DeepSpeedState(Handle):
         self._framework = engine
         self._names = {id(parameter): plain_name(name) for name, parameter in engine.module.named_parameters()}
         sparse = {id(module.weight) for module in engine.module.modules() if getattr(module, "sparse", False) is True}
-        # Of what DeepSpeed averages densely; it sends sparse gradients by itself.
+        # Only dense gradients. DeepSpeed averages sparse gradients itself.
         self.shapes = {
             self._names[id(parameter)]: whole_shape(parameter)
             for parameter in engine.module.parameters()
             if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
         }
-        # Through DeepSpeed's collectives, whose logger then counts the factors too.
+        # DeepSpeed's collectives, so that its communication logger counts the factors.
         super().__init__(Engine(config, Communicator(group, collectives=deepspeed.comm), lambda: self.shapes))
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._reached = False
@@ -68,10 +68,10 @@ class DeepSpeedState(Handle):
     # A step -----------------------------------------------------------------------------------------------------
 
     def name_of(self, parameter: Tensor) -> str:
-        """The parameter's name in the module.
+        """Return a parameter's name in the module.
 
         Raises:
-            RuntimeError: it was not in the module when compression was switched on.
+            RuntimeError: The parameter was not in the module when compression was switched on.
         """
         try:
             return self._names[id(parameter)]
@@ -82,13 +82,13 @@ class DeepSpeedState(Handle):
             ) from None
 
     def compressing(self) -> bool:
-        """Whether the seam's gradients are to be compressed now. Notes that DeepSpeed has come through the seam."""
+        """Return whether to compress the seam's gradients. Note that DeepSpeed has called the seam in this step."""
         self._reached = True
         return bool(self._framework.global_steps >= self.config.start_iter)
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Gradient], factor: float = 1.0) -> None:
-        """Replace gradients, or parts of them, by ``factor`` times their averages over the workers."""
+        """Write ``factor`` times the averages over the workers to the gradients, or to their parts."""
         if not gradients:
             return
         names = tuple(gradient.name for gradient in gradients)
@@ -104,7 +104,7 @@ class DeepSpeedState(Handle):
             if target.numel()
         }
         whole = all(gradient.part is None for gradient in gradients)
-        # ZeRO 2 and 3 reduce in every micro-batch: a gradient that comes again begins a new step of the compression.
+        # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
         self._engine.begin(layout, gradients[0].tensor.device)
         self._engine.average(layout, views, ranges=None if whole else ranges)
         if factor != 1.0:
@@ -112,44 +112,44 @@ class DeepSpeedState(Handle):
                 target.mul_(factor)
 
     def check_reached(self) -> None:
-        """Before the optimizer's step.
+        """Check that DeepSpeed has called the seam. Call it before the optimizer's step.
 
         Raises:
-            RuntimeError: no gradient has come through the seam since the last one.
+            RuntimeError: No gradient has come through the seam since the last step.
         """
         if self.shapes and not self._reached:
             raise RuntimeError(
                 f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
                 f"{self._framework.global_steps} without it. This release may reduce gradients in another way: use "
-                "one that the README lists, or take the section 'powersgd' out. (The same happens where "
+                "a version that the README lists, or take the section 'powersgd' out. (This also happens if "
                 "deepspeed.enable is called between backward() and step().)"
             )
 
     def close_step(self) -> None:
-        """After the optimizer's step, applied or skipped."""
+        """End the step. Call it after the optimizer's step, applied or skipped."""
         if self._reached:
             self._reached = False
-            # Skipped, maybe for a reason that no bucket of this worker shows.
+            # DeepSpeed may skip a step because of an overflow that no bucket of this worker contains.
             self._engine.end_step(applied=not getattr(self._framework.optimizer, "overflow", False))
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors on the CPU and numbers: the mean error, the bases, the step. Collective, the same for all."""
+        """Return the mean error, bases and step, as CPU tensors and numbers. Collective. Equal on all workers."""
         mean = self._engine.communicator.mean
         saved = self._engine.state_dict(lambda error: mean(error).cpu())
         for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
-        # Parameters that have had no gradient yet are of this model too.
+        # Include parameters of this model that have not had a gradient yet.
         idle = {name: [n, m, 0] for name, (n, m, _) in self._sizes().items()}
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> LoadReport:
-        """Go on from a saved state, of any number of workers and any rank.
+        """Continue from a saved state of any number of workers and any rank.
 
         Raises:
-            ValueError: it is of another model or format. Nothing was changed.
+            ValueError: The state belongs to another model, or has another format. Nothing was changed.
         """
         return self._engine.load_state_dict(state_dict, self._sizes())
 
@@ -160,7 +160,7 @@ class DeepSpeedState(Handle):
         saved.compare(self._sizes(), complete=True, strict=True, feedback=feedback)
 
     def forget(self) -> None:
-        """Drop all errors: the weights are others now."""
+        """Set all errors to zero, because the weights were replaced."""
         self._engine.memory.forget_errors(self._engine.step)
         self._engine.step.forget()
 
@@ -169,10 +169,10 @@ class DeepSpeedState(Handle):
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """A parameter's shape, also where ZeRO 3 has partitioned it."""
+    """Return a parameter's shape, even if ZeRO 3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def whole_numel(parameter: Tensor) -> int:
-    """Number of a parameter's elements, also where ZeRO 3 has partitioned it."""
+    """Return a parameter's number of elements, even if ZeRO 3 has partitioned it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

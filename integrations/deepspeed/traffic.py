@@ -1,4 +1,4 @@
-"""DeepSpeed: what a step sends at each ZeRO stage, without compression and with it."""
+"""DeepSpeed: bytes that a step sends at each ZeRO stage, with and without compression."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ FACTOR_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one optimizer step, as a ring moves them: an all-reduce counts twice, reduce-scatter and gather once.
+    """Bytes of one optimizer step, as a ring sends them: twice for an all-reduce, once for reduce-scatter and gather.
 
-    Both are to be multiplied by (workers - 1) / workers.
+    Multiply bytes by (workers - 1) / workers for exact figures.
 
     Attributes:
-        elements: of all dense trainable parameters.
-        compressed: how many of them are compressed.
-        gradients: without compression.
-        factors: what is sent instead.
-        parameters: ZeRO's all-gather of parameters, which stays.
+        elements: Number of elements of all dense trainable parameters.
+        compressed: Number of these elements that are compressed.
+        gradients: Bytes of gradients without compression.
+        factors: Bytes sent for gradients with compression.
+        parameters: Bytes of ZeRO's all-gather of parameters, which compression does not change.
     """
 
     elements: int
@@ -35,18 +35,18 @@ class Traffic:
 
     @property
     def reduction(self) -> float:
-        """Of the gradients' traffic."""
+        """Factor by which the gradients' traffic shrinks."""
         return self.gradients / self.factors if self.factors else 1.0
 
     @property
     def total_reduction(self) -> float:
-        """Of all traffic between data-parallel workers."""
+        """Factor by which all traffic between data-parallel workers shrinks."""
         total = self.factors + self.parameters
         return (self.gradients + self.parameters) / total if total else 1.0
 
 
 def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
-    """What a step sends after ``start_iter``."""
+    """Return the bytes that a step sends after ``start_iter``."""
     layout = state._engine.layout()
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
@@ -59,7 +59,7 @@ def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
     else:
         gradient_size = optimizer.communication_data_type.itemsize
         gathers = 1.0 if stage < 3 else 2.0 * micro_batches
-    # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is told to send each slice to its owner.
+    # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is configured to send each slice to its owner only.
     once = stage == 3 or (
         stage in (1, 2)
         and not is_bf16_optimizer(optimizer)
@@ -76,7 +76,7 @@ def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
 
 
 def describe(engine: Any, state: DeepSpeedState) -> str:
-    """One line for the log."""
+    """Return one line for the log."""
     traffic = expected_traffic(engine, state)
     stage = int(engine.zero_optimization_stage())
     share = 100 * traffic.compressed / traffic.elements if traffic.elements else 0.0
@@ -96,6 +96,6 @@ def _ranks(config: PowerSGDConfig) -> str:
 
 
 def _sent(layout: Layout, config: PowerSGDConfig) -> float:
-    """Elements a step sends; the mean of two, since an alternating step sends one of the two factors."""
+    """Return the elements that a step sends, averaged over two steps, since alternating steps send one factor each."""
     first = config.start_iter
     return (layout.sent_numel(config, first) + layout.sent_numel(config, first + 1)) / 2

@@ -28,26 +28,26 @@ def apply_powersgd(
 ) -> HybridShardState | FullShardState:
     """Compress the gradients of a model to which ``fully_shard`` was applied. Call it once, before the first step.
 
-    With ``replicate_group`` (HSDP) the model is sharded on a mesh's shard dimension alone. FSDP reduce-scatters inside
-    the shard group as ever, and each worker's shard of the gradients is averaged over the replicas in compressed form.
+    With ``replicate_group`` (HSDP), shard the model on the mesh's shard dimension only. FSDP reduce-scatters inside the
+    shard group as usual. Each worker's shard of the gradients is averaged over the replicas in compressed form.
     Parameters and buffers are overwritten with those of the first replica.
 
-    Without it (1-D) compression takes the reduce-scatter's place. Every worker then has an error buffer of the whole
-    model's size; prefer HSDP where there is memory for the shards of a model on fewer workers.
+    Without ``replicate_group`` (1-D), compression replaces the reduce-scatter. Every worker then has an error buffer of
+    the whole model's size. Prefer HSDP if the model's shards fit on fewer workers.
 
     Args:
-        model: the root module; blocks of it may have been given to ``fully_shard`` too.
-        config: what to compress and how.
-        replicate_group: the workers that hold the same shard, ``mesh["replicate"].get_group()``.
+        model: The root module. ``fully_shard`` may have been applied to its submodules too.
+        config: Configuration of the compression.
+        replicate_group: The workers that hold the same shard, ``mesh["replicate"].get_group()``.
 
     Returns:
-        The compression's state, for checkpoints and statistics.
+        The state of the compression, for checkpoints and statistics.
 
     Raises:
-        TypeError: ``config`` is no configuration.
-        ValueError: the model is not sharded, or in a way that is not supported, or ``apply_powersgd`` was called
-            before, or the configuration's budget is too small. The message says what to do; nothing was changed.
-        RuntimeError: this torch is too old, or the group cannot be used.
+        TypeError: ``config`` is not a configuration.
+        ValueError: The model is not sharded, or is sharded in a way that is not supported, or ``apply_powersgd`` was
+            called before, or the configuration's budget is too small. The message says what to do. Nothing was changed.
+        RuntimeError: This version of torch is too old, or the group cannot be used.
     """
     if not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
@@ -67,4 +67,4 @@ def apply_powersgd(
 
 def _check_torch(method: str) -> None:
     if not hasattr(FSDPModule, method):
-        raise RuntimeError(f"FSDPModule.{method} is needed, which torch {torch.__version__} lacks; install a newer one")
+        raise RuntimeError(f"FSDPModule.{method} does not exist in torch {torch.__version__}; install a newer version")

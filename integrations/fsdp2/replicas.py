@@ -1,4 +1,4 @@
-"""Replicas of a model, each of them sharded: made equal at the start, and compared."""
+"""Make sharded replicas of a model equal at the start, and compare them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from powersgd_triton.comm.agreement import fingerprint
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, this worker's part) of all parameters and buffers."""
+    """Yield (name, this worker's part) of all parameters and buffers."""
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -33,14 +33,14 @@ def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def unequal_tensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Names of parameters and buffers whose bits are not the same on all workers of the group."""
+    """Return the names of parameters and buffers whose bits differ between workers of the group."""
     names, prints = [], []
     for name, tensor in local_tensors(model):
         names.append(name)
         prints.append(fingerprint(tensor))
     if not names:
         return []
-    # The largest and, negated, the smallest value of each fingerprint.
+    # One all-reduce gives the largest value of each fingerprint and, negated, the smallest.
     extremes = torch.stack([torch.stack(prints), -torch.stack(prints)])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return [name for name, equal in zip(names, (extremes[0] == -extremes[1]).tolist(), strict=True) if not equal]

@@ -1,4 +1,4 @@
-"""FSDP2: what replaces its all-reduce over replicas, and its reduce-scatter."""
+"""FSDP2: the replacements of its all-reduce over replicas and of its reduce-scatter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.fsdp2.replicas import unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
 from powersgd_triton.integrations.sharded import (
-    ShardedState,
+    ShardedHandle,
     WholeParameters,
     contiguous_stride,
     group_of_its_own,
@@ -25,11 +25,11 @@ from powersgd_triton.integrations.sharded import (
 from powersgd_triton.layout.layout import matrix_shape
 
 
-class HybridShardState(ShardedState):
-    """Compression across replicas of each worker's shard of the gradients; made by ``apply_powersgd``.
+class HybridShardState(ShardedHandle):
+    """Compresses each worker's shard of the gradients across replicas. ``apply_powersgd`` creates it.
 
-    Gradient accumulation works as with FSDP's own HSDP: ``model.set_requires_gradient_sync(False)`` for all but the
-    last micro-batch communicates nothing, ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums
+    Gradient accumulation works as with FSDP's own HSDP. ``model.set_requires_gradient_sync(False)`` for all but the
+    last micro-batch skips communication. ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums
     (one fp32 shard of the gradients) until a backward pass with ``True``.
     """
 
@@ -40,14 +40,14 @@ class HybridShardState(ShardedState):
         engine = Engine(config, Communicator(replicate_group, [shard_group]), lambda: shapes(units, padded=True))
         super().__init__(engine, Shards(units, shard_group))
         self._model, self._group = model, replicate_group
-        # Sums of micro-batches that were not averaged yet.
+        # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
 
     def check_replicas(self) -> None:
         """Compare parameters and buffers of all replicas, bit by bit. Collective.
 
         Raises:
-            RuntimeError: they are not the same; names them.
+            RuntimeError: Replicas differ. The message names the tensors.
         """
         names = unequal_tensors(self._model, self._group)
         if names:
@@ -57,22 +57,24 @@ class HybridShardState(ShardedState):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
-        """As for every state; gradients of micro-batches that were not averaged yet are forgotten."""
+        """Continue from a saved state. Discard gradients of micro-batches that have not been averaged yet."""
         super().load_state_dict(state_dict, rename=rename)
         self._unreduced.clear()
 
     @torch.no_grad()
     def all_reduce(self, unit: Unit, output: Tensor) -> None:
-        """FSDP's hook: ``output`` is what the reduce-scatter gave this worker, and what FSDP goes on with."""
+        """FSDP's all-reduce hook. It averages ``output``, this worker's result of the reduce-scatter, in place."""
+        # On a 1-D mesh FSDP may free this memory while the hook's stream still uses it.
         if output.is_cuda:
             output.record_stream(torch.cuda.current_stream(output.device))
         earlier = self._unreduced.pop(unit, None)
         if earlier is not None and earlier.numel() != output.numel():
             raise RuntimeError(
-                "other parameters than in the micro-batch before had a gradient; call "
-                "model.set_reduce_scatter_unused_params(True) where micro-batches use different ones"
+                "this micro-batch has gradients of other parameters than the last one; call "
+                "model.set_reduce_scatter_unused_params(True) if micro-batches use different parameters"
             )
         buffer = output if earlier is None else earlier.add_(output)
+        # FSDP calls the hook after every reduce-scatter, so set_requires_all_reduce(False) has to be handled here.
         if not unit.parameter_group.all_reduce_grads:
             wide = torch.promote_types(output.dtype, torch.float32)
             self._unreduced[unit] = output.to(wide, copy=True) if earlier is None else earlier
@@ -81,7 +83,7 @@ class HybridShardState(ShardedState):
         self._average(unit, buffer)
         factor = 1
         if getattr(unit.parameter_group, "gradient_divide_factor", None) is not None:
-            # What the user divides by counts all workers.
+            # The user's divisor already covers all workers, so undo the division by the number of replicas.
             factor = self._engine.communicator.world_size
             buffer.mul_(factor)
         if buffer is not output:
@@ -91,7 +93,7 @@ class HybridShardState(ShardedState):
 
     def _average(self, unit: Unit, buffer: Tensor) -> None:
         engine, layout = self._engine, unit.layout(padded=True)
-        # Where a parameter had no gradient, FSDP leaves it out and does not say which one it was.
+        # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
         whole = layout.numel == buffer.numel()
         if not engine.begin(layout, buffer.device) or not whole:
             engine.average_exactly(buffer)
@@ -100,11 +102,11 @@ class HybridShardState(ShardedState):
 
 
 class Shards:
-    """The sharding where each worker compresses its own shard, with the padding that makes shards equal.
+    """The sharding in which each worker compresses its own shard, with the padding that makes shards equal.
 
     Args:
-        units: of the model.
-        group: the workers that hold the shards of one replica.
+        units: Units of the model.
+        group: Process group of the workers that hold the shards of one replica.
     """
 
     def __init__(self, units: list[Unit], group: dist.ProcessGroup) -> None:
@@ -135,8 +137,8 @@ class Shards:
         return gathered
 
 
-class FullShardState(ShardedState):
-    """Compression of whole gradients, of which each worker keeps its shard; made by ``apply_powersgd``."""
+class FullShardState(ShardedHandle):
+    """Compresses whole gradients, of which each worker keeps its shard. ``apply_powersgd`` creates it."""
 
     def __init__(self, config: PowerSGDConfig, units: list[Unit]) -> None:
         group = units[0].shard_group
@@ -151,14 +153,17 @@ class FullShardState(ShardedState):
 
     @torch.no_grad()
     def reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
-        """``sent`` is [workers, shard], where a shard has each parameter's rows of one worker, padded."""
+        """Write this worker's shard of the averages to ``output``.
+
+        ``sent`` is [workers, shard]. A shard has the rows of each parameter that belong to one worker, padded.
+        """
         padded = unit.layout(padded=True)
         worker, workers = self._whole.worker, self._whole.workers
         compressing = self._engine.begin(padded, output.device)
         if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
-                f"expected sums or means over workers, FSDP asks for {how['op']}; where set_gradient_divide_factor is "
-                "used, call set_force_sum_reduction_for_comms(True) on the same modules"
+                f"expected a sum or a mean over workers, but FSDP asks for {how['op']}; if you use "
+                "set_gradient_divide_factor, call set_force_sum_reduction_for_comms(True) on the same modules"
             )
         if not compressing or padded.numel != output.numel():
             default(output_tensor=output, input_tensor=sent, **how)
@@ -183,12 +188,13 @@ class FullShardState(ShardedState):
 
 
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of all trainable parameters: of this worker's shards with their padding, or of the whole ones."""
+    """Return {name: shape} of all trainable parameters: of this worker's padded shards, or of whole parameters."""
     return {s.name: s.shape for unit in units for s in unit.layout(padded=padded).segments}
 
 
 def custom_reduce_scatter(state: FullShardState, unit: Unit) -> Any:
-    """What FSDP calls for one unit. Its base class is imported here, since older versions of torch lack it."""
+    """Return the reduce-scatter that FSDP calls for one unit."""
+    # Imported here, because older versions of torch lack this class.
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
     default = unit.parameter_group._reduce_scatter_comm

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` made of a model: which parameters lie where in the gradients that FSDP reduces together."""
+"""The units that ``fully_shard`` makes of a model, and the places of parameters in the gradients of a unit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Unit:
     """Parameters whose gradients FSDP reduces in one message.
 
     Attributes:
-        module: the module that ``fully_shard`` was applied to.
-        parameter_group: FSDP's object for them.
-        shard_group: process group of the reduce-scatter.
+        module: Module to which ``fully_shard`` was applied.
+        parameter_group: FSDP's object for these parameters.
+        shard_group: Process group of the reduce-scatter.
     """
 
     def __init__(self, module: FSDPModule, parameter_group: Any, names: dict[int, str], config: PowerSGDConfig) -> None:
@@ -30,13 +30,13 @@ class Unit:
         self.parameter_group = parameter_group
         self.shard_group: dist.ProcessGroup = parameter_group.mesh_info.shard_process_group
         self._config = config
-        # In the order in which FSDP packs gradients, which is not that of named_parameters().
+        # The order in which FSDP packs gradients, which differs from that of named_parameters().
         self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
         self._layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}
 
     @property
     def parameters(self) -> dict[str, DTensor]:
-        """The trainable ones, by name."""
+        """The trainable parameters by name."""
         return {
             name: parameter.sharded_param
             for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True)
@@ -44,13 +44,13 @@ class Unit:
         }
 
     def layout(self, *, padded: bool) -> Layout:
-        """The trainable parameters: this worker's rows with their padding, as FSDP packs them, or whole."""
+        """Return the layout of this worker's padded rows of the trainable parameters, or of whole parameters."""
         parameters = self.parameters
         names = tuple(parameters)
         if names not in self._layouts:
             sizes = {name: tuple(p.shape) for name, p in parameters.items()}
             if any(p.device_mesh.ndim > 1 for p in parameters.values()):
-                # Tensor parallel on dim 0 as well: what FSDP shards is a worker's part.
+                # With tensor parallelism on dim 0, FSDP shards only this worker's part of a parameter.
                 by_name = dict(zip(self._names, self.parameter_group.fsdp_params, strict=True))
                 sizes = {name: tuple(by_name[name]._orig_size) for name in names}
             workers = dist.get_world_size(self.shard_group)
@@ -60,10 +60,10 @@ class Unit:
 
 
 def find_units(model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
-    """The model's units that have parameters.
+    """Return the model's units that have parameters.
 
     Raises:
-        ValueError: there are none, or one of them is sharded in a way that is not supported.
+        ValueError: There are none, or one of them is sharded in a way that is not supported.
     """
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     units: list[Unit] = []
@@ -78,14 +78,14 @@ def find_units(model: nn.Module, config: PowerSGDConfig, replicate_group: dist.P
         if len(groups) > 1:
             raise ValueError(
                 f"{where} has {len(groups)} parameter groups, sharded on different meshes by shard_placement_fn; "
-                "apply fully_shard to submodules instead, so that each has parameters of one mesh only"
+                "apply fully_shard to submodules instead, so that each uses only one mesh"
             )
         for group in groups:
             if not any(unit.parameter_group is group for unit in units):
                 _check(group, where, names, replicate_group)
                 units.append(Unit(module, group, names, config))
     if len({tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}) > 1:
-        raise ValueError("modules are sharded over different workers; give all calls of fully_shard the same mesh")
+        raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
     if not units:
         raise ValueError("the model has no sharded parameters; apply torch.distributed.fsdp.fully_shard to it first")
     return units
@@ -95,7 +95,7 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
     if getattr(group.mesh_info, "shard_process_group", None) is None:
         raise ValueError(f"{where} is replicated, not sharded; use DistributedDataParallel and integrations.ddp for it")
     if getattr(group.mesh_info, "replicate_process_group", None) is not None:
-        raise ValueError(f"{where} is sharded on a two-dimensional mesh, where FSDP all-reduces by itself; {ONE_MESH}")
+        raise ValueError(f"{where} is sharded on a two-dimensional mesh, where FSDP itself all-reduces; {ONE_MESH}")
     if group._all_reduce_hook is not None:
         raise ValueError(f"{where} has an all-reduce hook; was apply_powersgd called before? Call it once for a model")
     if replicate_group is None and type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
@@ -112,7 +112,7 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
             )
         if any(getattr(placement, "dim", None) != 0 for placement in placements):
             raise ValueError(
-                f"parameter {name!r} is placed as {placements}, expected all placements on dim 0; shard it on dim 0, "
+                f"parameter {name!r} is placed as {placements}, but must be sharded on dim 0 only; shard it on dim 0, "
                 "or leave its module out of tensor parallelism"
             )
         if replicate_group is None and list(placements) != [Shard(0)]:

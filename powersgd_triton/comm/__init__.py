@@ -1,1 +1,1 @@
-"""Process groups: collectives, the exchange of messages, and whether all workers do the same."""
+"""Communication: collectives of a process group, sums of messages, and checks that all workers agree."""

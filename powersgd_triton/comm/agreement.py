@@ -1,4 +1,4 @@
-"""Whether all workers do the same."""
+"""Checks that all workers agree on configuration, tensors, step and factors."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from powersgd_triton.comm.communicator import Communicator
 
 Facts = Mapping[str, Any]
 SHOWN = 3
-"""So many differences of a worker are listed in an error."""
+"""Number of differences that an error lists for each worker."""
 
 
 class DisagreementError(RuntimeError):
-    """Workers that must do the same do not. Raised on all of them."""
+    """Workers differ in something that must be equal. It is raised on all workers."""
 
 
 def compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device) -> None:
-    """Compare facts of all workers that compress one model. Collective; sends 40 bytes a worker unless they differ.
+    """Compare facts of all workers that compress one model. Collective. Sends 40 bytes a worker if all agree.
 
     Args:
-        common: {what: value} that all workers must have in common. JSON can express the values.
-        replicated: the same, of the workers of the communicator's group only, which compress the same tensors.
-        communicator: the workers that average with each other, and its ``others``.
-        device: where messages lie; the host waits for it.
+        common: {fact: value} that must be equal on all workers. JSON must be able to express the values.
+        replicated: {fact: value} that must be equal on the workers of the communicator's group only. These workers
+            compress the same tensors.
+        communicator: Collectives of the workers that average with each other, with the ``others``.
+        device: Device of the messages. The host waits for it.
 
     Raises:
-        DisagreementError: they differ; says on which worker, and in what. On all workers.
+        DisagreementError: Facts differ. The message names the workers and the facts. Raised on all workers.
     """
     if not communicator.others:
         _check({**common, **replicated}, [communicator], device)
@@ -42,7 +43,7 @@ def compare(common: Facts, replicated: Facts, communicator: Communicator, device
         found = None
     except DisagreementError as error:
         found = str(error)
-    # The other groups must hear of it too, so that all workers raise.
+    # The other groups must learn of a difference too, so that all workers raise an error.
     _check({**common, "replicas": found}, [communicator, *communicator.others], device)
     if found is not None:
         raise DisagreementError(found)
@@ -66,7 +67,7 @@ def _check(facts: Facts, communicators: Sequence[Communicator], device: torch.de
 
 
 def _gathered(mine: Tensor, communicators: Sequence[Communicator]) -> Tensor:
-    """[workers, …]: all workers' tensors, in an order that is the same on all of them but for ties of groups."""
+    """Return the tensors of all workers, [workers, …]. Their order may differ between the groups of workers."""
     table = mine.unsqueeze(0)
     for communicator in communicators:
         table = communicator.gather(table).flatten(0, 1)
@@ -74,7 +75,7 @@ def _gathered(mine: Tensor, communicators: Sequence[Communicator]) -> Tensor:
 
 
 def _difference(found: Mapping[int, Facts]) -> str:
-    """Which workers differ from what most have, and in what."""
+    """Return a message that names the workers that differ from the majority, and the facts that differ."""
     wordings = {worker: json.dumps(facts, sort_keys=True) for worker, facts in sorted(found.items())}
     usual = collections.Counter(wordings.values()).most_common(1)[0][0]
     model = next(worker for worker, wording in wordings.items() if wording == usual)
@@ -90,7 +91,7 @@ def _difference(found: Mapping[int, Facts]) -> str:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """int64 scalar of a tensor's bits, in which each byte's place counts."""
+    """Return an int64 scalar that depends on all bytes of a tensor and on their order."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for block in tensor.contiguous().view(-1).view(torch.uint8).split(1 << 24):
         place = torch.arange(block.numel(), dtype=torch.int64, device=block.device)

@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class Communicator:
-    """Sums tensors over a process group; with one process and no group it does nothing.
+    """Collectives of one process group. In a single process without a group, they do nothing.
 
     Args:
-        group: the process group; None for the default group, or for one process where none is initialised.
-        others: groups of further workers that compress the same model, from the inside out. Together with ``group``
-            they hold all workers: in HSDP, for example, the workers that hold the other shards.
-        collectives: what collectives are called from, ``torch.distributed`` or a module with functions of the same
-            names, such as ``deepspeed.comm``, which logs them.
+        group: Process group. None uses the default group, or a single process if no group is initialized.
+        others: Groups of further workers that compress the same model, from the inside out. Together with ``group``
+            they contain all workers. With HSDP, for example, these are the workers that hold the other shards.
+        collectives: Module with the collective functions: ``torch.distributed``, or one with functions of the same
+            names, such as ``deepspeed.comm``, which logs collectives.
 
     Raises:
-        RuntimeError: the group is given but torch.distributed is not initialised, or this process is not its member.
+        RuntimeError: A group was given although torch.distributed is not initialized, or this process is not a member.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Communicator:
         ready = dist.is_available() and dist.is_initialized()
         if group is not None and not ready:
             raise RuntimeError(
-                "a process group was given, but torch.distributed is not initialised; "
+                "a process group was given, but torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group first"
             )
         if ready and dist.get_rank(group) < 0:
@@ -48,46 +48,46 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """Number of workers, asked anew each time: a program that lost a peer may set up another default group."""
+        """Number of workers. Not cached, since a program that lost a peer may set up a new default group."""
         return dist.get_world_size(self.group) if self._ready else 1
 
     @property
     def index(self) -> int:
-        """This worker's number in the group."""
+        """Index of this worker in the group."""
         return dist.get_rank(self.group) if self._ready else 0
 
     @property
     def global_index(self) -> int:
-        """This worker's number among all."""
+        """Index of this worker among all workers."""
         return dist.get_rank() if self._ready else 0
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
-        """Start summing ``tensor`` over the workers in place. Nothing is sent where there is nothing to add."""
+        """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
         if self.world_size == 1 or tensor.numel() == 0:
             return None
         work: dist.Work | None = self._collectives.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start giving row w of ``sent`` to worker w; row w of ``received`` is what worker w gave. [workers, …]."""
+        """Start sending row w of ``sent`` to worker w, and receiving row w of ``received`` from it. [workers, …]."""
         work: dist.Work = self._collectives.all_to_all_single(received, sent, group=self.group, async_op=True)
         return work
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
         """Start collecting every worker's ``tensor`` in ``gathered`` [workers, …]."""
-        # Its name before torch 2.13 is deprecated since.
+        # torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
         collectives = self._collectives
         gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_into_tensor
         work: dist.Work = gather(gathered.view(-1), tensor.view(-1), group=self.group, async_op=True)
         return work
 
     def minimum(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor's elements by the smallest of all workers' ones."""
+        """Replace each element of a contiguous tensor by its minimum over the workers."""
         if self.world_size > 1:
             dist.all_reduce(tensor.view(-1), op=dist.ReduceOp.MIN, group=self.group)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """[workers, …]: every worker's ``tensor``, all of one shape and dtype."""
+        """Return every worker's ``tensor`` as [workers, …]. All must have the same shape and dtype."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -101,6 +101,6 @@ class Communicator:
 
 
 def wait(work: dist.Work | None) -> None:
-    """Wait for a collective: on the host for gloo, on the current stream for NCCL. Its error is raised here."""
+    """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error."""
     if work is not None:
         work.wait()

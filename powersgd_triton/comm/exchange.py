@@ -1,4 +1,4 @@
-"""Sums messages over the workers, in the width in which their factors travel."""
+"""Sum messages over the workers, with factors in fp32 or narrower."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from powersgd_triton.ops.backend import Backend, Message
 
 
 def sum_over_workers(backend: Backend, message: Message, communicator: Communicator) -> Iterator[None]:
-    """Sum a message of a bucket in place; each time this yields, a collective is under way.
+    """Sum a message of a bucket in place. Whenever this yields, a collective is under way.
 
-    In fp32 (fp64 where messages are) that is one all-reduce. Narrower factors go to owners of their parts, which add up
-    in that dtype, round, and give the sums to all: an all-to-all and an all-gather, with the bytes of one all-reduce.
-    (A 16-bit all-reduce would round partial sums, and what it loses would belong to no worker.)
+    A message in fp32 or fp64 takes one all-reduce. If factors are narrower, each worker owns a part of the message. It
+    sums that part in the message's dtype, rounds the sum, and sends it to all workers. This takes an all-to-all and an
+    all-gather, with the bytes of one all-reduce. (An all-reduce in 16 bits would round partial sums, and no worker's
+    error would contain what that loses.)
     """
     content, workers = message.content, communicator.world_size
     plan = backend.bucket.wire_plan(content.numel(), left=message.left, workers=workers)

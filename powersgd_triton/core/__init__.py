@@ -1,1 +1,1 @@
-"""The step, what is remembered between steps, and what is saved."""
+"""The engine, its memory between steps, and saved states."""

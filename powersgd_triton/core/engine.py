@@ -22,7 +22,6 @@ from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.ranges import reconstruct_ranges
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
-from powersgd_triton.ranks.report import RankReport
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -30,32 +29,29 @@ logger = logging.getLogger("powersgd_triton")
 class Engine:
     """Averages one model's gradients over the workers, in compressed form, bucket by bucket.
 
-    An adapter translates its framework's gradients into buckets. For each of them it calls ``begin``, and then
-    ``average`` or, where ``begin`` returned False, an exact average. The engine alone begins, ends and voids steps,
-    checks that the workers agree, and plans ranks. All workers must bring the same buckets in the same order, since
-    that is the order of the collectives.
+    An adapter translates its framework's gradients into buckets. For each bucket it calls ``begin``, and then
+    ``average``, or an exact average if ``begin`` returned False. Only the engine begins, ends and voids steps, checks
+    that the workers agree, and plans ranks. All workers must pass the same buckets in the same order, since the order
+    of the buckets is the order of the collectives.
 
     Args:
-        config: what to compress and how.
-        communicator: whom to average with.
-        tensors: gives {name: shape} of all tensors that this worker compresses or averages, as far as they are known.
+        config: Configuration of the compression.
+        communicator: Collectives of the workers that average with each other.
+        tensors: Returns {name: shape} of all tensors that this worker compresses or averages and that are known so far.
 
     Raises:
-        TypeError: ``config`` is no configuration.
-        ValueError: the configuration's budget is too small for the tensors.
+        TypeError: ``config`` is not a configuration.
+        ValueError: The configuration's budget is too small for the tensors.
 
     Attributes:
-        memory: errors and bases by name.
-        plan: the ranks, where they are planned.
-        step: what belongs to the step under way.
+        memory: Errors and bases by name.
+        plan: The ranks in force, if ranks are planned.
+        step: State of the step under way.
         numel: [elements before, elements after compression] over all compressed steps so far.
     """
 
     def __init__(
-        self,
-        config: PowerSGDConfig,
-        communicator: Communicator,
-        tensors: Callable[[], Mapping[str, Sequence[int]]],
+        self, config: PowerSGDConfig, communicator: Communicator, tensors: Callable[[], Mapping[str, Sequence[int]]]
     ) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
@@ -64,79 +60,79 @@ class Engine:
         if config.planned:
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)
-        # Where the workers' facts are compared; None until they were, before the first step.
+        # The device for messages that compare the workers. None until they have been compared, before the first step.
         self._device: torch.device | None = None
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
         self.numel = [0, 0]
 
-    # A step ----------------------------------------------------------------------------------------------------------
-
     def begin(self, layout: Layout, device: torch.device, *, last: bool | None = None) -> bool:
-        """Take a bucket into the open step, or into a new one. Collective at the first call.
+        """Add a bucket to the open step, or to a new one. Collective at the first call.
 
         Args:
-            layout: the bucket's tensors; the same object whenever it is the same bucket.
-            device: of its gradients.
-            last: whether the bucket is the step's last one. None where the adapter cannot tell: the step then ends when
+            layout: The bucket's tensors. The same bucket must always have the same object.
+            device: Device of its gradients.
+            last: Whether the bucket is the step's last one. None if the adapter does not know. The step then ends when
                 one of its tensors comes again, or with ``end_step``.
 
         Returns:
-            Whether the bucket is to be compressed. The first ``config.start_iter`` steps are exact.
+            Whether to compress the bucket. The first ``config.start_iter`` steps are exact.
 
         Raises:
-            DisagreementError: workers have different configurations or tensors. Nothing was changed.
+            DisagreementError: Workers have different configurations or tensors. Nothing was changed.
         """
-        step = self.step
         if self._device is None:
-            self._check_agreement(layout, device)
+            self._check_agreement(device, factors=False)
             self._device = device
-        if not step.names.isdisjoint(layout.names):
-            # Every gradient comes once in a step, so this is the next one.
+        if not self.step.names.isdisjoint(layout.names):
+            # Every gradient comes once in a step, so this is the next step.
             self.finish()
-            if step.names:
-                # The step was given up before its last bucket came.
+            if self.step.names:
+                # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
-        step.names |= layout.names
-        step.last = last
-        return step.iteration >= self.config.start_iter
+        self.step.names |= layout.names
+        self.step.last = last
+        return self.step.iteration >= self.config.start_iter
 
     def run(self, layout: Layout, gradients: Mapping[str, Tensor], write: Callable[[Backend], None]) -> Iterator[None]:
-        """One bucket's part of a step (Vogels et al. 2019, Algorithms 1 and 2). Yields while a collective is under way.
+        """Run one bucket's part of a step (Vogels et al. 2019, Algorithms 1, 2). Yield while a collective is under way.
 
         Args:
-            layout: the bucket's tensors.
-            gradients: {name: contiguous tensor}, not changed by anyone before ``write`` is called.
-            write: called at the end with the bucket's backend, which then can reconstruct the averages.
+            layout: The bucket's tensors.
+            gradients: {name: contiguous tensor}. They must not change before ``write`` is called.
+            write: Function that is called last, with the bucket's backend, which can then reconstruct the averages.
         """
         config, step, communicator = self.config, self.step, self.communicator
         step.workers = communicator.world_size
-        # The one place where planned ranks come into a layout. A new plan gives a new layout, hence new factors, which
-        # take over the errors and what fits of the bases.
-        backend = self.memory.bind(self.plan.layout(layout), gradients, step)
+        # Planned ranks enter a layout only here. A new plan makes a new layout and therefore a new bucket, which takes
+        # over the errors and the columns of the bases that fit.
+        layout = self.plan.layout(layout)
+        backend = self.memory.bind(layout, gradients, step)
+        self.numel[0] += layout.numel
+        self.numel[1] += layout.sent_numel(config, step.iteration)
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
-        gradients = self.memory.add_remaining(backend.bucket.layout, gradients, step)
+        gradients = self.memory.add_remaining(layout, gradients, step)
         if not config.warm_start:
             backend.orthogonalize_bases(step, redraw=True)
         for repetition in range(config.iterations):
-            # The standard algorithm makes both products, the alternating one makes one of them by turns.
+            # The standard algorithm computes both products. The alternating algorithm computes one of them by turns.
             projects, backprojects = products(config, step.iteration, repetition)
             if projects:
-                # Compensate and project: M = G + E, P = M Q. Here error feedback happens: the error buffer holds the M
-                # of the step before, and P̂ Qᵀ of that step is subtracted and G added in one pass over memory.
+                # Compensate and project: M = G + E, P = M Q. Error feedback happens here. The error buffer still holds
+                # the last step's M. Subtracting that step's P̂ Qᵀ and adding G takes one pass over memory.
                 message = backend.project(gradients, step, repetition)
-                # Sum: P ← Σ P over the workers. The tensors that are not compressed travel in the same message.
+                # Sum: P ← Σ P over the workers. Tensors that are not compressed are part of the step's first message.
                 yield from sum_over_workers(backend, message, communicator)
             if backprojects:
                 # Orthogonalize and backproject: P̂ = orthogonalize(P), Q = Mᵀ P̂. All workers compute the same bits of
-                # P̂ from the same sum, so that it need not be sent again. (In the alternating algorithm P̂ is the
-                # orthogonalized P of the turn before, and compensating is done here.)
+                # P̂ from the same sum, so P̂ is not sent. (In the alternating algorithm P̂ comes from the turn before,
+                # and this product compensates M.)
                 message = backend.backproject(gradients, step, repetition)
-                # Sum: Q̄ = mean of Q. This worker's own Q stays: what it sent, P̂ Qᵀ, is what its error must lose.
+                # Sum: Q̄ = mean of Q. Keep this worker's own Q: the worker sent P̂ Qᵀ, so its error must lose P̂ Qᵀ.
                 yield from sum_over_workers(backend, message, communicator)
-            # Q̄ becomes the basis of the next projection. Where a sum was not finite, which all workers see alike,
-            # nothing is subtracted from M, the basis stays, and the verdict of the step becomes 0.
+            # Orthonormalize Q̄ as the basis of the next projection. If a sum is not finite, which is the same on all
+            # workers, M gets back what it had, the basis stays, and the step's verdict becomes 0.
             backend.commit(gradients, step, repetition)
-        # Reconstruct: Ĝ = P̂ Q̄ᵀ. The step ends once its last bucket is written, see ``average`` and ``end_step``.
+        # Reconstruct: Ĝ = P̂ Q̄ᵀ. The step ends after its last bucket is written; see ``average`` and ``end_step``.
         write(backend)
 
     def average(
@@ -147,20 +143,18 @@ class Engine:
         ranges: Mapping[str, tuple[int, Tensor]] | None = None,
         write: Callable[[Backend], None] | None = None,
     ) -> None:
-        """Average a bucket's gradients, compressed. Ends the step if the bucket is its last one.
+        """Average a bucket's gradients in compressed form. End the step if the bucket is its last one.
 
         Args:
-            layout: as given to ``begin``.
-            gradients: {name: contiguous tensor}, overwritten with the averages; no one else touches them before.
-            ranges: parts of the averages to be written instead, see ``reconstruct_ranges``; the gradients stay.
-            write: called instead, with the bucket's backend, which then has the averaged factors.
+            layout: The layout given to ``begin``.
+            gradients: {name: contiguous tensor}. Overwritten with the averages; do not use them before.
+            ranges: Parts of the averages to write, see ``reconstruct_ranges``. The gradients then stay as they are.
+            write: Function to call instead of writing, with the bucket's backend, which then has the averaged factors.
         """
         step, device = self.step, next(iter(gradients.values())).device
         if ranges is not None and step.loss_scale is not None:
-            # In fp16 an average may not fit though its factors do, and only who writes that part sees it.
+            # An average may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
             step.uneven |= any(gradient.dtype == torch.float16 for gradient in gradients.values())
-        self.numel[0] += layout.numel
-        self.numel[1] += self.plan.layout(layout).sent_numel(self.config, step.iteration)
 
         def reconstruct(backend: Backend) -> None:
             if ranges is None:
@@ -168,10 +162,10 @@ class Engine:
             else:
                 reconstruct_ranges(backend.bucket, ranges, step.overflow(device))
 
-        self.advance(self.run(layout, gradients, write or reconstruct), device)
+        self._advance(self.run(layout, gradients, write or reconstruct), device)
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
-        """Average a bucket's flat buffer in place, exactly. Ends the step if the bucket is its last one."""
+        """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
 
         def run() -> Iterator[None]:
             work = self.communicator.all_reduce(buffer)
@@ -181,17 +175,18 @@ class Engine:
             if done is not None:
                 done()
 
-        self.advance(run(), buffer.device)
+        self._advance(run(), buffer.device)
 
-    def advance(self, bucket: Iterator[None], device: torch.device) -> None:
-        """Start a bucket's ``run``, and move those before it one collective on.
+    def _advance(self, bucket: Iterator[None], device: torch.device) -> None:
+        """Start a bucket's ``run``, and advance the older buckets by one collective.
 
-        On the CPU their messages travel while the backward pass goes on. On other devices, and where no further bucket
-        is known to come, all stages are done at once: there the host only enqueues.
+        On the CPU, messages then travel during the backward pass. All stages run at once on other devices, where the
+        host only enqueues work, and if no later bucket of the step is expected.
         """
         to_the_end = self.step.last is not False or device.type != "cpu"
         try:
             next(bucket)
+            # ``next`` returns its default, ``self``, when a bucket is done.
             older, self._under_way = self._under_way, collections.deque()
             self._under_way.extend(steps for steps in older if next(steps, self) is not self)
             self._under_way.append(bucket)
@@ -200,68 +195,66 @@ class Engine:
                 if next(steps, self) is not self:
                     self._under_way.append(steps)
         except BaseException:
-            # A peer may be gone: nothing that is on its way is waited for.
+            # A peer may be gone, so do not wait for collectives under way.
             self._void()
             raise
         if self.step.last:
             self.end_step()
 
     def end_step(self, *, applied: bool | None = None) -> None:
-        """End the open step. Collective where there is something to ask other workers.
+        """End the open step. Collective if workers have to agree on the verdict, on their state, or on ranks.
 
         Args:
-            applied: whether the optimizer applies the step, where the adapter knows. If not, all of it is sent again.
+            applied: Whether the optimizer applies the step, if the adapter knows. A step not applied is sent again.
 
         Raises:
-            DisagreementError: see ``PowerSGDConfig.check_every``.
+            DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
         """
         step = self.step
         if step.names and self._device is not None and step.iteration >= self.config.start_iter:
             if applied is None:
-                # Who shares sums sees the same; others may have seen another gradient overflow. Who writes a part of an
-                # average sees whether that part fits.
+                # Workers that share sums have the same verdict. Workers of ``others`` may have seen another gradient
+                # overflow. If the step is uneven, each worker knows only whether its own part of the averages fits.
                 for other in [*self.communicator.others, *([self.communicator] if step.uneven else [])]:
                     other.minimum(step.verdict(self._device))
             elif not applied:
                 step.verdict(self._device).zero_()
         step.end()
+        # Counted by ``ended``, which is equal on all workers even if they loaded different checkpoints.
         every = self.config.check_every
         if every and step.ended % every == 0 and self._device is not None:
-            self._check_agreement(None, self._device)
+            self._check_agreement(self._device, factors=True)
         if self.config.planned:
             self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
 
     def finish(self) -> None:
-        """End the open step where the adapter cannot tell its last bucket: all buckets that came are done."""
+        """End the open step if the adapter does not know its last bucket. All of its buckets are finished by now."""
         if self.step.names and self.step.last is None:
             self.end_step()
 
     def _void(self) -> None:
-        """The open step is never applied: what it was given is still owed, and will be sent by the next one."""
+        """Discard the open step. The errors keep its gradients, so that the next step sends them."""
         self._under_way.clear()
         self.step.void()
         self.memory.drop_buckets()
 
     def connect(self, communicator: Communicator) -> None:
-        """Average with other workers from the next step on; they are compared before it."""
+        """Average with other workers from the next step on. They are compared before that step."""
         self.communicator, self._device = communicator, None
 
-    def _check_agreement(self, first: Layout | None, device: torch.device) -> None:
-        """Compare what all workers must have in common; after the first bucket, given as ``first``, factors as well."""
+    def _check_agreement(self, device: torch.device, *, factors: bool) -> None:
+        """Check that all workers agree, with ``factors`` also on the bits of their factors. Collective."""
         tensors = self.tensors()
-        if first is not None and not tensors:
-            tensors = {segment.name: segment.shape for segment in first.segments}
+        common = common_facts(self.config, tensors, self.step.iteration)
         replicated = rank_facts(self.config, tensors, self.plan)
-        if first is None:
-            replicated |= factor_facts(self.memory.buckets())
-        compare(common_facts(self.config, tensors, self.step.iteration), replicated, self.communicator, device)
-
-    # What users ask for ----------------------------------------------------------------------------------------------
+        compare(
+            common, replicated | (factor_facts(self.memory.buckets()) if factors else {}), self.communicator, device
+        )
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """The mean error over workers, bases, step and plan, as plain tensors and numbers. Collective.
+        """Return the mean error, bases, step and plan as plain tensors and numbers. Collective.
 
-        ``mean``: averages a tensor over the workers; None for an all-reduce.
+        ``mean`` averages a tensor over the workers. Default: an all-reduce.
         """
         self.finish()
         return self.memory.save(self.step, mean or self.communicator.mean).to_dict(self.config)
@@ -275,20 +268,20 @@ class Engine:
         rename: Mapping[str, str] | None = None,
         owner: tuple[int, int] | None = None,
     ) -> LoadReport:
-        """Go on from a saved state. Matrices take over their parts when their gradients come for the first time.
+        """Continue from a saved state. A matrix takes over its part when its gradient comes for the first time.
 
         Args:
-            state_dict: from ``state_dict``. Its rank may be another one.
-            tensors: size of every tensor, where all are known; None for those that came so far.
-            strict: whether all matrices must be in both, the state and this model.
+            state_dict: Result of ``state_dict``. Its rank may differ.
+            tensors: Size of every tensor. None if not all are known; the tensors seen so far are then used.
+            strict: Whether the state and this model must have the same matrices.
             rename: {saved name: name here}.
-            owner: (index, world size) of the worker whose own errors are in the state; None for mean errors.
+            owner: (index, world size) of the worker whose own errors the state holds. None if it holds mean errors.
 
         Returns:
-            What has become of the state's matrices.
+            What was used of the state, and what was not.
 
         Raises:
-            ValueError: the state is of another format, configuration or model. Nothing was changed.
+            ValueError: The state has another format, or belongs to another configuration or model. Nothing was changed.
         """
         feedback = self.config.error_feedback
         saved = SavedState.parse(state_dict, needs_errors=feedback, rename=rename)
@@ -301,15 +294,6 @@ class Engine:
         logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
         return report
 
-    def report(self) -> RankReport:
-        """Which tensors are compressed, at which rank, and the bytes of a step."""
-        return RankReport.of(self.layout(), self.config, self.plan.spectra)
-
     def layout(self) -> Layout:
-        """All tensors in one layout, with the ranks that they have now."""
+        """Return all tensors in one layout, with the ranks in force."""
         return self.plan.ranked(Layout.build(self.tensors(), self.config))
-
-    def compression_stats(self) -> tuple[float, int, int]:
-        """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
-        before, after = self.numel
-        return (before / after if after else 0.0, before, after)

@@ -1,4 +1,4 @@
-"""What workers must have in common, as facts that ``comm.agreement`` compares."""
+"""Facts that must be equal on all workers, for ``comm.agreement`` to compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensors = Mapping[str, Sequence[int]]
 
 
 def common_facts(config: PowerSGDConfig, tensors: Tensors, iteration: int) -> dict[str, Any]:
-    """Configuration, tensors and step."""
+    """Return facts about the configuration, the tensors and the step."""
     return {
         "iteration": iteration,
         **{f"config.{field}": value for field, value in config.to_dict().items()},
@@ -25,7 +25,7 @@ def common_facts(config: PowerSGDConfig, tensors: Tensors, iteration: int) -> di
 
 
 def rank_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
-    """The ranks, where they do not follow from the configuration and the shapes."""
+    """Return facts about the ranks, if they do not follow from the configuration and the shapes."""
     ranks = plan.ranks
     if callable(config.rank):
         ranks = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
@@ -34,7 +34,7 @@ def rank_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict
 
 
 def factor_facts(buckets: Iterable[Bucket]) -> dict[str, Any]:
-    """Fingerprints of what is computed from summed messages: the same bits on all workers."""
+    """Return fingerprints of the factors that are computed from sums. Their bits are equal on all workers."""
     found: dict[str, Any] = {}
     for bucket in buckets:
         names = [segment.name for segment in bucket.layout.segments]

@@ -1,4 +1,4 @@
-"""What every adapter's state and the Compressor offer, forwarded to the engine that they hold."""
+"""The methods that the state of every adapter and ``Compressor`` share. They forward to an engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from powersgd_triton.ranks.report import RankReport
 
 
 class Handle:
-    """A user's hold on the compression of one model.
+    """Access to the compression of one model.
 
     Args:
-        engine: what does the work.
+        engine: Engine that averages the model's gradients.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -22,41 +22,44 @@ class Handle:
 
     @property
     def config(self) -> PowerSGDConfig:
-        """What is compressed and how."""
+        """Configuration of the compression."""
         return self._engine.config
 
     @property
     def iteration(self) -> int:
-        """Number of steps done. A step is what lies between two averages of the same gradients."""
+        """Number of finished steps. Each average of the same gradients is one step."""
         step = self._engine.step
-        # Where an adapter cannot tell which bucket is the last one, a step stays open until the next one begins.
+        # If an adapter does not know which bucket is the last one, the step stays open until the next step begins.
         return step.iteration + (bool(step.names) and step.last is None)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(rate, elements before, elements after) over all compressed steps so far; rate 0 before the first."""
-        return self._engine.compression_stats()
+        """Return (rate, elements before, elements after) over all compressed steps. The rate is 0 before the first."""
+        before, after = self._engine.numel
+        return (before / after if after else 0.0, before, after)
 
     def report(self) -> RankReport:
-        """Which tensors are compressed, at which rank, and the bytes of a step; ``print`` it.
+        """Return which tensors are compressed, at which rank, and the bytes of a step. ``print`` shows a table.
 
-        Where parameters are sharded and shards are compressed, the report is on this worker's shard.
+        If shards of parameters are compressed, the report describes this worker's shard.
         """
-        return self._engine.report()
+        engine = self._engine
+        return RankReport.of(engine.layout(), engine.config, engine.plan.spectra)
 
     def attach(self, scaler: LossScaleSource) -> None:
-        """Let the error follow the loss scale of a ``torch.amp.GradScaler``, or one that a function returns.
+        """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.
 
-        Call it once, before training. Nothing waits for the device.
+        Call it once, before training. It does not synchronize with the device.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: ``scaler`` is neither a scaler nor a function.
         """
         self._engine.step.loss_scale = LossScale(scaler)
 
     def error(self) -> dict[str, Tensor]:
-        """{name: E as a matrix [n, m]}: what this worker has not sent yet, without loss scale; copies.
+        """Return copies {name: E as a matrix [n, m]} of this worker's errors, without the loss scale.
 
-        Collective where the parameters are sharded. Empty without error feedback.
+        E is what this worker has not sent yet. The result is empty without error feedback. Collective if the parameters
+        are sharded.
         """
         self._engine.finish()
         return self._engine.memory.error(self._engine.step)

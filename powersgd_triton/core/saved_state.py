@@ -1,4 +1,4 @@
-"""What a saved state consists of: checked before it is used, and compared with the model that it is loaded into."""
+"""Saved states: their format, their checks, and how they compare with the model that loads them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Plan = dict[str, dict[str, Any]]
 """{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
 
 Size = tuple[int, int, int]
-"""(n, m, rank) of a tensor as a matrix; rank 0 where it is not compressed."""
+"""(n, m, rank) of a tensor as a matrix. Rank 0 means that it is not compressed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What a saved state's matrices have become, by name.
+    """How a loaded state was used: names of matrices.
 
     Attributes:
-        loaded: they go on with their error and basis.
-        carried: compressed no longer; their error is added once to their next gradient.
-        dropped: their error is not used, since error feedback is switched off.
-        unused: only in the saved state.
-        added: only in this model; they start without error.
-        waiting: taken over when their gradients come for the first time, since the model is not known before.
+        loaded: Matrices that continue with their error and basis.
+        carried: Matrices that are no longer compressed. Their error is added once, to their next gradient.
+        dropped: Matrices whose error is not used, because error feedback is off.
+        unused: Matrices that only the saved state has.
+        added: Matrices that only this model has. They start without an error.
+        waiting: Matrices whose parameters are not known yet. They are loaded when their gradients come first.
     """
 
     loaded: tuple[str, ...] = ()
@@ -48,17 +48,17 @@ class LoadReport:
 
 @dataclasses.dataclass(frozen=True)
 class SavedState:
-    """What a checkpoint holds, whatever adapter wrote it.
+    """Content of a checkpoint, the same for all adapters.
 
     Attributes:
-        iteration: number of steps done.
-        tensors: {name: size} of all tensors, as far as they were known.
-        matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}; of matrices that are not
-            compressed only an error, without error feedback none.
-        plan: of ``RankPlan``, empty where ranks are not planned.
-        strict: whether a model into which it was loaded must have no other matrices.
-        own: whether the errors are one worker's own instead of the mean over the workers.
-        owner: (index, world size) of that worker, until it is checked.
+        iteration: Number of finished steps.
+        tensors: {name: size} of all tensors that were known.
+        matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}. Matrices that are not compressed
+            have only an error. Without error feedback there are no errors.
+        plan: State of ``RankPlan``. Empty if ranks are not planned.
+        strict: Whether the model that loaded it must not have other matrices.
+        own: Whether the errors are those of one worker instead of the mean over the workers.
+        owner: (index, world size) of that worker. None after it was checked.
     """
 
     iteration: int = 0
@@ -70,7 +70,7 @@ class SavedState:
     owner: tuple[int, int] | None = None
 
     def to_dict(self, config: PowerSGDConfig) -> dict[str, Any]:
-        """Plain numbers and tensors, which ``parse`` reads."""
+        """Return plain numbers and tensors, which ``parse`` reads."""
         return {
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
@@ -83,15 +83,15 @@ class SavedState:
 
     @classmethod
     def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> SavedState:
-        """Check a state.
+        """Check a saved state and convert it.
 
         Args:
-            state: what ``to_dict`` gave.
-            needs_errors: whether compressed matrices must have errors.
-            rename: {saved name: this model's}.
+            state: Result of ``to_dict``.
+            needs_errors: Whether compressed matrices must have errors.
+            rename: {saved name: name in this model}.
 
         Raises:
-            ValueError: it is not a saved state, or inconsistent, or a name to be renamed is not in it.
+            ValueError: It is not a saved state, or it is inconsistent, or it lacks a name in ``rename``.
         """
         keys = {"format_version", "iteration", "tensors", "matrices"}
         if not isinstance(state, Mapping) or "format_version" not in state:
@@ -108,7 +108,7 @@ class SavedState:
         if not isinstance(matrices, Mapping) or not all(isinstance(parts, Mapping) for parts in matrices.values()):
             raise ValueError(f"expected matrices as {{name: {{part: tensor}}}}; got {type(matrices).__name__}")
         if "fingerprint" in state and state["fingerprint"] != sizes_digest(tensors):
-            raise ValueError("the saved state's tensors are not those of its fingerprint")
+            raise ValueError("the saved state's tensors do not match its fingerprint")
         compressed = {name for name, (_, _, rank) in tensors.items() if rank}
         if not compressed <= matrices.keys() <= tensors.keys():
             raise ValueError(f"the saved state's tensors and matrices differ in {listing({*matrices} ^ compressed)}")
@@ -125,32 +125,32 @@ class SavedState:
         )
 
     def compare(self, tensors: Mapping[str, Size], *, complete: bool, strict: bool, feedback: bool) -> LoadReport:
-        """What would become of the matrices.
+        """Return how a model would use this state.
 
         Args:
-            tensors: this model's, {name: size}.
-            complete: whether these are all there are.
-            strict: whether every matrix must be in both.
-            feedback: whether this model keeps errors.
+            tensors: {name: size} of the model's tensors.
+            complete: Whether these are all of its tensors.
+            strict: Whether the state and the model must have the same matrices.
+            feedback: Whether the model uses error feedback.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: The state does not fit the model.
         """
         known = {name: self.tensors[name] for name in tensors.keys() & self.tensors.keys()}
         other = {name for name, size in known.items() if size[:2] != tensors[name][:2]}
         for name in sorted(other):
             if strict and (name in self.matrices or tensors[name][2]):
                 (n, m, _), (saved_n, saved_m, _) = tensors[name], known[name]
-                raise ValueError(f"matrix {name!r} is {n} × {m}; in the saved state it is {saved_n} × {saved_m}")
+                raise ValueError(f"matrix {name!r} is {n} × {m}, but {saved_n} × {saved_m} in the saved state")
         fitting = {name for name in known if name in self.matrices} - other
         added = {name for name, (_, _, rank) in tensors.items() if rank and (name not in known or name in other)}
         unused = self.matrices.keys() - fitting
         # A state that was saved before compression began knows no tensors.
         if strict and self.matrices and (added or (complete and unused)):
             raise ValueError(
-                "the saved state is not of this model or configuration; "
+                "the saved state belongs to another model or configuration; "
                 f"matrices missing from it: {listing(added)}; only in it: {listing(unused)}. "
-                "load_state_dict(…, rename={saved name: new name}) maps names, strict=False takes over what fits"
+                "load_state_dict(…, rename={saved name: new name}) maps names, strict=False loads what fits"
             )
         carried = {name for name in fitting if tensors[name][2] == 0}
         with_error = {name for name in fitting if "error" in self.matrices[name]}
@@ -164,7 +164,7 @@ class SavedState:
         )
 
     def used(self, report: LoadReport, *, strict: bool, owner: tuple[int, int] | None) -> SavedState:
-        """This state without what ``report`` says is not used."""
+        """Return this state without the matrices that ``report`` lists as unused or added."""
         left_out = {*report.unused, *report.added}
         return dataclasses.replace(
             self,
@@ -177,13 +177,13 @@ class SavedState:
 
 
 def sizes_digest(tensors: Mapping[str, Iterable[int]]) -> str:
-    """Digest of {name: size}; the same for any order."""
+    """Return a digest of {name: size} that does not depend on the order."""
     text = json.dumps({name: list(size) for name, size in tensors.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def listing(names: Iterable[str]) -> str:
-    """The first few names, quoted."""
+    """Return the first few names, quoted."""
     ordered = sorted(names)
     shown = ", ".join(repr(name) for name in ordered[:5])
     return f"{shown} and {len(ordered) - 5} more" if len(ordered) > 5 else shown or "none"
@@ -196,7 +196,7 @@ def _is_size(size: Any) -> bool:
 
 
 def _checked_plan(plan: Any) -> Plan:
-    """Raises: ValueError: it is none."""
+    """Check a saved plan of ranks and copy it. A value that is not a plan raises ValueError."""
     parts = {"ranks": _is_rank, "demands": _is_demand, "spectra": _is_spectrum, "pending": _is_spectrum}
     if (
         not isinstance(plan, Mapping)
@@ -220,7 +220,7 @@ def _is_spectrum(value: Any) -> bool:
 
 
 def _check_parts(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:
-    """Raises: ValueError: a part is missing, or not finite, or not of the matrix's size."""
+    """Raise ValueError if a part is missing, is not finite, or does not have the matrix's size."""
     n, m, _ = size
     for key in sorted(needed | parts.keys()):
         part = parts.get(key)
@@ -235,18 +235,18 @@ def _check_parts(name: str, size: Size, parts: Mapping[str, Any], needed: set[st
         key not in expected or tuple(part.shape) != expected[key] for key, part in parts.items()
     ):
         shapes = {key: tuple(part.shape) for key, part in parts.items()}
-        raise ValueError(f"matrix {name!r} of the saved state is {n} × {m}, which its parts do not fit: {shapes}")
+        raise ValueError(f"matrix {name!r} of the saved state is {n} × {m}; its parts have other sizes: {shapes}")
 
 
 def _renaming(rename: Mapping[str, str], tensors: Mapping[str, Any]) -> Any:
-    """A function from saved to new names.
+    """Return a function from saved names to new names.
 
     Raises:
-        ValueError: a name is not in the saved state, or two tensors would have the same one.
+        ValueError: A name is not in the saved state, or two tensors would have the same name.
     """
     absent = rename.keys() - tensors.keys()
     if absent:
-        raise ValueError(f"rename names tensors that the saved state does not have: {listing(absent)}")
+        raise ValueError(f"rename has names that the saved state does not have: {listing(absent)}")
     names = [rename.get(name, name) for name in tensors]
     if len(set(names)) < len(names):
         raise ValueError(f"with rename={dict(rename)!r} two tensors of the saved state would have the same name")

@@ -1,1 +1,1 @@
-"""A small GPT trained on text that every Python ships, with gradients averaged in several ways; see ``run``."""
+"""Train a small GPT on text that comes with Python, and average its gradients in several ways; see ``run``."""

@@ -1,4 +1,4 @@
-"""What a step costs: bytes handed to collectives, and time in the communication hook."""
+"""Measure the cost of a step: bytes passed to collectives, and time in the communication hook."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import statistics
@@ -14,8 +14,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
-# Collective: position and name of the argument that holds what this worker sends. An all-to-all whose sums an
-# all-gather then gives to all counts as the all-reduce that it stands for: its bytes once.
+# {collective: (position, name) of the argument with the data that this worker sends}. The exchange of narrow messages
+# is an all-to-all and an all-gather. It replaces one all-reduce and counts like one: only the bytes of the all-to-all.
 _SENT_ARGUMENT = {
     "all_reduce": (0, "tensor"),
     "all_gather": (1, "tensor"),
@@ -28,21 +28,21 @@ _SENT_ARGUMENT = {
 
 
 class Traffic:
-    """Counts the bytes that this process hands to collectives.
+    """Counts the bytes that this process passes to collectives.
 
     Args:
-        collectives: names of those that count; None for all.
+        collectives: Names of the collectives to count. Default: all.
     """
 
     def __init__(self, collectives: Collection[str] | None = None) -> None:
         self.sent = 0
         counted = _SENT_ARGUMENT if collectives is None else collectives
-        # Not every version of torch has all of them.
+        # Older versions of torch lack some of them.
         self._names = [name for name in counted if hasattr(dist, name)]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what is called through ``torch.distributed``'s functions inside this block."""
+        """Count calls of the functions of ``torch.distributed`` inside this block."""
         originals = {name: getattr(dist, name) for name in self._names}
         for name, original in originals.items():
             setattr(dist, name, self._counted(original, *_SENT_ARGUMENT[name]))
@@ -63,9 +63,9 @@ class Traffic:
 
 
 class HookTimer:
-    """Times a hook from a step's first call to the completion of its last Future, waiting for other workers included.
+    """Times a hook from a step's first call to the completion of its last Future. Includes waiting for other workers.
 
-    With one bucket that is the time of the hook alone; with several it holds the backward pass between them.
+    With one bucket, this is the time of the hook alone. With several, it includes the backward pass between them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,21 +73,21 @@ class HookTimer:
         self._steps: list[tuple[Any, list[Any]]] = []
 
     def timed(self, hook: Hook) -> Hook:
-        """The hook, with its calls and completions noted."""
+        """Return the hook with its calls and completions recorded."""
 
         def timed_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             if bucket.index() == 0:
                 self._steps.append((self._now(), []))
             completions = self._steps[-1][1]
             future = hook(state, bucket)
-            # On CUDA the callback runs with streams on which the result is ready, so that an event marks completion.
+            # On CUDA, the result is ready on the streams that the callback runs with, so an event marks its completion.
             future.add_done_callback(lambda _: completions.append(self._now()))
             return future
 
         return timed_hook
 
     def median_ms(self) -> float:
-        """Median over steps."""
+        """Return the median over steps."""
         return statistics.median(
             max(_elapsed_ms(start, end) for end in completions) for start, completions in self._steps if completions
         )

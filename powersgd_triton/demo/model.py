@@ -29,7 +29,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each normalised before and added to its input."""
+    """Attention and a perceptron, each with normalization before it and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [batch, length] → logits [batch, length, VOCABULARY]."""
+        """Map tokens [batch, length] to logits [batch, length, VOCABULARY]."""
         x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 
 
 def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token."""
+    """Return the mean cross-entropy in nats per token."""
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""Ways of distributing the demo's model: replicated, sharded, or both."""
+"""Ways to distribute the demo's model: replicated, sharded, or both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARALLELISMS = {
     "hsdp": f"fully_shard in each of {REPLICAS} replicas",
     **{f"zero{stage}": f"DeepSpeed, ZeRO stage {stage}" for stage in range(4)},
 }
-"""Name: what it is."""
+"""{name: description}."""
 
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 
@@ -32,20 +32,20 @@ EXCHANGES = ("all_reduce", "all_to_all_single")
 
 GRADIENT_COLLECTIVES = {
     **dict.fromkeys([*ZERO_STAGES, "fsdp1", "fsdp2"], (*EXCHANGES, "reduce_scatter_tensor", "reduce_scatter_single")),
-    # Reduce-scatters stay inside a replica.
+    # Reduce-scatters stay inside a replica, and the demo counts traffic between replicas.
     "hsdp": EXCHANGES,
 }
-"""What carries gradients between workers, or between replicas; all-gathers carry parameters."""
+"""Collectives that carry gradients between workers, or between replicas. All-gathers carry parameters."""
 
 
 def check_workers(parallelism: str, workers: int) -> None:
-    """Raises: ValueError: so many workers cannot be arranged in this way."""
+    """Raise ValueError if this number of workers cannot be arranged in this way."""
     if parallelism == "hsdp" and workers % REPLICAS:
         raise ValueError(f"hsdp arranges workers in {REPLICAS} replicas; {workers} is not a multiple of {REPLICAS}")
 
 
 def shard(model: GPT, parallelism: str, options: dict[str, Any] | None, device: torch.device) -> Any:
-    """The model sharded in one of these ways, its gradients compressed as these fields of the configuration say."""
+    """Shard the model in one of these ways. Compress its gradients with the configuration fields in ``options``."""
     config = None if options is None else PowerSGDConfig(**options)
     if parallelism == "fsdp1":
         wrapped = FullyShardedDataParallel(
@@ -69,7 +69,7 @@ def shard(model: GPT, parallelism: str, options: dict[str, Any] | None, device: 
 
 
 def gradient_bytes(model: nn.Module, parallelism: str, workers: int) -> int:
-    """What a worker would send without compression."""
+    """Return the bytes of gradients that a worker would send without compression."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return total * REPLICAS // workers if parallelism == "hsdp" else total
 

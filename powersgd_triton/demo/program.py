@@ -1,6 +1,6 @@
-"""A plain DeepSpeed program that trains the demo's model; it knows nothing of gradient compression.
+"""A plain DeepSpeed program that trains the demo's model. It has no code for gradient compression.
 
-The README's command for ``powersgd_triton.integrations.deepspeed`` runs it with compression, without a changed line.
+The README's command for ``powersgd_triton.integrations.deepspeed`` runs it with compression, unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from powersgd_triton.demo.text import read_corpus, sample_batch
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the arguments of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0, help="given by the launcher")
     parser.add_argument("--steps", type=int, default=20)

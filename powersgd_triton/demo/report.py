@@ -1,4 +1,4 @@
-"""The demo's results: a table, a JSON file and a picture of the loss curves."""
+"""The demo's results: a table, a JSON file and a plot of the loss curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMOOTHING = 0.95
 
 
 def table(results: Mapping[Arm, Result]) -> str:
-    """Figures of all arms, one row each."""
+    """Return a table with one row of figures for each arm."""
     header = ["arm", "validation loss", "bytes/step/worker", "compression", "hook ms/step", "step ms"]
     rows = [
         [
@@ -42,7 +42,7 @@ def table(results: Mapping[Arm, Result]) -> str:
 
 
 def write_json(path: Path, settings: Settings, results: Mapping[Arm, Result]) -> None:
-    """Everything that was measured, and on what."""
+    """Write all measurements, with the versions, device and settings."""
     record = {
         "versions": {
             "powersgd_triton": powersgd_triton.__version__,
@@ -65,7 +65,7 @@ def write_json(path: Path, settings: Settings, results: Mapping[Arm, Result]) ->
 
 
 def draw(path: Path, results: Mapping[Arm, Result]) -> None:
-    """Smoothed training loss against steps and against bytes sent."""
+    """Plot the smoothed training loss against steps and against bytes sent."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,7 +87,7 @@ def draw(path: Path, results: Mapping[Arm, Result]) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential moving average, without a bias towards its start."""
+    """Return the exponential moving average, without a bias towards its start."""
     sums = itertools.accumulate(values, lambda total, value: SMOOTHING * total + value)
     weights = itertools.accumulate(itertools.repeat(1.0, len(values)), lambda total, one: SMOOTHING * total + one)
     return [total / weight for total, weight in zip(sums, weights, strict=True)]

@@ -1,4 +1,4 @@
-"""``python -m powersgd_triton demo``: train the same model with each way of averaging gradients, and compare."""
+"""``python -m powersgd_triton demo``: train one model with each way of averaging gradients, and compare the results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         nargs="+",
         metavar="ARM",
-        help="any of allreduce, torch, ours; a rank may follow, as in ours:4, or for ours how many times fewer bytes, "
-        f"as in ours:20x, and modes of ours, as in ours:32+alternating ({', '.join(MODES)}) (default: all three, and "
-        f"{BUDGETED}; torch and the last one with ddp only)",
+        help="allreduce, torch or ours, with a rank as in ours:4; for ours also a budget, as in ours:20x for 20 times "
+        f"fewer bytes, and modes, as in ours:32+alternating ({', '.join(MODES)}) (default: all three and "
+        f"{BUDGETED}; torch and the budget only with ddp)",
     )
     parser.add_argument(
         "--parallelism",
@@ -38,21 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="ddp",
         help="; ".join(f"{name}: {what}" for name, what in PARALLELISMS.items()) + " (default: ddp)",
     )
-    parser.add_argument("--rank", type=_positive, default=16, help="rank where an arm names none (default: 16)")
+    parser.add_argument("--rank", type=_positive, default=16, help="rank of arms without one (default: 16)")
     parser.add_argument("--steps", type=_positive, default=600, help="training steps (default: 600)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and the batches (default: 0)")
-    parser.add_argument("--workers", type=_positive, default=2, help="processes (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model and the batches (default: 0)")
+    parser.add_argument("--workers", type=_positive, default=2, help="number of processes (default: 2)")
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="auto takes CUDA where two or more GPUs are there, one for each worker (default: auto)",
+        help="auto selects CUDA if there are at least two GPUs and one for each worker (default: auto)",
     )
     parser.add_argument("--output", type=Path, default=Path("demo-results"), help="folder (default: demo-results)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train all arms one after the other and report."""
+    """Train all arms one after the other and report the results."""
     try:
         _check_requirements(arguments.parallelism)
         settings = Settings(
@@ -78,11 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def train_arm(settings: Settings, arm: Arm) -> Result:
-    """Train in fresh processes; losses are averaged over workers, everything else is worker 0's.
+    """Train one arm in new processes. Losses are averaged over workers, other figures are those of worker 0.
 
     Raises:
-        TimeoutError: the workers did not finish in a generous time.
-        torch.multiprocessing.ProcessException: a worker failed.
+        TimeoutError: The workers did not finish in time.
+        torch.multiprocessing.ProcessException: A worker failed.
     """
     task = functools.partial(train_worker, settings=settings, arm=arm)
     results = run_workers(task, settings.workers, timeout=120 + 3 * settings.steps)
@@ -100,7 +100,7 @@ def _arms(arguments: argparse.Namespace, settings: Settings) -> list[Arm]:
 
 
 def _device(choice: str, workers: int) -> str:
-    """'cpu' or 'cuda'."""
+    """Return 'cpu' or 'cuda'."""
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if choice == "cuda" and gpus < workers:
         raise ValueError(f"--device cuda needs NCCL and a GPU for each of {workers} workers; found {gpus}")
@@ -118,7 +118,7 @@ def _check_requirements(parallelism: str) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         extras = ",".join(sorted({needed[name] for name in missing}))
-        raise RuntimeError(f"{' and '.join(missing)} not installed; pip install 'powersgd_triton[{extras}]'")
+        raise RuntimeError(f"{' and '.join(missing)} not installed; run pip install 'powersgd_triton[{extras}]'")
 
 
 def _positive(text: str) -> int:

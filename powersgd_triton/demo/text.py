@@ -1,4 +1,4 @@
-"""The text: sources of Python's own standard library and the topics of its help, byte by byte."""
+"""The text: sources of Python's standard library and the topics of its help, one token for each byte."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ TRAINING_SHARE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens (ASCII codes, int64) to train on, and those held back."""
+    """Tokens (ASCII codes, int64) for training and for validation."""
 
     training: Tensor
     validation: Tensor
 
 
 def read_corpus() -> Corpus:
-    """Read the text, in the order of the files' names; the same on all workers of one Python installation.
+    """Read the text, ordered by file name. All workers of one Python installation get the same text.
 
     Raises:
-        RuntimeError: this Python comes without the sources of its library.
+        RuntimeError: This Python installation lacks the sources of its library.
     """
     library = Path(sysconfig.get_path("stdlib"))
     texts = {file.stem: file.read_bytes() for file in library.glob("*.py")}
-    # As pydoc shows them, not as the string literals that hold them.
+    # Use the topics as pydoc shows them instead of the source with their string literals.
     texts["pydoc_data"] = "\n".join(topic for _, topic in sorted(topics.items())).encode()
     text = b"".join(text for _, text in sorted(texts.items()))[:MAX_BYTES]
     if len(text) < 1_000_000:
@@ -42,7 +42,7 @@ def read_corpus() -> Corpus:
 
 
 def sample_batch(tokens: Tensor, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random excerpts as (inputs, the token that follows each), both [size, context]."""
+    """Return random excerpts as (inputs, next tokens), both [size, context]."""
     starts = torch.randint(len(tokens) - context, (size, 1), generator=generator)
     excerpts = tokens[starts + torch.arange(context + 1)]
     return excerpts[:, :-1], excerpts[:, 1:]

@@ -1,4 +1,4 @@
-"""One worker's training with one way of averaging gradients."""
+"""Training of one worker with one way of averaging gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
     "int8": {"wire_dtype": "int8"},
     "int4": {"wire_dtype": "int4"},
 }
-"""Modes of our hook by the names that arms give them."""
+"""{name of a mode in an arm: fields of our configuration}."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Arm:
     """A way of averaging gradients.
 
     Attributes:
-        method: all-reduce, torch's hook or ours.
-        rank: of the approximation; None where there is none, or where it is planned.
-        modes: of our hook, names in ``MODES``.
-        compression: our hook's budget, where ranks are planned.
+        method: All-reduce, torch's hook or ours.
+        rank: Rank of the approximation. None if there is none, or if ranks are planned.
+        modes: Names of modes of our hook, from ``MODES``.
+        compression: Budget of our hook, if ranks are planned.
     """
 
     method: str
@@ -63,12 +63,12 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str, default_rank: int) -> Arm:
-        """Read an arm: 'allreduce', 'torch' or 'ours', a rank as in 'ours:4', modes as in 'ours:32+alternating'.
+        """Parse an arm: 'allreduce', 'torch' or 'ours', with a rank as in 'ours:4', modes as in 'ours:32+alternating'.
 
         'ours:20x' plans ranks for 20 times fewer bytes.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: The text is not an arm.
         """
         found = re.fullmatch(r"(\w+)(?::(?:([1-9]\d*)|([1-9]\d*(?:\.\d+)?)x))?((?:\+\w+)*)", text)
         modes = tuple(found[4].split("+")[1:]) if found else ()
@@ -89,7 +89,7 @@ class Arm:
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Fields of our configuration; None for all-reduce."""
+        """Fields of our configuration. None for all-reduce."""
         if self.method == "allreduce":
             return None
         size = {"rank": self.rank} if self.compression is None else {"compression": self.compression}
@@ -103,7 +103,7 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all arms have in common."""
+    """Settings that all arms share."""
 
     steps: int
     workers: int
@@ -117,10 +117,11 @@ class Result:
     """One worker's figures for one arm.
 
     Attributes:
-        losses: training loss of each step, in nats per token.
-        bytes_sent: bytes handed to collectives up to and with each step.
-        gradient_bytes: size of the model's gradients.
-        hook_ms, step_ms: medians over steps; there is no hook to time where the model is sharded.
+        losses: Training loss of each step, in nats per token.
+        bytes_sent: Bytes passed to collectives up to and including each step.
+        validation_loss: Loss after training, in nats per token.
+        gradient_bytes: Bytes of gradients that a worker would send in a step without compression.
+        hook_ms, step_ms: Medians over steps. ``hook_ms`` is None if the model is sharded.
     """
 
     losses: list[float]
@@ -132,23 +133,23 @@ class Result:
 
     @property
     def bytes_per_step(self) -> float:
-        """Mean over all steps."""
+        """Mean number of bytes sent in a step."""
         return self.bytes_sent[-1] / len(self.bytes_sent)
 
     @property
     def compression(self) -> float:
-        """Bytes of the gradients that a worker would send over bytes sent."""
+        """Bytes that a worker would send without compression, divided by bytes sent."""
         return self.gradient_bytes / self.bytes_per_step
 
 
 def train_worker(worker: int, settings: Settings, arm: Arm, store_path: str) -> Result:
-    """Train with ``settings.workers`` processes that each call this, and return this worker's figures.
+    """Train together with the other workers, which all call this function. Return this worker's figures.
 
     Args:
-        worker: number of this process.
-        settings: of all arms.
-        arm: how to average gradients.
-        store_path: a file that does not exist yet, through which the workers find each other.
+        worker: Index of this process.
+        settings: Settings that all arms share.
+        arm: Way of averaging gradients.
+        store_path: A file that does not exist yet. The workers find each other through it.
     """
     device = torch.device(settings.device, worker) if settings.device == "cuda" else torch.device(settings.device)
     with process_group(worker, settings.workers, device, store_path):
@@ -165,7 +166,7 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     losses: list[float] = []
     bytes_sent: list[int] = []
     seconds: list[float] = []
-    # DeepSpeed looks collectives up when it starts, hence before that they are counted.
+    # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
     with traffic.counting():
         replica, validated, update = _distributed(model, settings, arm, device, timer)
         traffic.sent = 0
@@ -192,7 +193,7 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
 def _distributed(
     model: GPT, settings: Settings, arm: Arm, device: torch.device, timer: HookTimer
 ) -> tuple[nn.Module, nn.Module, Callable[[Tensor], None]]:
-    """(the model to train, the one to validate, how to go from a loss to the next step)."""
+    """Return (model to train, model to validate, function that takes a training step for a loss)."""
 
     def factor(step: int) -> float:
         return _learning_rate_factor(step, settings.steps)
@@ -206,7 +207,7 @@ def _distributed(
 
         return engine, engine, update_engine
     if settings.parallelism == "ddp":
-        # One bucket, since torch's hook cannot do more on gloo.
+        # One bucket, since torch's hook hangs or aborts with several buckets on gloo.
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
         state, hook = communication(arm, model)
         wrapped.register_comm_hook(state, timer.timed(hook))
@@ -227,11 +228,11 @@ def _distributed(
 
 
 def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
-    """(state, hook) to register with DDP for a model whose gradients are in one bucket."""
+    """Return (state, hook) to register with DDP, for a model whose gradients are in one bucket."""
     if arm.options is None:
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
-        # Its least start, and an epsilon without which a zero gradient becomes NaN.
+        # 2 is the smallest start that torch allows. Without an epsilon, a zero gradient becomes NaN.
         incumbent = torch_powersgd.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=arm.options["rank"],
@@ -260,12 +261,12 @@ def _validation_loss(model: nn.Module, corpus: Corpus, device: torch.device) -> 
 
 
 class Progress:
-    """A bar with loss and bytes on a terminal, a line every tenth of the way elsewhere.
+    """Shows a progress bar with loss and bytes on a terminal, and prints ten lines elsewhere.
 
     Args:
-        title: what is going on.
-        steps: how many there will be.
-        shown: False for the workers that keep quiet.
+        title: Title of the bar.
+        steps: Number of steps.
+        shown: Whether this worker shows progress.
     """
 
     def __init__(self, title: str, steps: int, *, shown: bool) -> None:
@@ -285,7 +286,7 @@ class Progress:
             self._bar.close()
 
     def update(self, loss: float, bytes_sent: int) -> None:
-        """Note that a step is done."""
+        """Count a finished step."""
         self._done += 1
         figures = f"loss {loss:.3f}, {bytes_sent / 1e6:.1f} MB sent"
         if self._bar is not None:

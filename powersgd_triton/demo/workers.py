@@ -1,4 +1,4 @@
-"""Processes that train together."""
+"""Start processes that train together."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ T = TypeVar("T")
 
 
 def run_workers(task: Callable[..., T], workers: int, timeout: float) -> list[T]:
-    """Call ``task(worker, store_path=…)`` in fresh processes.
+    """Call ``task(worker, store_path=…)`` in new processes.
 
     Args:
-        task: can be pickled, and so can what it returns. ``store_path`` is for ``process_group``.
-        workers: number of processes.
-        timeout: seconds until all must be done.
+        task: Function that can be pickled, as its result must be. ``store_path`` is for ``process_group``.
+        workers: Number of processes.
+        timeout: Seconds until all must be done.
 
     Returns:
-        What the task returned, in the workers' order.
+        The results of the task, ordered by worker.
 
     Raises:
-        TimeoutError: the workers were not done in time; they are ended.
-        torch.multiprocessing.ProcessException: a worker failed.
+        TimeoutError: The workers were not done in time. They have been killed.
+        torch.multiprocessing.ProcessException: A worker failed.
     """
-    # Read when a process loads torch: more threads than cores only get in each other's way.
+    # A process reads this when it loads torch. More threads than cores slow each other down.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(  # type: ignore[attr-defined]
@@ -63,13 +63,13 @@ def _result_file(folder: str, worker: int) -> Path:
 
 @contextlib.contextmanager
 def process_group(worker: int, workers: int, device: torch.device, store_path: str) -> Iterator[None]:
-    """The default group of ``workers`` processes inside this block; on a CPU with one thread in each.
+    """Set up the default process group inside this block. On the CPU, each process uses one thread.
 
     Args:
-        worker: number of this process.
-        workers: number of all.
-        device: this worker's.
-        store_path: a file that does not exist yet, through which the workers find each other.
+        worker: Index of this process.
+        workers: Number of processes.
+        device: Device of this worker.
+        store_path: A file that does not exist yet. The workers find each other through it.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -85,6 +85,6 @@ def process_group(worker: int, workers: int, device: torch.device, store_path: s
     try:
         yield
     finally:
-        # What refers to the group in a cycle must not outlive it.
+        # Objects in reference cycles may hold the group. They must not outlive it.
         gc.collect()
         dist.destroy_process_group()

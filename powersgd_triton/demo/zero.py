@@ -1,4 +1,4 @@
-"""The demo's model trained by DeepSpeed, at a chosen ZeRO stage, as ``ds_config.json`` beside this file says."""
+"""Train the demo's model with DeepSpeed at any ZeRO stage, configured by ``ds_config.json`` beside this file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CONFIGURATION = Path(__file__).with_name("ds_config.json")
 
 
 def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The file's content at another stage.
+    """Return the content of ``ds_config.json`` for a stage.
 
     Args:
-        stage: of ZeRO.
-        section: what to change in the section "powersgd"; None to switch it off.
+        stage: ZeRO stage.
+        section: Fields to change in the section "powersgd". None switches it off.
     """
     content: dict[str, Any] = json.loads(CONFIGURATION.read_text(encoding="utf-8"))
     content["zero_optimization"]["stage"] = stage
@@ -32,22 +32,22 @@ def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, An
 def make_engine(
     model: nn.Module, config: Mapping[str, Any], device: torch.device, learning_rate_factor: Callable[[int], float]
 ) -> Any:
-    """A DeepSpeed engine around the model, compressing as its configuration says; the process group must exist.
+    """Return a DeepSpeed engine for the model, with compression as configured. The process group must exist.
 
     Args:
-        model: on the CPU or on the device.
-        config: DeepSpeed's.
-        device: of this worker.
-        learning_rate_factor: of a step's number.
+        model: Model on the CPU or on the device.
+        config: DeepSpeed's configuration.
+        device: Device of this worker.
+        learning_rate_factor: Maps a step's number to the factor of the learning rate.
     """
     rank, workers = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    # What a launcher would have set.
+    # Set what a launcher would have set.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(device.index or 0), WORLD_SIZE=str(workers))
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     from powersgd_triton.integrations import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # On the CPU it would be compiled before the first step, and nothing here uses it.
+    # On the CPU, DeepSpeed would compile this operation before the first step. The demo does not use it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     engine, *_ = deepspeed.initialize(
         model=model,

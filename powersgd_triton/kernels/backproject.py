@@ -1,4 +1,8 @@
-"""Q = Mᵀ P̂, in one pass over M."""
+"""Q = Mᵀ P̂, in one pass over M.
+
+A program holds the sum of one block of Q's rows, that is of M's columns, in registers and walks down the rows of M. It
+computes the block transposed, as P̂ᵀ M [C, columns], so that the tiles of M are operands as they were loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
+from powersgd_triton.kernels.table_device import column_tile, factor_offsets, matrix_sizes, part_of_Q, tensor_offset
 
 
 @triton.jit(do_not_specialize=["first_panel"])
@@ -16,33 +21,27 @@ def _backproject_kernel(
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of Q [m, r]. Grid: (column tiles, panels of C columns of P̂)."""
-    work = tiles + tl.program_id(0) * 5
-    matrix = tl.load(work)
-    col = tl.load(work + 1) // BLOCK_COLS * BLOCK_COLS
-    start = tl.load(work + 2)
-    end = tl.load(work + 3)
-    split = tl.load(work + 4)
-    record = records + matrix * 7
-    # Written so that the compiler sees what VEC divides.
-    m = tl.load(record + 1).to(tl.int32) // VEC * VEC
-    r = R
-    if R == 0:
-        r = tl.load(record + 2).to(tl.int32)
+    matrix, col, start, end, split = column_tile(tiles, tl.program_id(0), BLOCK_COLS)
+    _, m, r = matrix_sizes(records, matrix, VEC, R)
+    # The grid has the panels of the largest rank; this matrix may have fewer.
     panel = (first_panel + tl.program_id(1)) * C
     if panel >= r:
         return
-    M += tl.load(M_offsets + matrix) // VEC * VEC + col
-    P_hat += tl.load(record + 3) + panel
-    parts += tl.load(record + 6) + (split * tl.load(record + 1) + col) * r + panel
+    M += tensor_offset(M_offsets, matrix, VEC) + col
+    P_at, _ = factor_offsets(records, matrix)
+    P_hat += P_at + panel
+    parts += part_of_Q(records, matrix, split, col, r) + panel
 
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
     rank_ok = panel + ranks < r
     col_ok = col + cols < m
+    # Offsets within a tile fit 32 bits, which halves their registers; ``first`` takes what does not.
     tile = rows[:, None] * m + cols[None, :]
     left_t = ranks[:, None] + rows[None, :] * r  # [C, rows]
     total = tl.zeros([C, BLOCK_COLS], tl.float32)
+    # Blocks in the order of their rows: on every worker the same sums in the same order, hence the same bits.
     for row in range(start, end, BLOCK_ROWS):
         row_ok = row + rows < end
         first = tl.cast(row, tl.int64)

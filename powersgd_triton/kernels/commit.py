@@ -1,4 +1,7 @@
-"""The end of a step: Q̄, the next bases, the verdict, and error buffers as they were where the step was not finite."""
+"""The end of a step: Q̄, the next bases and the verdict; after a step that was not finite, the error buffers of before.
+
+All of it is decided on the device, from ``finite``: the host never waits to learn how a step went.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
+from powersgd_triton.kernels.table_device import rollback_block, tensor_offset
 
 
 @triton.jit(do_not_specialize=["verdict", "factor_programs", "numel", "workers"])
@@ -26,17 +30,17 @@ def _commit_kernel(
         if ADVANCE and good:
             tl.store(basis + at, tl.load(following + at, ok, 0.0), ok)
     elif FEEDBACK and not good:
-        block = blocks + (program - factor_programs) * 3
-        matrix = tl.load(block)
-        G += tl.load(G_offsets + matrix)
-        M += tl.load(M_offsets + matrix)
-        end = tl.load(block + 2)
-        for start in range(tl.load(block + 1), end, BLOCK):
+        # After a finite step these programs have nothing to do; the host cannot know, so they are launched anyway.
+        matrix, first, end = rollback_block(blocks, program - factor_programs)
+        G += tensor_offset(G_offsets, matrix, 1)
+        M += tensor_offset(M_offsets, matrix, 1)
+        for start in range(first, end, BLOCK):
             ok = start + i < end
             gradient = tl.load(G + start + i, ok, 0.0).to(tl.float32)
             value = tl.load(M + start + i, ok, 0.0).to(tl.float32)
+            # Compensating added the same elements: those that are finite.
             value -= tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
-            # A sum that overflowed cannot be given back.
+            # M itself overflowed when the gradient was added: what it had is lost.
             value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
             tl.store(M + start + i, value.to(M.dtype.element_ty), ok)
     if program == 0 and not good:
@@ -55,7 +59,7 @@ def commit_triton(
     message: Tensor,
     verdict: Tensor,
 ) -> None:
-    """Where finite: message ← message / workers, basis ← following. Else: message ← NaN, M ← M − G, verdict ← 0.
+    """If finite: message ← message / workers, basis ← following. Else: message ← NaN, M ← M − G, verdict ← 0.
 
     Args:
         table: the bucket's.

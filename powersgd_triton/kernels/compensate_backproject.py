@@ -1,4 +1,8 @@
-"""M ← G + (M − P Qᵀ) and Q = Mᵀ P̂, in one pass over G and M: the left half of the alternating algorithm."""
+"""M ← G + growth · (M − P Qᵀ) and Q = Mᵀ · basis, in one pass over G and M.
+
+This is every second step of the alternating algorithm, which multiplies M from the left. A program walks down the rows
+of M as in ``backproject.py`` and compensates as in ``compensate_project.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.backproject import backproject_triton
+from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
+from powersgd_triton.kernels.table_device import column_tile, factor_offsets, matrix_sizes, part_of_Q, tensor_offset
 
 
 @triton.jit(do_not_specialize=["applied", "growth"])
@@ -18,24 +24,15 @@ def _compensate_backproject_kernel(
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of Q [m, r], its first C columns, and M [n, m] in place. Grid: column tiles."""
-    work = tiles + tl.program_id(0) * 5
-    matrix = tl.load(work)
-    col = tl.load(work + 1) // BLOCK_COLS * BLOCK_COLS
-    start = tl.load(work + 2)
-    end = tl.load(work + 3)
-    split = tl.load(work + 4)
-    record = records + matrix * 7
-    # Written so that the compiler sees what VEC divides.
-    m = tl.load(record + 1).to(tl.int32) // VEC * VEC
-    r = R
-    if R == 0:
-        r = tl.load(record + 2).to(tl.int32)
-    G += tl.load(G_offsets + matrix) // VEC * VEC + col
-    M += tl.load(M_offsets + matrix) // VEC * VEC + col
-    P_prev += tl.load(record + 3)
-    basis += tl.load(record + 3)
-    Q_prev += tl.load(record + 4) + tl.cast(col, tl.int64) * r
-    parts += tl.load(record + 6) + (split * tl.load(record + 1) + col) * r
+    matrix, col, start, end, split = column_tile(tiles, tl.program_id(0), BLOCK_COLS)
+    _, m, r = matrix_sizes(records, matrix, VEC, R)
+    P_at, Q_at = factor_offsets(records, matrix)
+    G += tensor_offset(G_offsets, matrix, VEC) + col
+    M += tensor_offset(M_offsets, matrix, VEC) + col
+    P_prev += P_at
+    basis += P_at
+    Q_prev += Q_at + tl.cast(col, tl.int64) * r
+    parts += part_of_Q(records, matrix, split, col, r)
     pending = tl.load(applied)
     scale = tl.load(growth)
 
@@ -44,36 +41,29 @@ def _compensate_backproject_kernel(
     ranks = tl.arange(0, C)
     rank_ok = ranks < r
     col_ok = col + cols < m
+    # Offsets within a tile fit 32 bits, which halves their registers; ``first`` takes what does not.
     tile = rows[:, None] * m + cols[None, :]
     left = rows[:, None] * r + ranks[None, :]  # [rows, C]
     left_t = rows[None, :] * r + ranks[:, None]  # [C, rows]
     right_t = ranks[:, None] + cols[None, :] * r  # [C, cols]
-    Q_tile = tl.load(Q_prev + right_t, rank_ok[:, None] & col_ok[None, :], 0.0)
-    # 0 · inf would be NaN: what was not applied may have overflowed.
-    Q_tile = tl.where(pending > 0, Q_tile, 0.0)
+    # The first panel's tile of Q is the same for all rows.
+    Q_tile = load_pending(Q_prev + right_t, rank_ok[:, None] & col_ok[None, :], pending)
     total = tl.zeros([C, BLOCK_COLS], tl.float32)
+    # Blocks in the order of their rows: on every worker the same sums in the same order, hence the same bits.
     for row in range(start, end, BLOCK_ROWS):
         row_ok = row + rows < end
         ok = row_ok[:, None] & col_ok[None, :]
         first = tl.cast(row, tl.int64)
         value = tl.load(M + first * m + tile, ok, 0.0).to(tl.float32)
         gradient = tl.load(G + first * m + tile, ok, 0.0).to(tl.float32)
-        P_tile = tl.load(P_prev + first * r + left, row_ok[:, None] & rank_ok[None, :], 0.0)
-        P_tile = tl.where(pending > 0, P_tile, 0.0)
+        P_tile = load_pending(P_prev + first * r + left, row_ok[:, None] & rank_ok[None, :], pending)
         value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
         if WIDE:
-            for k in range(C, r, C):
-                more = k + ranks < r
-                P_more = tl.load(P_prev + first * r + k + left, row_ok[:, None] & more[None, :], 0.0)
-                Q_more = tl.load(Q_prev + k + right_t, more[:, None] & col_ok[None, :], 0.0)
-                P_more = tl.where(pending > 0, P_more, 0.0)
-                Q_more = tl.where(pending > 0, Q_more, 0.0)
-                value -= tl.dot(P_more, Q_more, input_precision=PRECISION)
-        value *= scale
-        # NaN and ±inf fail the comparison: they enter Q, but not M.
-        finite = tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
-        tl.store(M + first * m + tile, (finite + value).to(M.dtype.element_ty), ok)
-        value += gradient
+            value = subtract_further_panels(
+                value, P_prev + first * r, Q_prev, left, right_t, row_ok, col_ok, ranks, r, pending, C, PRECISION
+            )
+        value = add_gradient(value, gradient, scale, M + first * m + tile, ok)
+        # Q is the product with M in fp32, before M was rounded to its dtype.
         basis_tile = tl.load(basis + first * r + left_t, rank_ok[:, None] & row_ok[None, :], 0.0)
         total += tl.dot(basis_tile, value, input_precision=PRECISION)
     tl.store(parts + right_t, total, rank_ok[:, None] & col_ok[None, :])
@@ -128,4 +118,5 @@ def compensate_backproject_triton(
         R=table.uniform_rank,
         **launch.of_tiles,
     )
+    # Columns of P beyond the first panel: these programs read M as the kernel above stored it.
     backproject_triton(table, M, P, launch_backproject, out=out, first_panel=1)

@@ -1,4 +1,8 @@
-"""M ← G + growth · (M − P̂ Qᵀ) and P = M · basis, in one pass over G and M."""
+"""M ← G + growth · (M − P̂ Qᵀ) and P = M · basis, in one pass over G and M.
+
+A program holds the sum of one block of P's rows in registers and walks along the columns of M. It writes each tile of M
+and multiplies it by the basis while the tile is still in registers.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
+from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, part_of_P, row_tile, tensor_offset
 
 
 @triton.jit(do_not_specialize=["first_panel", "applied", "growth"])
@@ -17,29 +23,20 @@ def _compensate_project_kernel(
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of P [n, r], and M [n, m] in place. Grid: (row tiles, panels of C columns of the basis)."""
-    work = tiles + tl.program_id(0) * 5
-    matrix = tl.load(work)
-    row = tl.load(work + 1)
-    start = tl.load(work + 2) // BLOCK_COLS * BLOCK_COLS
-    end = tl.load(work + 3)
-    split = tl.load(work + 4)
-    record = records + matrix * 7
-    n = tl.load(record).to(tl.int32)
-    # Written so that the compiler sees what VEC divides.
-    m = tl.load(record + 1).to(tl.int32) // VEC * VEC
-    r = R
-    if R == 0:
-        r = tl.load(record + 2).to(tl.int32)
+    matrix, row, start, end, split = row_tile(tiles, tl.program_id(0), BLOCK_COLS)
+    n, m, r = matrix_sizes(records, matrix, VEC, R)
+    # The grid has the panels of the largest rank; this matrix may have fewer.
     panel = (first_panel + tl.program_id(1)) * C
     if panel >= r:
         return
     first = row.to(tl.int64)
-    G += tl.load(G_offsets + matrix) // VEC * VEC + first * m
-    M += tl.load(M_offsets + matrix) // VEC * VEC + first * m
-    P_hat += tl.load(record + 3) + first * r
-    Q += tl.load(record + 4)
-    basis += tl.load(record + 4)
-    parts += tl.load(record + 5) + (split * tl.load(record) + first) * r
+    P_at, Q_at = factor_offsets(records, matrix)
+    G += tensor_offset(G_offsets, matrix, VEC) + first * m
+    M += tensor_offset(M_offsets, matrix, VEC) + first * m
+    P_hat += P_at + first * r
+    Q += Q_at
+    basis += Q_at
+    parts += part_of_P(records, matrix, split, first, r)
     pending = tl.load(applied)
     scale = tl.load(growth)
 
@@ -47,14 +44,16 @@ def _compensate_project_kernel(
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
     row_ok = row + rows < n
+    # Offsets within a tile fit 32 bits, which halves their registers; ``first`` takes what does not.
     tile = rows[:, None] * m + cols[None, :]
-    left = rows[:, None] * r + ranks[None, :]
+    left = rows[:, None] * r + ranks[None, :]  # [rows, C]
     right = cols[:, None] * r + panel + ranks[None, :]  # [cols, C]
     right_t = ranks[:, None] + cols[None, :] * r  # [C, cols]
     total = tl.zeros([BLOCK_ROWS, C], tl.float32)
     if COMPENSATE:
-        P_tile = tl.load(P_hat + left, row_ok[:, None] & (ranks < r)[None, :], 0.0)
-        P_tile = tl.where(pending > 0, P_tile, 0.0)
+        # The first panel's tile of P is the same for all columns.
+        P_tile = load_pending(P_hat + left, row_ok[:, None] & (ranks < r)[None, :], pending)
+    # Blocks in the order of their columns: on every worker the same sums in the same order, hence the same bits.
     for col in range(start, end, BLOCK_COLS):
         col_ok = col + cols < m
         ok = row_ok[:, None] & col_ok[None, :]
@@ -62,23 +61,14 @@ def _compensate_project_kernel(
         value = tl.load(M + col + tile, ok, 0.0).to(tl.float32)
         if COMPENSATE:
             gradient = tl.load(G + col + tile, ok, 0.0).to(tl.float32)
-            Q_tile = tl.load(Q + factor + right_t, (ranks < r)[:, None] & col_ok[None, :], 0.0)
-            # 0 · inf would be NaN: what was not applied may have overflowed.
-            Q_tile = tl.where(pending > 0, Q_tile, 0.0)
+            Q_tile = load_pending(Q + factor + right_t, (ranks < r)[:, None] & col_ok[None, :], pending)
             value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
             if WIDE:
-                for k in range(C, r, C):
-                    more = k + ranks < r
-                    P_more = tl.load(P_hat + k + left, row_ok[:, None] & more[None, :], 0.0)
-                    Q_more = tl.load(Q + factor + k + right_t, more[:, None] & col_ok[None, :], 0.0)
-                    P_more = tl.where(pending > 0, P_more, 0.0)
-                    Q_more = tl.where(pending > 0, Q_more, 0.0)
-                    value -= tl.dot(P_more, Q_more, input_precision=PRECISION)
-            value *= scale
-            # NaN and ±inf fail the comparison: they enter P, but not M.
-            finite = tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
-            tl.store(M + col + tile, (finite + value).to(M.dtype.element_ty), ok)
-            value += gradient
+                value = subtract_further_panels(
+                    value, P_hat, Q + factor, left, right_t, row_ok, col_ok, ranks, r, pending, C, PRECISION
+                )
+            value = add_gradient(value, gradient, scale, M + col + tile, ok)
+        # P is the product with M in fp32, before M was rounded to its dtype.
         basis_tile = tl.load(basis + factor + right, col_ok[:, None] & (panel + ranks < r)[None, :], 0.0)
         total += tl.dot(value, basis_tile, input_precision=PRECISION)
     tl.store(parts + panel + left, total, row_ok[:, None] & (panel + ranks < r)[None, :])
@@ -139,6 +129,7 @@ def compensate_project_triton(
     if M is None:
         run(0, panels, compensate=False)
         return
+    # Only the first panel's programs may change M. The others follow in a launch of their own, which reads M as stored.
     run(0, 1, compensate=True)
     if panels > 1:
         run(1, panels - 1, compensate=False)

@@ -1,4 +1,7 @@
-"""Launch parameters by architecture, kernel and rank."""
+"""Launch parameters by architecture, kernel and rank: one table, and no search at run time.
+
+(Triton's autotuner runs a kernel several times to time it. Kernels that update M in place would do so several times.)
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ class Launch:
 
     Attributes:
         rows, columns: a tile of a matrix.
-        panel: columns of the factors that one program multiplies by, at least 16 for tl.dot.
+        panel: columns of the factors that one program multiplies by; at least 16, which is the least for tl.dot.
         num_warps, num_stages: Triton's.
-        precision: of products of fp32 values.
+        precision: of products of fp32 values, Triton's ``input_precision``.
     """
 
     rows: int
@@ -33,24 +36,27 @@ class Launch:
         return self.rows, self.columns
 
     @property
+    def options(self) -> dict[str, int]:
+        """Triton's own keywords, which every kernel takes."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+    @property
+    def of_factors(self) -> dict[str, Any]:
+        """The keywords of a kernel that works on blocks of rows of a factor."""
+        return {"C": self.panel, "BLOCK_ROWS": self.rows, **self.options}
+
+    @property
     def of_tiles(self) -> dict[str, Any]:
-        """The keywords of a kernel that walks over tiles of matrices."""
-        return {
-            "C": self.panel,
-            "BLOCK_ROWS": self.rows,
-            "BLOCK_COLS": self.columns,
-            "PRECISION": self.precision,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
+        """The keywords of a kernel that works on tiles of matrices."""
+        return {**self.of_factors, "BLOCK_COLS": self.columns, "PRECISION": self.precision}
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
     """The launches of a bucket whose largest rank is at most some bound.
 
-    ``gram`` and ``orthogonalize`` take blocks of ``rows`` of a factor; their columns are the panel. So does ``wire``,
-    whose rows are given by its format.
+    ``gram`` and ``orthogonalize`` work on blocks of ``rows`` of a factor and on a panel of its columns. So does
+    ``wire``, whose rows are a block of the format.
     """
 
     compensate_project: Launch
@@ -63,7 +69,8 @@ class Configuration:
 
 
 def _narrow(precision: str, stages: int) -> Configuration:
-    # Tiles are shared by the kernels that walk along rows, and by those that walk along columns.
+    # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
+    # former and the columns of the latter must be the same.
     return Configuration(
         compensate_project=Launch(128, 32, 16, 8, stages, precision),
         compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
@@ -96,8 +103,9 @@ def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dic
     }
 
 
-# Stages are as many as spill nothing with any dtypes, as benchmarks/kernel_report.py shows. The wire's warps make 512
-# threads: to each four elements of half a tile, the widest access.
+# Stages are the most for which nothing is spilled with any dtypes, as benchmarks/kernel_report.py shows. The wire's
+# warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3 splits each fp32
+# value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
     "sm_80": _table("tf32x3", (2, 2, 1), 16),
     "sm_90": _table("tf32x3", (2, 2, 1), 16),

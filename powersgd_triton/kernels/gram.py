@@ -1,4 +1,8 @@
-"""Inner products of the columns of factors, in fp64."""
+"""Inner products of the columns of factors, in fp64.
+
+fp64 costs little, since factors are small, and doubles the digits: the Cholesky decomposition of a Gram matrix squares
+the condition number.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import FactorTable
+from powersgd_triton.kernels.table_device import factor_chunk
 
 
 @triton.jit(do_not_specialize=["panel", "chunks_number"])
@@ -17,16 +22,13 @@ def _gram_kernel(
     """Parts of X_dᵀ A_c [C, C] for the finished panels d < c of X, and of A_cᵀ A_c. Grid: (chunks, panels d ≤ c)."""
     chunk = tl.program_id(0)
     left = tl.program_id(1)
-    matrix = tl.load(chunks + chunk * 3)
-    start = tl.load(chunks + chunk * 3 + 1)
-    end = tl.load(chunks + chunk * 3 + 2)
-    record = records + matrix * 6
-    r = tl.load(record + 1).to(tl.int32)
+    _, start, end, r, offset = factor_chunk(records, chunks, chunk)
+    # Launched for the largest rank; this matrix may have fewer panels.
     if panel * C >= r:
         return
-    offset = tl.load(record + 2)
     ranks = tl.arange(0, C)
     total = tl.zeros([C, C], tl.float64)
+    # Every chunk keeps its own sum: who needs the whole adds the parts in the order of the chunks, without atomics.
     for row in range(start, end, BLOCK_ROWS):
         rows = row + tl.arange(0, BLOCK_ROWS)
         row_ok = (rows < end)[:, None]
@@ -47,9 +49,9 @@ def gram_triton(factors: FactorTable, A: Tensor, X: Tensor, panel: int, launch: 
 
     Args:
         factors: table of one side's factors.
-        A: factors whose panel is looked at, fp32 or fp64, flat.
-        X: orthonormal panels before it, fp64, flat.
-        panel: its number.
+        A: the factors of which one panel is taken, fp32 or fp64, flat.
+        X: factors whose panels before this one are orthonormal, fp64, flat.
+        panel: number of the panel.
         launch: rows of a block, columns of a panel.
         out: fp64 [panel + 1, chunks, C, C].
     """
@@ -61,8 +63,5 @@ def gram_triton(factors: FactorTable, A: Tensor, X: Tensor, panel: int, launch: 
         factors.chunks,
         len(factors.chunks),
         panel,
-        C=launch.panel,
-        BLOCK_ROWS=launch.rows,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.of_factors,
     )

@@ -1,4 +1,9 @@
-"""Blocked Gram–Schmidt: panels of columns, each orthonormalized as X L⁻ᵀ with L Lᵀ = XᵀX in fp64, twice."""
+"""Blocked Gram–Schmidt: panels of columns, each orthonormalized as X L⁻ᵀ with L Lᵀ = XᵀX in fp64, twice.
+
+The first pass leaves an error that grows with the panel's condition number; the second pass removes it, since its input
+is already close to orthonormal. Every program computes the small decomposition of its matrix itself: that costs less
+than another launch, and all programs get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,10 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.gram import gram_triton
 from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
 from powersgd_triton.kernels.table import DEAD_COLUMN, FactorTable
+from powersgd_triton.kernels.table_device import chunks_of, factor_chunk, key_of
 
 NOISE = tl.constexpr(4 * 2.0**-53)
-"""Rounding of an inner product relative to the vectors' norms: a few units, whose errors cancel in longer sums."""
+"""Rounding error of an inner product relative to the vectors' norms: a few units, since errors of long sums cancel."""
 
 
 @triton.jit
@@ -25,11 +31,12 @@ def _mix(x):
 
 @triton.jit
 def _sum_of_parts(grams, parts, r, C: tl.constexpr):
-    """Sum of parts [C, C], of which r rows and columns are there."""
+    """Sum of parts [C, C], of which the first r rows and columns were written."""
     ranks = tl.arange(0, C)
     at = ranks[:, None] * C + ranks[None, :]
     ok = (ranks < r)[:, None] & (ranks < r)[None, :]
     total = tl.zeros([C, C], tl.float64)
+    # In the order of the chunks: every program of the matrix gets the same bits.
     for part in range(parts):
         total += tl.load(grams + part * C * C + at, ok, 0.0)
     return total
@@ -37,22 +44,32 @@ def _sum_of_parts(grams, parts, r, C: tl.constexpr):
 
 @triton.jit
 def _diagonal(gram, C: tl.constexpr):
+    """The diagonal [C] of gram [C, C]."""
+    # A tensor in registers cannot be indexed: masks and sums pick its elements, here and below.
     ranks = tl.arange(0, C)
     return tl.sum(tl.where(ranks[:, None] == ranks[None, :], gram, 0.0), axis=0)
 
 
 @triton.jit
 def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
-    """L⁻¹ with L Lᵀ = gram [C, C], and 1 for each column that is alive [C]; rows of dead columns are zero."""
+    """L⁻¹ with L Lᵀ = gram [C, C], and 1 for each column that is alive [C]; rows of dead columns are zero.
+
+    Args:
+        before: squared norms [C] of the columns before earlier panels were projected out.
+        threshold: a column is dead if at most this share of ``before`` is left of its squared norm.
+        r: number of columns, at most C.
+    """
     ranks = tl.arange(0, C)
     i, j = ranks[:, None], ranks[None, :]
     diagonal = _diagonal(gram, C)
     finite = (diagonal < float("inf")).to(tl.int32)
+    # A column that is not finite is dead, and must not spread to the others.
     rest = tl.where(finite[:, None] * finite[None, :] > 0, gram, 0.0)
     inverse = tl.where(i == j, 1.0, 0.0).to(tl.float64)
     alive = tl.zeros([C], tl.int32)
     size = tl.sqrt(tl.where(finite > 0, diagonal, 0.0))
     noise = tl.zeros([C], tl.float64)
+    # Each step eliminates column k from the rest of the Gram matrix; the same operations turn the identity into L⁻¹.
     for k in range(r):
         column = tl.sum(tl.where(j == k, rest, 0.0), axis=1)
         row = tl.sum(tl.where(i == k, inverse, 0.0), axis=0)
@@ -64,8 +81,9 @@ def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
         column = tl.where(ranks > k, column * scale, 0.0)
         row = row * scale
         rest -= column[:, None] * column[None, :]
-        # What rounding the inner products leaves of a column along this one, of which little may be left itself. It
-        # would pass for a direction, and be found dependent in the second pass, when it is too late to replace it.
+        # A column that depends on this one is not eliminated exactly: the rounding errors of their inner products
+        # remain, and they are large if little is left of this column itself. Such a remainder must not pass for a
+        # direction: the second pass would find it dependent, too late to replace it.
         inverse_share = tl.sum(tl.where(ranks == k, size, 0.0), axis=0) * scale
         error = NOISE * inverse_share * (size + tl.abs(column) * inverse_share)
         noise += (2.0 * tl.abs(column) + error) * error
@@ -76,7 +94,11 @@ def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
 
 @triton.jit
 def _with_random_columns(value, alive, within, stream):
-    """value [rows, C] with columns that are not alive replaced; ``within`` numbers the elements of the factor."""
+    """value [rows, C] with columns that are not alive replaced by values from [−1, 1).
+
+    They depend only on the element's number ``within`` the factor and on ``stream``, which is made of the matrix's key
+    and the step: all workers draw the same, and so do both passes.
+    """
     bits = _mix(_mix(within.to(tl.uint32)) ^ stream)
     random = ((bits >> 8).to(tl.float32) * 2.0**-23 - 1.0).to(tl.float64)
     return tl.where((alive == 0)[None, :], random, value)
@@ -89,24 +111,23 @@ def _orthogonalize_kernel(
 ):  # fmt: skip
     """X_c = A_c L⁻ᵀ with L Lᵀ = A_cᵀ A_c. Grid: chunks.
 
-    The first pass replaces dead columns by random ones and leaves parts of X_cᵀ X_c; the other one writes out_c. With
-    KEEP, X is written; otherwise L⁻¹ goes to ``transforms``, from which the second pass makes X_c again.
+    The first pass (FIRST) replaces dead columns by random ones and writes parts of X_cᵀ X_c; the second pass writes
+    out_c. With KEEP the first pass also writes X_c, for the panels that follow. Without, where a rank fits one panel,
+    it writes only L⁻¹, to ``transforms``, from which the second pass computes X_c again: an fp64 factor is neither
+    written nor read.
     """
     chunk = tl.program_id(0)
-    matrix = tl.load(chunks + chunk * 3)
-    start = tl.load(chunks + chunk * 3 + 1)
-    end = tl.load(chunks + chunk * 3 + 2)
-    record = records + matrix * 6
-    r = tl.load(record + 1).to(tl.int32)
+    matrix, start, end, r, offset = factor_chunk(records, chunks, chunk)
+    # Launched for the largest rank; this matrix may have fewer panels.
     width = tl.minimum(r - panel * C, C)
     if width <= 0:
         return
-    offset = tl.load(record + 2) + panel * C
-    first = tl.load(record + 4)
-    parts = tl.load(record + 5)
+    offset += panel * C
+    first, parts = chunks_of(records, matrix)
     ranks = tl.arange(0, C)
     square = ranks[:, None] * C + ranks[None, :]
     gram = _sum_of_parts(grams + first * C * C, parts, width, C)
+    # What a column had before earlier panels were projected out of it decides whether what is left is a direction.
     if CHECK and panel > 0:
         reference = _diagonal(_sum_of_parts(before + (before_first + first) * C * C, parts, width, C), C)
     else:
@@ -119,7 +140,7 @@ def _orthogonalize_kernel(
     inverse, alive = _inverse_cholesky(gram, reference, threshold, width, C)
     inverse_t = tl.trans(inverse)
     usable = alive
-    stream = _mix(_mix(tl.load(record + 3).to(tl.uint32)) ^ salt.to(tl.uint32))
+    stream = _mix(_mix(key_of(records, matrix)) ^ salt.to(tl.uint32))
     square_ok = (ranks < width)[:, None] & (ranks < width)[None, :]
     if FIRST and not KEEP and chunk == first:
         tl.store(transforms + matrix.to(tl.int64) * C * C + square, inverse, square_ok)
@@ -127,6 +148,7 @@ def _orthogonalize_kernel(
         before_t = tl.trans(tl.load(transforms + matrix.to(tl.int64) * C * C + square, square_ok, 0.0))
         # A dead column's row of L⁻¹ is zero.
         usable = (_diagonal(before_t, C) > 0).to(tl.int32)
+    # Nearly always 0: random values are computed only where they are needed.
     dead = tl.sum(tl.where(ranks < width, 1 - usable, 0), axis=0)
     total = tl.zeros([C, C], tl.float64)
     for row in range(start, end, BLOCK_ROWS):
@@ -169,8 +191,8 @@ def orthogonalize_triton(
 ) -> None:
     """out = orthonormal basis of A's columns; see ``orthogonalize_reference``.
 
-    Three launches for a rank within one panel. Two passes: the first replaces dead columns by random directions, the
-    second makes them orthogonal. Should one be dead again, it becomes zero for this step.
+    Three launches for a rank within one panel. The first pass replaces dead columns by random directions, the second
+    makes these orthogonal to the others. If one is dead again, it is zero in this step.
 
     Args:
         factors: table of one side's factors.
@@ -199,7 +221,7 @@ def orthogonalize_triton(
             out,
             gram,
             grams,
-            # Never over the sums that other programs still read. Behind the first panel nobody needs these.
+            # Not over the sums that other programs still read. After the first panel these parts are not used.
             grams if panel else own,
             transforms,
             finite,
@@ -212,10 +234,7 @@ def orthogonalize_triton(
             FIRST=first,
             CHECK=check,
             KEEP=panels > 1,
-            C=launch.panel,
-            BLOCK_ROWS=launch.rows,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
+            **launch.of_factors,
         )
 
     for panel in range(panels):

@@ -1,4 +1,4 @@
-"""The messages: sums of the parts of P or Q, and the bypass tensors behind them."""
+"""The messages: sums of the parts of P or Q, followed by the bypass tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
+from powersgd_triton.kernels.table_device import pack_entry, tensor_offset
 
 
 @triton.jit(do_not_specialize=["workers"])
@@ -14,31 +15,31 @@ def _pack_kernel(
     parts, G, G_offsets, own, message, bypass, finite, entries, workers,
     COPY: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block: of a sum of parts, in their order; or of a bypass tensor, copied or averaged. Grid: blocks."""
+    """One block of a message: a sum of parts, or a piece of a bypass tensor, copied or averaged. Grid: blocks."""
     program = tl.program_id(0)
-    entry = entries + program * 6
-    source = tl.load(entry)
-    distance = tl.load(entry + 1)
-    splits = tl.load(entry + 2)
-    target = tl.load(entry + 3)
+    source, distance, splits, target, numel, tensor = pack_entry(entries, program)
     i = tl.arange(0, BLOCK)
-    ok = i < tl.load(entry + 4)
+    ok = i < numel
     if splits > 0:
         total = tl.zeros([BLOCK], tl.float32)
+        # In the order of the splits, which atomics would leave to chance: all workers must get the same bits.
         for split in range(splits):
             total += tl.load(parts + source + split * distance + i, ok, 0.0)
         tl.store(message + target + i, total, ok)
         if OWN:
             tl.store(own + target + i, total, ok)
     elif COPY:
-        at = tl.load(G_offsets + tl.load(entry + 5)) + source
+        # Bypass tensors start anywhere: nothing is known to divide their offsets.
+        at = tensor_offset(G_offsets, tensor, 1) + source
         tl.store(bypass + target + i, tl.load(G + at + i, ok, 0.0).to(tl.float32), ok)
     else:
         total = tl.load(bypass + target + i, ok, 0.0)
         bad = tl.where(tl.abs(total) < float("inf"), 0, 1)
         if tl.max(bad, axis=0) > 0:
             tl.store(finite, 0)
+        # div_rn rounds as torch does; plain division is an approximation on GPUs.
         tl.store(bypass + target + i, tl.div_rn(total, workers + tl.zeros([BLOCK], tl.float32)), ok)
+    # One program declares the step finite; kernels launched later take it back.
     if COPY and program == 0:
         tl.store(finite, 1)
 
@@ -46,7 +47,7 @@ def _pack_kernel(
 def pack_triton(
     entries: Tensor, parts: Tensor, G: Pointers, finite: Tensor, *, own: Tensor | None, message: Tensor
 ) -> None:
-    """message = [sum of the parts | bypass tensors], own = the former; finite = 1.
+    """message = [sum of the parts | bypass tensors], own = the sum of the parts, finite = 1.
 
     Args:
         entries: ``pack_P`` or ``pack_left`` of the bucket's table.
@@ -89,7 +90,12 @@ def pack_and_average_triton(
 
 
 def average_triton(table: BucketTable, entries: Tensor, message: Tensor, workers: int, finite: Tensor) -> None:
-    """The bypass tensors in a message become means; arguments as above, entries as for ``pack_triton``."""
+    """The bypass tensors in a message become means.
+
+    Args:
+        table, message, workers, finite: as for ``pack_and_average_triton``.
+        entries: as for ``pack_triton``.
+    """
     _average(entries, table.bypass_programs, message, message, workers, finite, message, message)
 
 

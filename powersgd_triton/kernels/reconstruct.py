@@ -1,4 +1,4 @@
-"""Ĝ = P̂ Q̄ᵀ, and the bypass tensors back from the first message, in one pass over Ĝ."""
+"""Ĝ = P̂ Q̄ᵀ, and the bypass tensors back from the message that carried them, in one pass over Ĝ."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
+from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, pack_entry, row_tile, tensor_offset
 
 
 @triton.jit
 def _store_noting_overflow(target, value, ok, verdict):
-    """Store in the target's dtype; where that is not finite, 0 to the verdict: all that store there store the same."""
+    """Store ``value`` rounded to the target's dtype; verdict ← 0 if an element is not finite after rounding.
+
+    Several threads may store to the verdict at once. That is no race: all of them store 0.
+    """
     rounded = value.to(target.dtype.element_ty)
     tl.store(target, rounded, ok)
+    # Infinities and NaN fail the comparison, those of the message too.
     fits = tl.abs(rounded.to(tl.float32)) < float("inf")
     tl.store(verdict + tl.zeros_like(value).to(tl.int32), 0.0, ok & (fits == 0))
 
@@ -31,37 +36,30 @@ def _reconstruct_kernel(
     """
     program = tl.program_id(0)
     if program >= row_programs:
-        entry = entries + (program - row_programs) * 6
+        source, _, _, target, numel, tensor = pack_entry(entries, program - row_programs)
         i = tl.arange(0, COPY)
-        ok = i < tl.load(entry + 4)
-        value = tl.load(message + tl.load(entry + 3) + i, ok, 0.0)
-        target = tl.load(out_offsets + tl.load(entry + 5)) + tl.load(entry)
-        _store_noting_overflow(out + target + i, value, ok, verdict)
+        ok = i < numel
+        value = tl.load(message + target + i, ok, 0.0)
+        # Bypass tensors start anywhere: nothing is known to divide their offsets.
+        place = tensor_offset(out_offsets, tensor, 1) + source
+        _store_noting_overflow(out + place + i, value, ok, verdict)
         return
-    work = tiles + program * 5
-    matrix = tl.load(work)
-    row = tl.load(work + 1)
-    start = tl.load(work + 2) // BLOCK_COLS * BLOCK_COLS
-    end = tl.load(work + 3)
-    record = records + matrix * 7
-    n = tl.load(record).to(tl.int32)
-    # Written so that the compiler sees what VEC divides.
-    m = tl.load(record + 1).to(tl.int32) // VEC * VEC
-    r = R
-    if R == 0:
-        r = tl.load(record + 2).to(tl.int32)
+    matrix, row, start, end, _ = row_tile(tiles, program, BLOCK_COLS)
+    n, m, r = matrix_sizes(records, matrix, VEC, R)
     first = row.to(tl.int64)
-    out += tl.load(out_offsets + matrix) // VEC * VEC + first * m
-    P_hat += tl.load(record + 3) + first * r
-    Q += tl.load(record + 4)
+    P_at, Q_at = factor_offsets(records, matrix)
+    out += tensor_offset(out_offsets, matrix, VEC) + first * m
+    P_hat += P_at + first * r
+    Q += Q_at
 
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
     row_ok = row + rows < n
-    left = rows[:, None] * r + ranks[None, :]
+    left = rows[:, None] * r + ranks[None, :]  # [rows, C]
     right_t = ranks[:, None] + cols[None, :] * r  # [C, cols]
     tile = rows[:, None] * m + cols[None, :]
+    # The first panel's tile of P is the same for all columns.
     P_tile = tl.load(P_hat + left, row_ok[:, None] & (ranks < r)[None, :], 0.0)
     for col in range(start, end, BLOCK_COLS):
         col_ok = col + cols < m
@@ -69,6 +67,7 @@ def _reconstruct_kernel(
         Q_tile = tl.load(Q + factor + right_t, (ranks < r)[:, None] & col_ok[None, :], 0.0)
         value = tl.dot(P_tile, Q_tile, input_precision=PRECISION)
         if WIDE:
+            # Panel by panel into ``value``, in this order: another one would round differently.
             for k in range(C, r, C):
                 more = k + ranks < r
                 P_more = tl.load(P_hat + k + left, row_ok[:, None] & more[None, :], 0.0)

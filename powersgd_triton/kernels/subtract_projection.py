@@ -8,6 +8,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import FactorTable
+from powersgd_triton.kernels.table_device import chunks_of, factor_chunk
 
 
 @triton.jit(do_not_specialize=["panel", "chunks_number"])
@@ -16,16 +17,11 @@ def _subtract_projection_kernel(
 ):  # fmt: skip
     """X_c = A_c − Σ_d X_d (X_dᵀ A_c) over panels d < c, and parts of X_cᵀ X_c [C, C]. Grid: chunks."""
     chunk = tl.program_id(0)
-    matrix = tl.load(chunks + chunk * 3)
-    start = tl.load(chunks + chunk * 3 + 1)
-    end = tl.load(chunks + chunk * 3 + 2)
-    record = records + matrix * 6
-    r = tl.load(record + 1).to(tl.int32)
+    matrix, start, end, r, offset = factor_chunk(records, chunks, chunk)
+    # Launched for the largest rank; this matrix may have fewer panels.
     if panel * C >= r:
         return
-    offset = tl.load(record + 2)
-    first = tl.load(record + 4)
-    parts = tl.load(record + 5)
+    first, parts = chunks_of(records, matrix)
     ranks = tl.arange(0, C)
     square = ranks[:, None] * C + ranks[None, :]
     # Panels before this one are full, this one may not be.
@@ -40,6 +36,7 @@ def _subtract_projection_kernel(
         # A column that is not finite is dead; it must not spread.
         value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
         for left in range(panel):
+            # X_dᵀ A_c: every program adds the parts of its matrix's chunks, in their order.
             product = tl.zeros([C, C], tl.float64)
             for part in range(parts):
                 place = (left * chunks_number + first + part) * C * C
@@ -77,8 +74,5 @@ def subtract_projection_triton(
         factors.chunks,
         len(factors.chunks),
         panel,
-        C=launch.panel,
-        BLOCK_ROWS=launch.rows,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.of_factors,
     )

@@ -1,37 +1,43 @@
-"""Tables of integers from which the kernels' programs learn which part of which matrix is theirs."""
+"""Tables of integers that tell each program of a kernel which part of which matrix is its own.
+
+``columns.py`` says what the tables' columns are.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
+from powersgd_triton.kernels.splits import PROGRAMS, part_length, parts
+
 MAX_COLUMNS = 2**24
-"""Offsets within a tile are 32-bit; a tile has up to 128 rows. Everything else is addressed with 64 bits."""
+"""Kernels compute offsets within a tile in 32 bits, and a tile has up to 128 rows. All other offsets have 64 bits."""
 
 MAX_RANK = 256
 COPY_BLOCK = 1024
 """Elements of a message that one program packs."""
 
 ROLLBACK_BLOCK = 1 << 16
-"""Elements of an error buffer that one program looks after when a step is taken back."""
-
-PROGRAMS = 1024
-"""About so many programs keep the largest GPUs busy; more than that, and sums are split for nothing."""
-
-MIN_PART = 256
-"""A sum is not split into parts of fewer elements."""
+"""Elements of an error buffer that one program restores after a step that was not finite."""
 
 MAX_CHUNKS = 32
+"""Every program of a factor adds the inner products of all its chunks, so these must stay few."""
+
 CHUNK_ROWS = 256
+"""Rows of a factor's chunk are a multiple of this."""
+
 DEAD_COLUMN = 2.0**-22
-"""As in the reference."""
+"""A column is replaced when so little of its norm is left after projecting the others out; as in the reference."""
+
 VECTOR = 8
-"""Elements of the widest memory access, of 16 bits each."""
+"""Elements in the widest memory access: 16 bytes, 2 bytes each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +57,8 @@ class FactorTable:
     """The factors on one side, for orthogonalization.
 
     Attributes:
-        records: int64 [B, 6]: rows, r, offset, key, first chunk, number of chunks.
-        chunks: int32 [number, 3]: matrix, first row, end row.
+        records: int64 [matrices, columns of ``FactorRow``].
+        chunks: int32 [programs, columns of ``ChunkRow``].
     """
 
     records: Tensor
@@ -60,24 +66,28 @@ class FactorTable:
 
 
 class BucketTable:
-    """A bucket's matrices and bypass tensors, in the order in which pointers to them are given.
+    """The tables of one bucket: its matrices and bypass tensors, in the order in which pointers to them are given.
 
     Args:
         matrices: the compressed matrices.
         bypass: for each tensor that is not compressed (elements, offset in the message of P, in that of Q).
         row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
         device: where the tables live.
-        any_rank: take the kernels that are compiled for no rank in particular, also where all matrices have the same.
+        any_rank: use the kernels that read the rank at run time, even if all matrices have the same rank. They need not
+            be compiled again when ranks change.
 
     Attributes:
-        records: int64 [B, 7]: n, m, r, offset of P, offset of Q, offset of P's parts, offset of Q's parts.
-        row_tiles: int32 [programs, 5]: matrix, first row, first column, end column, split. A block of rows each.
-        column_tiles: int32 [programs, 5]: matrix, first column, first row, end row, split. A block of columns each.
-        pack_P, pack_Q, pack_left: int64 [programs, 6], what one program copies into a message: source, distance of the
-            parts, their number (0: a bypass tensor), target, elements, tensor. Bypass tensors come first, in pack_P
-            and pack_Q for the message of P, in pack_left for that of Q.
-        rollback: int64 [programs, 3]: matrix, first element, end element.
+        records: int64 [matrices, columns of ``MatrixRow``].
+        row_tiles: int32 [programs, columns of ``TileRow``], for kernels that walk along rows.
+        column_tiles: the same for kernels that walk along columns.
+        pack_P, pack_Q, pack_left: int64 [programs, columns of ``PackRow``], what one program copies into a message.
+            Bypass tensors come first; in pack_P and pack_Q they belong to the message of P, in pack_left to that of Q.
+        rollback: int64 [programs, columns of ``RollbackRow``].
         P, Q: tables of the factors.
+        rank: the largest.
+        uniform_rank: the rank of all matrices, for which kernels are compiled; 0 if they are to read it.
+        p_parts_numel, q_parts_numel: elements of the workspaces of the parts.
+        bypass_programs: rows of a pack table that belong to bypass tensors.
 
     Raises:
         ValueError: a matrix is beyond what the kernels can address.
@@ -101,53 +111,56 @@ class BucketTable:
         self._pointers: dict[tuple[int, ...], Pointers] = {}
         self._anchors: dict[torch.dtype, Tensor] = {}
 
+        # The sum of one tile's program is split until all programs together have about ``area`` elements each.
         area = sum(matrix.n * matrix.m for matrix in matrices) // PROGRAMS
-        widths = [_part_length(x.m, area // rows, width_block, 16 * x.r) for x in matrices]
-        heights = [_part_length(x.n, area // columns, height_block, 16 * x.r) for x in matrices]
+        widths = [part_length(x.m, area // rows, width_block, x.r) for x in matrices]
+        heights = [part_length(x.n, area // columns, height_block, x.r) for x in matrices]
         p_splits = [-(-x.m // width) for x, width in zip(matrices, widths, strict=True)]
         q_splits = [-(-x.n // height) for x, height in zip(matrices, heights, strict=True)]
         p_parts, self.p_parts_numel = _places(x.n * x.r * count for x, count in zip(matrices, p_splits, strict=True))
         q_parts, self.q_parts_numel = _places(x.m * x.r * count for x, count in zip(matrices, q_splits, strict=True))
         self.records = self._tensor(
-            [[x.n, x.m, x.r, x.p_offset, x.q_offset, p, q] for x, p, q in zip(matrices, p_parts, q_parts, strict=True)],
-            7,
-            torch.int64,
-        )
-        self.row_tiles = self._tensor(
+            MatrixRow,
             [
-                [index, row, *part]
+                MatrixRow(x.n, x.m, x.r, P=x.p_offset, Q=x.q_offset, P_parts=p, Q_parts=q)
+                for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
+            ],
+        )
+        # A matrix's tiles are neighbours, and so are the programs that read the same factors.
+        self.row_tiles = self._tensor(
+            TileRow,
+            [
+                TileRow(index, row, start, end, split)
                 for index, (x, width) in enumerate(zip(matrices, widths, strict=True))
                 for row in range(0, x.n, rows)
-                for part in _parts(x.m, width)
+                for start, end, split in parts(x.m, width)
             ],
-            5,
             torch.int32,
         )
         self.column_tiles = self._tensor(
+            TileRow,
             [
-                [index, column, *part]
+                TileRow(index, column, start, end, split)
                 for index, (x, height) in enumerate(zip(matrices, heights, strict=True))
-                for part in _parts(x.n, height)
+                for start, end, split in parts(x.n, height)
                 for column in range(0, x.m, columns)
             ],
-            5,
             torch.int32,
         )
         sums_P = _sums([(x.n * x.r, x.p_offset) for x in matrices], p_parts, p_splits)
         sums_Q = _sums([(x.m * x.r, x.q_offset) for x in matrices], q_parts, q_splits)
-        behind_P, behind_Q = self._bypass_rows(0), self._bypass_rows(1)
-        self.bypass_programs = len(behind_P)
-        self.pack_P = self._tensor([*behind_P, *sums_P], 6, torch.int64)
-        self.pack_Q = self._tensor([*behind_P, *sums_Q], 6, torch.int64)
-        self.pack_left = self._tensor([*behind_Q, *sums_Q], 6, torch.int64)
+        with_P, with_Q = self._bypass_rows(0), self._bypass_rows(1)
+        self.bypass_programs = len(with_P)
+        self.pack_P = self._tensor(PackRow, [*with_P, *sums_P])
+        self.pack_Q = self._tensor(PackRow, [*with_P, *sums_Q])
+        self.pack_left = self._tensor(PackRow, [*with_Q, *sums_Q])
         self.rollback = self._tensor(
+            RollbackRow,
             [
-                [index, start, min(x.n * x.m, start + ROLLBACK_BLOCK)]
+                RollbackRow(index, start, min(x.n * x.m, start + ROLLBACK_BLOCK))
                 for index, x in enumerate(matrices)
                 for start in range(0, x.n * x.m, ROLLBACK_BLOCK)
             ],
-            3,
-            torch.int64,
         )
         self.P = self._factors([(x.n, x.r, x.p_offset, x.key) for x in matrices])
         self.Q = self._factors([(x.m, x.r, x.q_offset, x.key) for x in matrices])
@@ -155,7 +168,7 @@ class BucketTable:
     def pointers(self, tensors: Sequence[Tensor], *, bypass: bool = True) -> Pointers:
         """Where the matrices (and, with ``bypass``, the bypass tensors) lie now.
 
-        Checked and uploaded when they lie elsewhere than before; the same places are not looked at again.
+        The tensors are checked and their places uploaded only the first time that they lie there.
 
         Raises:
             TypeError: they are not all of one of the dtypes fp32, bf16, fp16.
@@ -190,32 +203,40 @@ class BucketTable:
         offsets = [(address - origin) // size for address in addresses]
         places = [*offsets[: len(self.matrices)], *(matrix.m for matrix in self.matrices)]
         vector = math.gcd(*places, VECTOR) if places else VECTOR
-        pointers = Pointers(anchor, self._tensor([offsets], len(offsets), torch.int64), vector)
+        pointers = Pointers(anchor, integers([offsets], len(offsets), torch.int64, self.device), vector)
         if len(self._pointers) >= 8:
             self._pointers.pop(next(iter(self._pointers)))
         self._pointers[key] = pointers
         return pointers
 
-    def _bypass_rows(self, message: int) -> list[list[int]]:
+    def _bypass_rows(self, message: int) -> list[PackRow]:
         """Rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
         return [
-            [start, 0, 0, offsets[message] + start, min(COPY_BLOCK, numel - start), len(self.matrices) + index]
+            PackRow(
+                source=start,
+                distance=0,
+                splits=0,
+                target=offsets[message] + start,
+                numel=min(COPY_BLOCK, numel - start),
+                tensor=len(self.matrices) + index,
+            )
             for index, (numel, *offsets) in enumerate(self.bypass)
             for start in range(0, numel, COPY_BLOCK)
         ]
 
     def _factors(self, factors: Sequence[tuple[int, int, int, int]]) -> FactorTable:
-        records: list[list[int]] = []
-        chunks: list[list[int]] = []
+        records: list[FactorRow] = []
+        chunks: list[ChunkRow] = []
         for index, (rows, r, offset, key) in enumerate(factors):
             height = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
-            mine = [[index, row, min(rows, row + height)] for row in range(0, rows, height)]
-            records.append([rows, r, offset, key, len(chunks), len(mine)])
+            mine = [ChunkRow(index, row, min(rows, row + height)) for row in range(0, rows, height)]
+            records.append(FactorRow(rows, r, offset, key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
-        return FactorTable(self._tensor(records, 6, torch.int64), self._tensor(chunks, 3, torch.int32))
+        return FactorTable(self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32))
 
-    def _tensor(self, rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype) -> Tensor:
-        return integers(rows, columns, dtype, self.device)
+    def _tensor(self, row: Any, rows: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int64) -> Tensor:
+        """A table of rows of one kind, of which there may be none."""
+        return integers(rows, len(row._fields), dtype, self.device)
 
 
 def integers(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -226,12 +247,13 @@ def integers(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, de
 
 @dataclasses.dataclass(frozen=True)
 class Pointers:
-    """Where tensors lie.
+    """Where tensors lie. One pointer and a table of distances stand for any number of tensors.
 
     Attributes:
         anchor: a tensor of their dtype, whose address is a multiple of 16 bytes.
         offsets: int64 [1, number], their distances from it in elements.
-        vector: elements, at most ``VECTOR``, at multiples of which all rows of all matrices start.
+        vector: the largest number up to ``VECTOR`` such that all rows of all matrices start at multiples of so many
+            elements. Kernels are compiled for it: 4 of fp32 or 8 of 16 bits make accesses of 16 bytes.
     """
 
     anchor: Tensor
@@ -250,28 +272,16 @@ def _check(matrix: Matrix) -> None:
         )
 
 
-def _part_length(size: int, wished: int, block: int, least: int) -> int:
-    """Length of the parts, a multiple of ``block``, into which a sum over ``size`` elements is split."""
-    length = max(MIN_PART, least, wished)
-    return min(-(-size // block), -(-length // block)) * block
-
-
-def _parts(size: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, number) of each part."""
-    for number, start in enumerate(range(0, size, length)):
-        yield start, min(size, start + length), number
-
-
 def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Where each starts when they lie one behind the other, and where the last ends."""
     ends = [0, *itertools.accumulate(sizes)]
     return ends[:-1], ends[-1]
 
 
-def _sums(factors: Sequence[tuple[int, int]], parts: Sequence[int], splits: Sequence[int]) -> list[list[int]]:
+def _sums(factors: Sequence[tuple[int, int]], parts: Sequence[int], splits: Sequence[int]) -> list[PackRow]:
     """Rows of a pack table: factors of (elements, offset), the offset of their parts, and how many there are."""
     return [
-        [part + start, numel, count, offset + start, min(COPY_BLOCK, numel - start), 0]
+        PackRow(part + start, numel, count, offset + start, min(COPY_BLOCK, numel - start), tensor=0)
         for (numel, offset), part, count in zip(factors, parts, splits, strict=True)
         for start in range(0, numel, COPY_BLOCK)
     ]

@@ -1,4 +1,4 @@
-"""The table from which the programs of the wire's kernels learn which part of a message is theirs. Integers only."""
+"""The table that tells each program of the wire's kernels which part of a message is its own. Integers only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from powersgd_triton.kernels.columns import WireRow
 from powersgd_triton.kernels.table import COPY_BLOCK, integers
 from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, Chunk, Piece, WireFormat, WirePlan
 
@@ -28,12 +29,13 @@ class WireTable:
 
     Attributes:
         plan, device: as given.
-        rows: int64 [programs, 7], chunk by chunk: chunk, element in the message, rows, columns, rank, and in the
-            chunk, in bytes, scales and codes. Of exact elements: their number as rows, 0 columns, their place as codes.
+        rows: int64 [programs, columns of ``WireRow``], chunk by chunk, so that the programs of one owner are together.
         starts: the first program of each chunk, and the number of all.
         columns: of a tile, a power of two.
-        vector: elements, at most ``VECTOR``, at multiples of which tiles and their rows start in the message.
-        code_vector: the same in the chunks, where a byte with two 4-bit codes counts once; divides ``vector``.
+        vector: the largest number up to ``VECTOR`` such that in the message all tiles and all their rows start at
+            multiples of so many elements.
+        code_vector: the same for codes in the chunks; divides ``vector``.
+        code_bytes: bytes of a code; 1 also where it holds two 4-bit codes.
     """
 
     def __init__(self, plan: WirePlan, panel: int, device: torch.device) -> None:
@@ -44,33 +46,50 @@ class WireTable:
         chunks = [list(_rows(number, chunk, plan.width, self.columns)) for number, chunk in enumerate(plan.chunks)]
         self.starts = [0, *itertools.accumulate(len(rows) for rows in chunks)]
         every = list(itertools.chain(*chunks))
-        self.rows = integers(every, 7, torch.int64, device)
-        factors = [row for row in every if row[3]]
-        code_bytes = max(1, plan.width.bits // 8)
-        self.vector = math.gcd(*(row[4] for row in factors), *(row[1] for row in factors), VECTOR)
-        self.code_vector = math.gcd(self.vector, *(row[6] // code_bytes for row in factors))
+        self.rows = integers(every, len(WireRow._fields), torch.int64, device)
+        self.code_bytes = _code_bytes(plan.width)
+        factors = [row for row in every if row.columns]
+        self.vector = math.gcd(*(row.rank for row in factors), *(row.element for row in factors), VECTOR)
+        self.code_vector = math.gcd(self.vector, *(row.codes // self.code_bytes for row in factors))
 
 
-def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterator[list[int]]:
-    """A chunk's rows of the table: tiles of its factors, then its exact elements, which begin its bytes."""
+def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterator[WireRow]:
+    """A chunk's rows of the table: tiles of its factors, then its exact elements, whose bytes are the chunk's first."""
     for piece in chunk.pieces:
-        yield from ([number, *row] for row in _tiles(piece, width, columns))
+        yield from _tiles(number, piece, width, columns)
     for start in range(0, chunk.bypass_numel, COPY_BLOCK):
         numel = min(COPY_BLOCK, chunk.bypass_numel - start)
-        yield [number, chunk.bypass + start, numel, 0, 0, 0, start * ITEMSIZE]
+        yield WireRow(
+            chunk=number,
+            element=chunk.bypass + start,
+            rows=numel,
+            columns=0,
+            rank=0,
+            scales=0,
+            codes=start * ITEMSIZE,
+        )
 
 
-def _tiles(piece: Piece, width: WireFormat, columns: int) -> Iterator[list[int]]:
-    """(element, rows, columns, rank, scale, code) of a piece's tiles, in the order of its elements."""
+def _tiles(number: int, piece: Piece, width: WireFormat, columns: int) -> Iterator[WireRow]:
+    """A piece's tiles, in the order of its elements."""
     rank, element, scale, code = piece.rank, piece.element, piece.scale, piece.code
-    code_bytes = max(1, width.bits // 8)
     for _ in range(piece.count):
         for row in range(0, piece.rows, BLOCK):
             height = min(BLOCK, piece.rows - row)
             for column in range(0, rank, columns):
-                panel = min(columns, rank - column)
-                places = scale + column * SCALE_BYTES, code + column * code_bytes
-                yield [element + column, height, panel, rank, *places]
+                yield WireRow(
+                    chunk=number,
+                    element=element + column,
+                    rows=height,
+                    columns=min(columns, rank - column),
+                    rank=rank,
+                    scales=scale + column * SCALE_BYTES,
+                    codes=code + column * _code_bytes(width),
+                )
             element += height * rank
             scale += SCALE_BYTES * rank
             code += width.code_bytes(height, rank)
+
+
+def _code_bytes(width: WireFormat) -> int:
+    return max(1, width.bits // 8)

@@ -1,1 +1,1 @@
-"""One bucket's memory and the stages of its step: the reference in plain torch, and the backends."""
+"""The memory of one bucket, and the stages of its step: the reference in plain torch, and the backends."""

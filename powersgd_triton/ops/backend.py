@@ -1,4 +1,4 @@
-"""What a backend does for one bucket, and the messages that it gives to be summed."""
+"""The interface of a backend, and the messages that it returns for summing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from powersgd_triton.ops.wire import Wire
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What is to be summed over the workers, in place.
+    """A message to be summed over the workers in place.
 
     Attributes:
-        content: [factors | bypass tensors], the latter once a step.
-        left: whether the factors are left ones.
-        own: what this worker's factors contribute to the average, to be corrected where they are rounded; None where
-            only their span is used.
+        content: [factors | bypass tensors]. Only the first message of a step contains bypass tensors.
+        left: Whether the factors are left factors.
+        own: This worker's factors, that is its contribution to the average. If the wire rounds factors, it corrects
+            them. None if only the span of the sum is used.
     """
 
     content: Tensor
@@ -34,32 +34,35 @@ class Backend(Protocol):
     """The stages of a step on one bucket, in the order in which ``Engine.run`` calls them.
 
     Gradients are {name: contiguous tensor} with all of the layout's tensors. ``repetition`` counts from 0 to
-    ``config.iterations`` − 1; all but the first work on what the ones before left over.
+    ``config.iterations`` − 1. Each repetition works on what the previous repetitions left over.
     """
 
     bucket: Bucket
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        """P = M Q. The first product of a step writes M ← G + growth · (M − what is to be subtracted) on the way."""
+        """Compute P = M Q. The first product of a step also writes M ← G + growth · (M − pending product)."""
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        """Q = Mᵀ P̂. In the standard algorithm P̂ = orthogonalize(P) before; else this may be a step's first product."""
+        """Compute Q = Mᵀ P̂, in the standard algorithm after P̂ = orthogonalize(P).
+
+        In the alternating algorithm this may be the first product of a step.
+        """
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
-        """Turn sums into means, and their orthonormal basis into what the next product starts from.
+        """Turn sums into means, and orthonormalize the mean as the basis of the next product.
 
-        The last repetition leaves the bucket's ``product`` and ``average``. Where a sum of the step is not finite,
-        M gets back what it had, the bases stay, the average becomes NaN and the step's verdict 0.
+        The last repetition sets the bucket's ``product`` and ``average``. If a sum of the step is not finite, M gets
+        back what it had, the bases stay, the average becomes NaN and the step's verdict 0.
         """
 
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        """out = Ĝ and the bypass tensors' means, in any float dtype.
+        """Write Ĝ and the means of the bypass tensors to ``out``, in any float dtype.
 
-        ``overflow``: scalar, set to 0 where an element does not fit its dtype; None where no one asks.
+        ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
         """
 
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
-        """Make the bases orthonormal, or draw random orthonormal ones, a function of the keys and the step."""
+        """Make the bases orthonormal. With ``redraw``, draw new ones as a function of the keys and the step."""
 
     def wire(self, plan: WirePlan) -> Wire:
-        """What writes messages narrower than fp32, and reads them."""
+        """Return the object that encodes, sums and decodes messages with factors narrower than fp32."""

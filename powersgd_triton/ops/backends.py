@@ -1,55 +1,58 @@
-"""The choice of a bucket's backend."""
+"""Selection of a bucket's backend."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 import torch
+from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.torch_backend import TorchBackend
-from powersgd_triton.ops.workspace import Workspace
+
+Workspace = dict[tuple[str, torch.device], Tensor]
+"""Scratch memory of the kernels by name and device. Buckets share it, because their stages never overlap."""
 
 
 def select_backend(
     config: PowerSGDConfig, device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1
 ) -> tuple[str, str]:
-    """Choose the backend for a bucket: with "auto" Triton where it can be used on a CUDA or ROCm device, else torch.
+    """Select the backend of a bucket. "auto" selects Triton on CUDA and ROCm devices that support it, else torch.
 
     Args:
-        config: names the backend and the algorithm.
-        device: the gradients' device.
-        dtypes: the gradients' dtypes.
-        rank: the largest rank in the bucket.
+        config: Configuration with the backend and the number of iterations.
+        device: Device of the gradients.
+        dtypes: Dtypes of the gradients.
+        rank: Largest rank in the bucket.
 
     Returns:
         ("triton" or "torch", the reason).
 
     Raises:
-        ValueError: Triton was asked for and cannot be used.
+        ValueError: The configuration asks for Triton, which cannot be used.
     """
     if config.backend == "torch":
-        return "torch", "asked for by name"
+        return "torch", "set by the configuration"
     obstacle = why_not_triton(device, dtypes, rank)
     if obstacle is None and config.iterations > 1:
         obstacle = f"the kernels do one iteration a step; the configuration asks for {config.iterations}"
     if obstacle is None and config.backend == "auto" and device.type == "cpu":
         obstacle = "the interpreter is for tests"
     if obstacle is None:
-        return "triton", "asked for by name" if config.backend == "triton" else "the fastest on this device"
+        return "triton", "set by the configuration" if config.backend == "triton" else "the fastest on this device"
     if config.backend == "triton":
         raise ValueError(f"backend 'triton' cannot be used: {obstacle}")
     return "torch", obstacle
 
 
 def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
-    """The backend of that name for one bucket. ``workspace`` may be shared: stages of two buckets never overlap."""
+    """Return the backend with this name for one bucket."""
     if name == "torch":
         return TorchBackend(bucket)
-    # Imported here, since triton may be missing.
+    # Imported here, because triton may not be installed.
     from powersgd_triton.ops.triton_backend import TritonBackend
 
     return TritonBackend(bucket, workspace)

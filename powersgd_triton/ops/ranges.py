@@ -1,4 +1,4 @@
-"""Parts of a bucket's averages, for a worker that keeps only its shard of the gradients."""
+"""Reconstruction of parts of a bucket's averages, for workers that keep only a shard of the gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from powersgd_triton.ops.reference import may_overflow, note_overflow
 
 
 def reconstruct_ranges(bucket: Bucket, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
-    """Elements [start, start + numel) of the flat Ĝ = L Rᵀ, or of a bypass tensor's mean, for some of the tensors.
+    """Write elements [start, start + numel) of the flat Ĝ = L Rᵀ, or of a bypass tensor's mean.
 
     Args:
-        bucket: after a step's exchange.
-        out: {name: (start, flat tensor of any float dtype)}. Only the rows that meet a range are multiplied.
-        overflow: scalar, set to 0 where an element that is written is not finite; None where no one asks. What other
-            workers write may be finite or not.
+        bucket: Bucket with the averages of a step.
+        out: {name: (start, flat tensor of any float dtype)} for some of the tensors. Only rows that overlap with a
+            range are computed.
+        overflow: Scalar that becomes 0 if a written element is not finite. None skips this check. Other workers write
+            other elements, so their result may differ.
     """
     for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
         for index, segment in enumerate(group.segments):

@@ -1,8 +1,8 @@
-"""The operations of one PowerSGD step in plain torch: the specification, and the backend named "torch".
+"""The operations of one PowerSGD step in plain torch: the specification, and the operations of backend "torch".
 
-Matrices are worked through in blocks that stay in cache, so that a step reads and writes the gradient's bytes about
-five times, four in the alternating algorithm. Where data lies on the CPU, decisions are taken on the host; elsewhere
-they are masks, and nothing waits for the device.
+Matrices are processed in blocks that stay in cache. A step reads and writes the gradient's bytes about five times, or
+four times in the alternating algorithm. On the CPU, the host makes decisions. On other devices decisions are masks, so
+that the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = {"cpu": 4 << 20}
-DEVICE_BLOCK_BYTES = 64 << 20
+from powersgd_triton.ops.blocks import add_product, blocks, multiply
+
 DEAD_COLUMN = 2.0**-22
-"""A column of fp32 values of which a smaller share is left after projection consists of rounding errors."""
+"""If projection leaves a smaller share of a column of fp32 values than this, what is left is rounding error."""
 
 PASSES = 4
-"""Two passes orthogonalize what is independent ("twice is enough"). One more follows where a column died in the second,
-one more where its replacement happened to be nearly dependent."""
+"""Two passes orthogonalize independent columns ("twice is enough"). A third pass is needed if a column died in the
+second one, and a fourth if its replacement happened to be nearly dependent on the others."""
 
 WELL_CONDITIONED = 1e-6
-"""Where a larger share of every column's squared norm is left, r²/1e-6 bounds the squared condition number, and one
-pass in fp64 leaves columns orthogonal to r² · 1e6 · 2⁻⁵³: 2e-9 at r = 4, 7e-6 at r = 256. Enough for fp32 results."""
+"""If a larger share of every column's squared norm is left, r²/1e-6 bounds the squared condition number, and one pass
+in fp64 makes columns orthogonal up to r² · 1e6 · 2⁻⁵³: 2e-9 at r = 4, 7e-6 at r = 256. This suffices for fp32."""
 
 
 def compensate_project_reference(
@@ -39,21 +39,22 @@ def compensate_project_reference(
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = P = M Q.
 
-    Only the finite elements of G enter M, all of them enter P: a non-finite element makes its row of P non-finite.
+    Only the finite elements of G are added to M, but P contains all: a non-finite element makes its row of P
+    non-finite.
 
     Args:
-        G: gradients, B of [n, m], any float dtype.
-        M: error buffers, B of [n, m], updated; None for M = G without error feedback.
-        P_prev, Q_prev: [B, n, k], [B, m, k], the product not yet subtracted from M.
-        applied: scalar, 0 where that product was never applied; None where there is no such product.
-        Q: basis [B, m, r].
-        growth: positive scalar by which the loss scale has grown since M was written; None for 1.
-        out: P, [B, n, r].
+        G: Gradients, B of [n, m], any float dtype.
+        M: Error buffers, B of [n, m], updated in place. None for M = G without error feedback.
+        P_prev, Q_prev: Product that is still to be subtracted from M, [B, n, k] and [B, m, k].
+        applied: Scalar, 0 if that product was never applied. None if there is no such product.
+        Q: Basis [B, m, r].
+        growth: Positive scalar by which the loss scale has grown since M was written. None for 1.
+        out: P [B, n, r].
     """
     Qt = Q.mT.contiguous()
     for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, Q):
         P = out[members, rows]
-        _multiply(block, Qt[members].mT, out=P)
+        multiply(block, Qt[members].mT, out=P)
         if spoiled is not None:
             P.add_(spoiled.sum(-1, keepdim=True))
 
@@ -71,11 +72,11 @@ def compensate_backproject_reference(
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P. As ``compensate_project_reference``, from the left.
 
-    P: basis [B, n, r]. out: Q, [B, m, r]; a non-finite element of G makes the row of its column non-finite.
+    P is the basis [B, n, r], ``out`` is Q [B, m, r]. A non-finite element in column j of G makes row j of Q non-finite.
     """
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
     for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, P):
-        _add_product(Qt[members], P[members, rows].mT, block)
+        add_product(Qt[members], P[members, rows].mT, block)
         if spoiled is not None:
             Qt[members] += spoiled.sum(-2, keepdim=True)
     out.copy_(Qt.mT)
@@ -90,7 +91,7 @@ def _compensated(
     growth: Tensor | None,
     basis: Tensor,
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
-    """Update M block by block. Yields which matrices and rows, their M, and what of G is not finite, if anything is."""
+    """Update M block by block. Yield slices of matrices and rows, their M, and the non-finite part of G if any."""
     Qt_prev = None
     if M is not None and applied is not None and _maybe(applied):
         if not _on_host(applied):
@@ -98,13 +99,13 @@ def _compensated(
         Qt_prev = Q_prev.mT.contiguous()
     if growth is not None and _on_host(growth) and growth == 1:
         growth = None
-    for members, rows, (G_block, M_block) in _blocks(basis.shape[-1], G, G if M is None else M):
+    for members, rows, (G_block, M_block) in blocks(basis.shape[-1], G, G if M is None else M):
         if M is None:
             yield members, rows, G_block.to(basis.dtype), None
             continue
         block = M_block.to(basis.dtype)
         if Qt_prev is not None:
-            _add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
+            add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
         if growth is not None:
             block.mul_(growth)
         spoiled = None
@@ -122,9 +123,9 @@ def _compensated(
 def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> None:
     """out = Q = Mᵀ P.  M: B of [n, m], P [B, n, r] orthonormal, out [B, m, r]."""
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
-    # With few columns a product over long rows runs on one thread; as many of them as there are threads run on all.
+    # A product over long rows with few columns runs on one thread. Split it into as many products as there are threads.
     parts = torch.get_num_threads() if _on_host(P) else 1
-    for members, rows, (M_block,) in _blocks(P.shape[-1], M):
+    for members, rows, (M_block,) in blocks(P.shape[-1], M):
         left, right = P[members, rows].mT, M_block.to(P.dtype)
         height = right.shape[1] // parts
         if len(right) == 1 < parts and height:
@@ -133,21 +134,21 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
             Qt[members] += (partial @ right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
             left, right = left[:, :, split:], right[:, split:]
         if right.shape[1]:
-            _add_product(Qt[members], left, right)
+            add_product(Qt[members], left, right)
     out.copy_(Qt.mT)
 
 
 def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdict: Tensor | None = None) -> None:
-    """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m], any float dtype; rounded once to it.
+    """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m] in any float dtype, to which it is rounded once.
 
-    verdict: scalar, set to 0 where an element of ``out`` is not finite; None if no one asks.
+    ``verdict`` is a scalar that becomes 0 if an element of ``out`` is not finite. None skips this check.
     """
     Qt = Q.mT.contiguous()
     look = verdict is not None and _maybe(verdict) and may_overflow(P, Q, out[0].dtype)
-    for members, rows, (block,) in _blocks(P.shape[-1], out):
+    for members, rows, (block,) in blocks(P.shape[-1], out):
         if block.dtype == P.dtype:
-            # Adding to zeros is faster than torch.bmm, which clears less cleverly.
-            _add_product(block.zero_(), P[members, rows], Qt[members])
+            # Zeroing the block and adding the product is faster than torch.bmm.
+            add_product(block.zero_(), P[members, rows], Qt[members])
         else:
             block.copy_(torch.bmm(P[members, rows], Qt[members]))
         if look and verdict is not None:
@@ -155,10 +156,10 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdic
 
 
 def may_overflow(P: Tensor, Q: Tensor, dtype: torch.dtype) -> bool:
-    """Whether P Qᵀ, for P [..., n, r] and Q [..., m, r], may have elements that a dtype cannot hold.
+    """Return whether P Qᵀ, for P [..., n, r] and Q [..., m, r], may have elements that do not fit a dtype.
 
-    False only where the largest elements of the factors tell that it has none; on devices, which would have to be
-    waited for, always True. What is not finite may overflow too.
+    On the CPU, the result is False only if the largest elements of the factors rule that out. On other devices it is
+    always True, since the host would have to wait for these elements. Non-finite factors may overflow too.
     """
     if not _on_host(P) or not P.numel() or not Q.numel():
         return not _on_host(P)
@@ -166,39 +167,39 @@ def may_overflow(P: Tensor, Q: Tensor, dtype: torch.dtype) -> bool:
     for factor in (P, Q):
         smallest, largest = torch.aminmax(factor)
         bound *= max(-float(smallest), float(largest))
-    # The other half of the range is for roundings.
+    # Half of the range is left for rounding errors.
     return not bound < torch.finfo(dtype).max / 2
 
 
 def note_overflow(written: Tensor, verdict: Tensor) -> None:
-    """verdict ← 0 where an element of what was written is not finite."""
+    """verdict ← 0 if an element of ``written`` is not finite."""
     if written.numel() and _maybe(verdict):
-        # One pass; a NaN is the smallest and the largest.
+        # This takes one pass. If an element is NaN, the smallest and the largest are NaN.
         smallest, largest = torch.aminmax(written)
         verdict.mul_(smallest.isfinite() & largest.isfinite())
 
 
 def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applied: Tensor) -> None:
-    """M ← M − P Qᵀ where ``applied`` is not 0: the error that lazy error feedback has not yet written down."""
+    """M ← M − P Qᵀ if ``applied`` is not 0: the subtraction that lazy error feedback has deferred."""
     if not _maybe(applied):
         return
     P, Q = torch.where(applied > 0, P, 0), torch.where(applied > 0, Q, 0)
     Qt = Q.mT.contiguous()
-    for members, rows, (M_block,) in _blocks(P.shape[-1], M):
+    for members, rows, (M_block,) in blocks(P.shape[-1], M):
         block = M_block.to(P.dtype)
-        _add_product(block, P[members, rows], Qt[members], alpha=-1)
+        add_product(block, P[members, rows], Qt[members], alpha=-1)
         if block.dtype != M_block.dtype:
             M_block.copy_(block)
 
 
 def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
-    """M ← M − (finite elements of G) where the scalar ``finite`` is 0: takes back what compensate added.
+    """M ← M − (finite elements of G) if the scalar ``finite`` is 0: undo what compensating added.
 
-    An element whose sum overflowed cannot be given back; it becomes 0 rather than spoil every later step.
+    An element whose sum overflowed cannot be restored. It becomes 0, so that it does not spoil every later step.
     """
     if _on_host(finite) and finite:
         return
-    for _, _, (G_block, M_block) in _blocks(2, G, M):
+    for _, _, (G_block, M_block) in blocks(2, G, M):
         rest = M_block.to(torch.promote_types(M_block.dtype, torch.float32)) - _finite_part(G_block)
         M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest)))
 
@@ -206,9 +207,9 @@ def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor)
 def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: float = 0.0, out: Tensor) -> None:
     """Orthonormal basis of A's columns, in their order: Gram–Schmidt as CholeskyQR2 with Gram matrices in fp64.
 
-    A column of which at most max(epsilon, 2⁻²²) is left after projecting out its predecessors carries nothing; it is
-    replaced by a random direction, a function of (key, step). Any finite A gives a finite, orthonormal result; a
-    non-finite one a finite result.
+    If at most max(epsilon, 2⁻²²) of a column's norm is left after projecting out its predecessors, the column is
+    replaced by a random direction, which is a function of (key, step). A finite A gives a finite, orthonormal result.
+    A non-finite A gives a finite result.
 
     Stable up to κ(A) ~ 1e7, see Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case
     studies on multicore CPU with multiple GPUs" (SIAM J. Sci. Comput. 37, 2015).
@@ -216,25 +217,25 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: floa
     Args:
         A: [B, n, r] with r ≤ n, fp32 or fp64.
         keys: [B] int64, a number for each matrix.
-        step: number of the step.
-        epsilon: see above.
-        out: [B, n, r]; may be A.
+        step: Number of the step.
+        epsilon: See above.
+        out: [B, n, r]. It may be A.
     """
     threshold = max(epsilon, DEAD_COLUMN)
-    # Rows instead of columns: the products below are twice as fast.
+    # The vectors are rows instead of columns, which makes the products below twice as fast.
     Xt = A.mT.to(torch.float64, memory_format=torch.contiguous_format)
     if A.dtype == torch.float64:
         largest = Xt.abs().amax(dim=2, keepdim=True)
         Xt = Xt / torch.where(largest > 0, largest, 1)
     for attempt in range(PASSES):
-        R, alive, settled = _cholesky(Xt @ Xt.mT, threshold)
+        R, alive, enough = _cholesky(Xt @ Xt.mT, threshold)
         if alive is not None:
             Xt = torch.where(alive, Xt, 0)
         inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
         Xt = inverse.mT @ Xt
         if alive is not None:
             Xt = torch.where(alive, Xt, random_directions(keys + attempt, step, *A.shape[1:]).mT.double())
-        if settled and (attempt > 0 or A.dtype == torch.float32):
+        if enough and (attempt > 0 or A.dtype == torch.float32):
             break
     out.copy_(Xt.mT)
 
@@ -242,31 +243,31 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: floa
 def random_directions(keys: Tensor, step: int, n: int, r: int) -> Tensor:
     """Uniform numbers in [−1, 1), [B, n, r] fp32: a function of (key, step, row, column) on any device.
 
-    keys: [B] int64. Counter-based, so that no generator's state is touched and all workers draw the same.
+    ``keys`` is [B] int64. The numbers are counter-based: no generator's state changes, and all workers draw the same.
     """
     counter = torch.arange(n * r, dtype=torch.int64, device=keys.device).view(1, n, r)
-    # Keys are mixed apart from counters, so that no key's stream meets another's shifted.
+    # Keys are mixed separately from counters, so that no key's stream is a shifted copy of another key's stream.
     stream = _mix(_mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
     return ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in which every input bit changes about half of the output bits."""
+    """Map 32-bit integers to 32-bit integers one to one. Every input bit changes about half of the output bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
     return x
 
 
 def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, bool]:
-    """R with RᵀR = gram [B, r, r]; which columns are alive [B, r, 1]; whether one pass is known to be enough.
+    """Return R with RᵀR = gram [B, r, r], which columns are alive [B, r, 1], and whether one pass is enough.
 
-    Alive is None where all are known to be. A dead column's row and column are those of the identity.
+    ``alive`` is None if all columns are known to be alive. R has the identity's row and column for a dead column.
     """
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     if _on_host(gram):
         L, failed = torch.linalg.cholesky_ex(gram)
         left = (L.diagonal(dim1=-2, dim2=-1).square() / diagonal).min()
-        # Where it failed, what stands on the diagonal is no square root.
+        # If the decomposition failed, the diagonal does not hold square roots.
         if left > threshold**2 and not failed.any():
             return L.mT, None, bool(left > WELL_CONDITIONED)
     R = torch.zeros_like(gram)
@@ -281,81 +282,15 @@ def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, bo
     return torch.where(alive.unsqueeze(1), R.triu(), identity), alive.unsqueeze(2), False
 
 
-def _blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
-    """Walk lists of B matrices [n, m] together, in blocks [b, rows, m] of at most BLOCK_BYTES fp32 values.
-
-    Yields which matrices, which rows, and for each list a view of them. A small matrix shares its block with those
-    behind it as long as they lie at equal distances, so nothing is stacked or copied. At rank 1 it does not: batched
-    products with one row or column take five times as long as one by one on the CPU.
-    """
-    n, m = lists[0][0].shape
-    capacity = BLOCK_BYTES.get(lists[0][0].device.type, DEVICE_BLOCK_BYTES) // 4
-    count = len(lists[0])
-    if n * m > capacity // 2:
-        height = max(1, capacity // m)
-        for i in range(count):
-            for start in range(0, n, height):
-                rows = slice(start, min(n, start + height))
-                yield slice(i, i + 1), rows, [matrices[i][rows].unsqueeze(0) for matrices in lists]
-        return
-    longest = capacity // max(1, n * m) if rank > 1 else 1
-    i = 0
-    while i < count:
-        b = min(_run_length(matrices, i, longest) for matrices in lists)
-        yield slice(i, i + b), slice(0, n), [_run(matrices, i, b) for matrices in lists]
-        i += b
-
-
-def _run_length(matrices: Sequence[Tensor], first: int, longest: int) -> int:
-    """How many matrices from ``first`` on lie in one storage at equal, non-overlapping distances."""
-    start = matrices[first]
-    distance = None
-    length = 1
-    while length < longest and first + length < len(matrices):
-        last, following = matrices[first + length - 1], matrices[first + length]
-        step = following.storage_offset() - last.storage_offset()
-        same = following.untyped_storage().data_ptr() == start.untyped_storage().data_ptr()
-        if not same or step < start.numel() or (distance is not None and step != distance):
-            break
-        distance = step
-        length += 1
-    return length
-
-
-def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
-    """View of a run as [length, n, m]."""
-    start = matrices[first]
-    if length == 1:
-        return start.unsqueeze(0)
-    distance = matrices[first + 1].storage_offset() - start.storage_offset()
-    return start.as_strided((length, *start.shape), (distance, *start.stride()))
-
-
-def _multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
-    """out = A B for batches; a batch of one as a plain product, which runs on all threads."""
-    if len(A) == 1:
-        torch.mm(A[0], B[0], out=out[0])
-    else:
-        torch.bmm(A, B, out=out)
-
-
-def _add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
-    """out += alpha · A B for batches; a batch of one as a plain product, which runs on all threads."""
-    if len(A) == 1:
-        out[0].addmm_(A[0], B[0], alpha=alpha)
-    else:
-        out.baddbmm_(A, B, alpha=alpha)
-
-
 def _finite_part(G: Tensor) -> Tensor:
     return torch.where(G.isfinite(), G, 0)
 
 
 def _on_host(tensor: Tensor) -> bool:
-    """Whether reading a value of it costs nothing."""
+    """Return whether the host can read a value of the tensor without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def _maybe(flag: Tensor) -> bool:
-    """False only where the flag is known to be 0 without waiting for a device."""
+    """Return False only if the flag is known to be 0 without waiting for a device."""
     return not _on_host(flag) or bool(flag)

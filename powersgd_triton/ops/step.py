@@ -1,4 +1,4 @@
-"""What belongs to one step and is shared by all of its buckets: its number, its verdict and its loss scale."""
+"""The state of one step that all of its buckets share: its number, its verdict and its loss scale."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 LossScaleSource = torch.amp.GradScaler | Callable[[], float | Tensor | None]
 
 VERDICTS = 1024
-"""Verdicts are made in batches of this size: one launch on the device for so many steps, instead of one a step."""
+"""Number of verdicts that one launch on the device creates, instead of one launch a step."""
 
 LARGEST_SCALE = 2.0**60
-"""Scales are clamped to [1 / this, this], so that a scaler that fell to 0 does not turn errors into NaN."""
+"""Scales are clamped to [1 / LARGEST_SCALE, LARGEST_SCALE], so that a scale of 0 does not turn errors into NaN."""
 
 
 class Step:
@@ -24,14 +24,14 @@ class Step:
     A step is open from its first bucket until it is ended or void. ``Engine`` opens, ends and voids it.
 
     Attributes:
-        iteration: number of steps that were ended. Random directions are drawn from it.
-        ended: the same, but never changed by a loaded checkpoint; equal on all workers.
-        names: tensors whose gradients have come in the open step; empty where no step is open.
-        last: whether the newest bucket is the step's last one. None where the adapter cannot tell: every bucket is
+        iteration: Number of ended steps. Random directions depend on it.
+        ended: Number of steps ended in this process. Loading a checkpoint does not change it. Equal on all workers.
+        names: Tensors whose gradients have come in the open step. Empty if no step is open.
+        last: Whether the newest bucket is the step's last one. None if the adapter does not know. Each bucket is then
             finished before the next one comes, and the step ends when a gradient comes again.
-        workers: number of workers whose messages are summed.
-        uneven: whether workers wrote different parts of the averages, in a dtype in which an average may not fit.
-        loss_scale: what the errors follow; None where the loss is not scaled.
+        workers: Number of workers whose messages are summed.
+        uneven: Whether workers wrote different parts of the averages, in a dtype that an average may not fit.
+        loss_scale: The loss scale that the errors follow. None if the loss is not scaled.
     """
 
     def __init__(self) -> None:
@@ -45,31 +45,31 @@ class Step:
         self._fresh: dict[torch.device, Iterator[Tensor]] = {}
 
     def verdict(self, device: torch.device) -> Tensor:
-        """Scalar on ``device``: 1, set to 0 by a bucket that is not finite. The buckets of a step share it."""
+        """Return a scalar on ``device`` that all buckets of a step share: 1, or 0 once a bucket is not finite."""
         if self._verdict is None:
             self._verdict = next(self._fresh.setdefault(device, _ones(device)))
         return self._verdict
 
     def decides(self, verdict: Tensor | None) -> bool:
-        """Whether this is the verdict of the open step, in which it may still change."""
+        """Return whether this is the verdict of the open step, so that it may still change."""
         return verdict is not None and verdict is self._verdict
 
     def overflow(self, device: torch.device) -> Tensor | None:
-        """The verdict, to be set to 0 where an average does not fit its dtype; None where that must not void the step.
+        """Return the verdict, to be set to 0 if an average does not fit its dtype. None without a loss scale.
 
-        It voids the step only where the errors follow a loss scale. Without one, no scaler would shrink the gradients
-        in response, the carried gradient would not shrink either, and no later step would fit.
+        Without a loss scale, such an average must not void the step. The error would keep the gradient, no scaler would
+        reduce it, and the average of no later step would fit.
         """
         return None if self.loss_scale is None else self.verdict(device)
 
     def void(self) -> None:
-        """The open step is never applied: its products are not subtracted from the error buffers."""
+        """Discard the open step: its products are not subtracted from the error buffers."""
         if self._verdict is not None:
             self._verdict.zero_()
         self.forget()
 
     def end(self) -> None:
-        """What follows belongs to the next step."""
+        """Close the step and count it."""
         self.forget()
         self.iteration += 1
         self.ended += 1
@@ -88,14 +88,14 @@ def _ones(device: torch.device) -> Iterator[Tensor]:
 
 
 class LossScale:
-    """The factor by which a loss, hence every gradient, is scaled. It is read once a step and never waits for a device.
+    """The factor by which the loss, and hence every gradient, is scaled. Read once a step, without synchronization.
 
     Args:
-        source: a ``torch.amp.GradScaler`` (or a subclass, such as FSDP1's ``ShardedGradScaler``), or a function that
-            returns the scale: a positive number, a tensor with one element, or None where the loss is not scaled.
+        source: A ``torch.amp.GradScaler`` (or a subclass, such as FSDP1's ``ShardedGradScaler``), or a function that
+            returns the scale: a positive number, a tensor with one element, or None if the loss is not scaled.
 
     Raises:
-        TypeError: ``source`` is neither.
+        TypeError: ``source`` is neither a scaler nor a function.
     """
 
     def __init__(self, source: LossScaleSource) -> None:
@@ -104,18 +104,18 @@ class LossScale:
         self._source = source
         self._number: tuple[float, torch.device] | None = None
         self._number_on_device: Tensor | None = None
-        # This step's scale, and a quotient for each other scale that some bucket's error buffer still has.
+        # This step's scale, and its quotient by each earlier scale that a bucket's error buffer still contains.
         self._scale: Tensor | None = None
         self._growths: list[tuple[Tensor | None, Tensor]] = []
 
     def current(self, device: torch.device) -> Tensor | None:
-        """This step's scale, an fp32 scalar; None where the loss is not scaled. Raises as ``read``."""
+        """Return this step's scale, an fp32 scalar. None if the loss is not scaled. Raises the errors of ``read``."""
         if self._scale is None:
             self._scale = self.read(device)
         return self._scale
 
     def growth(self, before: Tensor | None, device: torch.device) -> Tensor | None:
-        """This step's scale / ``before``: what an error buffer is multiplied by; None for 1."""
+        """Return this step's scale / ``before``, by which an error buffer is multiplied. None for 1."""
         scale = self.current(device)
         if before is scale:
             return None
@@ -131,17 +131,17 @@ class LossScale:
         return growth
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget the step's scale."""
         self._scale, self._growths = None, []
 
     def read(self, device: torch.device) -> Tensor | None:
-        """The scale as an fp32 scalar on ``device`` that does not change later; None where the loss is not scaled.
+        """Return the scale as an fp32 scalar on ``device`` that does not change later. None if the loss is not scaled.
 
         The same number gives the same tensor.
 
         Raises:
-            TypeError: the function returned something else.
-            ValueError: it returned a number that is not positive and finite, or a tensor of several elements.
+            TypeError: The function returned something else than a number, a tensor or None.
+            ValueError: The function returned a number that is not positive and finite, or a tensor of several elements.
         """
         value = self._value()
         if value is None:
@@ -163,6 +163,6 @@ class LossScale:
 
     def _value(self) -> Any:
         if isinstance(self._source, torch.amp.GradScaler):
-            # get_scale() would wait for the device. None before the first loss was scaled, or where it is disabled.
+            # get_scale() would wait for the device. The scale is None before the first loss is scaled.
             return self._source._scale if self._source.is_enabled() else None
         return self._source()

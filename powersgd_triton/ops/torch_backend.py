@@ -1,4 +1,4 @@
-"""A bucket's step in plain torch: the standard and the alternating algorithm."""
+"""The stages of a bucket's step in plain torch, for the standard and the alternating algorithm."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from powersgd_triton.ops.wire import TorchWire, Wire
 class TorchBackend:
     """The stages of ``ops.backend.Backend`` on one bucket, group by group.
 
-    The standard algorithm is P = M B, P̂ = orthogonalize(ΣP), Q = Mᵀ P̂ (Vogels et al. 2019, Algorithm 1). The
-    alternating one has one product a repetition, Q = Mᵀ P̂ and P = M Q̂ by turns, where P̂ and Q̂ are the orthonormal
-    means of the turn before.
+    The standard algorithm is P = M Q, P̂ = orthogonalize(ΣP), Q = Mᵀ P̂ (Vogels et al. 2019, Algorithm 1). The
+    alternating algorithm has one product in each repetition, Q = Mᵀ P̂ and P = M Q̂ by turns. P̂ and Q̂ are the
+    orthonormalized means of the turn before.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self._alternating = bucket.config.algorithm == "alternating"
         self._finite: Tensor | None = None
-        # What the repetitions of the open step have sent so far, and the factors that were summed.
+        # The factors that this worker has sent in the repetitions of the open step, their averages, and the means.
         self._product: list[tuple[Tensor, Tensor]] = []
         self._average: list[tuple[Tensor, Tensor]] = []
         self._means: list[Tensor] = []
         self._bypass = bucket.bypass_means
-        # The last product of this repetition: (own factor, its message, whether it is a left one).
+        # The last message of this repetition.
         self._sent: Message | None = None
 
     # The stages ------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class TorchBackend:
         bucket = self.bucket
         bases = bucket.right(bucket.basis)
         if not self._alternating:
-            # Only the span of the sum is used, so that no worker's own P is kept.
+            # Only the span of the sum is used, so this worker's own P need not be kept.
             self._multiply(gradients, step, repetition, bases, bucket.left(bucket.message_P), left=False)
             return self._message(gradients, repetition, bucket.message_P, bucket.layout.p_numel, left=True, own=None)
         self._multiply(gradients, step, repetition, bases, bucket.left(bucket.P), left=False)
@@ -70,7 +70,7 @@ class TorchBackend:
         if repetition == 0:
             self._bypass.div_(step.workers)
         _orthogonalize(bucket, bucket.left(bucket.message_P), step, out=bases)
-        # M is compensated already: it is what the projection left there.
+        # The projection has compensated M already.
         for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
             backproject_reference(M, basis, out=result)
         self._leave_out(bases, out, left=True)
@@ -94,11 +94,10 @@ class TorchBackend:
             _append(self._product, bucket.P_hat, sent.own, copy=not last)
             _append(self._average, bucket.P_hat, mean, copy=not last)
             self._means.append(self._average[-1][1])
+        # Without warm start the next step draws a new basis, so the last repetition needs none.
         if bucket.config.warm_start or not last:
-            if sent.left:
-                self._advance(bucket.left(mean), step, bucket.left(bucket.P_hat))
-            else:
-                self._advance(bucket.right(mean), step, bucket.right(bucket.basis))
+            views, basis = (bucket.left, bucket.P_hat) if sent.left else (bucket.right, bucket.basis)
+            _orthogonalize(bucket, views(mean), step, out=views(basis), where=self._finite)
         if last:
             self._finish(gradients, step)
 
@@ -108,7 +107,7 @@ class TorchBackend:
             reconstruct_reference(P, Q, out=matrices, verdict=overflow)
         for tensor, mean in zip(bucket.bypass(out), bucket.split_bypass(bucket.bypass_means), strict=True):
             tensor.copy_(mean)
-            # Otherwise it is as finite as the sums were.
+            # In the same dtype, the copy is finite if the sums were, which the verdict already covers.
             if overflow is not None and tensor.dtype != mean.dtype:
                 note_overflow(tensor, overflow)
 
@@ -129,7 +128,7 @@ class TorchBackend:
     # Parts of the stages ---------------------------------------------------------------------------------------------
 
     def _matrices(self, gradients: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """M, which is G without error feedback."""
+        """Return M, which is G without error feedback."""
         return self.bucket.matrices(gradients) if self.bucket.M is None else self.bucket.M
 
     def _multiply(
@@ -142,17 +141,18 @@ class TorchBackend:
         *,
         left: bool,
     ) -> None:
-        """out = (M − product) · basis, or (M − product)ᵀ · basis; the first product of a step compensates M."""
+        """Compute out = (M − product) · basis, or with the transpose. The first product of a step compensates M."""
         bucket = self.bucket
         compensate: Callable[..., None] = compensate_backproject_reference if left else compensate_project_reference
         if repetition > 0:
-            # M is compensated already: it is what the first product of this step left there.
+            # The first product of this step has compensated M already.
             for matrices, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
                 compensate(matrices, None, basis, basis, None, basis, out=result)
             self._leave_out(bases, out, left=left)
             return
         self._product, self._average, self._means = [], [], []
         growth = bucket.rescale(step)
+        # Before the first step there is no product. The placeholders are not read, since ``applied`` is None then.
         pending = bucket.joined(bucket.product) or [(basis, basis) for basis in bases]
         applied = bucket.applied if bucket.product else None
         G = bucket.matrices(gradients)
@@ -162,7 +162,7 @@ class TorchBackend:
         bucket.compensated()
 
     def _leave_out(self, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
-        """out −= product · basis, or productᵀ · basis, for what this step's repetitions have sent already."""
+        """Compute out −= product · basis, or productᵀ · basis, for the product that this step has already sent."""
         for (P, Q), basis, result in zip(self.bucket.joined(self._product), bases, out, strict=False):
             first, second = (Q, P) if left else (P, Q)
             result.baddbmm_(first, second.mT @ basis, alpha=-1)
@@ -177,7 +177,7 @@ class TorchBackend:
         left: bool,
         own: Tensor | None,
     ) -> Message:
-        """The message with ``numel`` elements of factors and, in a step's first message, the bypass tensors."""
+        """Return a message with ``numel`` elements of factors. A step's first message has the bypass tensors too."""
         if own is not None:
             memory[:numel].copy_(own)
         if repetition == 0:
@@ -189,24 +189,12 @@ class TorchBackend:
         return self._sent
 
     def _look_at(self, message: Tensor, *, first: bool) -> None:
-        """Note whether a summed message is finite; the first one of a step starts afresh."""
+        """Note whether a summed message is finite. The first message of a step resets the result."""
         finite = _all_finite(message)
         self._finite = finite if first or self._finite is None else self._finite & finite
 
-    def _advance(self, sources: Sequence[Tensor], step: Step, bases: Sequence[Tensor]) -> None:
-        """bases ← orthonormal bases of the sources, where all was finite so far."""
-        assert self._finite is not None
-        on_host = self._finite.device.type == "cpu"
-        if on_host and not self._finite:
-            return
-        following = bases if on_host else [torch.empty_like(basis) for basis in bases]
-        _orthogonalize(self.bucket, sources, step, out=following)
-        if not on_host:
-            for basis, new in zip(bases, following, strict=True):
-                basis.copy_(torch.where(self._finite, new, basis))
-
     def _finish(self, gradients: Mapping[str, Tensor], step: Step) -> None:
-        """Decide whether the step counts, and leave behind what the next one starts from."""
+        """Update the verdict, undo the changes to M if a sum was not finite, and hand the product to the bucket."""
         bucket, finite = self.bucket, self._finite
         assert finite is not None
         verdict = step.verdict(finite.device)
@@ -219,19 +207,32 @@ class TorchBackend:
         bucket.commit(self._product, self._average, self._bypass, verdict)
 
 
-def _orthogonalize(bucket: Bucket, sources: Sequence[Tensor], step: Step, *, out: Sequence[Tensor]) -> None:
-    """Orthonormal bases of factors, group by group; ``out`` may be the sources."""
+def _orthogonalize(
+    bucket: Bucket, sources: Sequence[Tensor], step: Step, *, out: Sequence[Tensor], where: Tensor | None = None
+) -> None:
+    """Write orthonormal bases of factors to ``out``, group by group. ``out`` may be the sources.
+
+    ``where`` is a scalar bool. If it is False, ``out`` stays as it is.
+    """
+    on_host = where is None or where.device.type == "cpu"
+    if where is not None and on_host and not where:
+        return
     epsilon = bucket.config.orthogonalization_epsilon
-    for keys, A, result in zip(bucket.keys, sources, out, strict=True):
-        orthogonalize_reference(A, keys=keys, step=step.iteration, epsilon=epsilon, out=result)
+    for keys, A, basis in zip(bucket.keys, sources, out, strict=True):
+        # The host would have to wait to read the flag from a device. Compute the basis anyway, and select there.
+        found = basis if on_host else torch.empty_like(basis)
+        orthogonalize_reference(A, keys=keys, step=step.iteration, epsilon=epsilon, out=found)
+        if where is not None and not on_host:
+            basis.copy_(torch.where(where, found, basis))
 
 
 def _append(product: list[tuple[Tensor, Tensor]], P: Tensor, Q: Tensor, *, copy: bool) -> None:
+    """Append a pair of factors, copied if a later repetition of the step overwrites them."""
     product.append((P.clone(), Q.clone()) if copy else (P, Q))
 
 
 def _all_finite(message: Tensor) -> Tensor:
-    """Scalar bool. A sum is the cheapest look; where it is not finite, every element is looked at."""
+    """Return a scalar bool. A sum is the cheapest check; look at every element only if it is not finite."""
     if message.device.type == "cpu" and message.sum().isfinite():
         return torch.ones((), dtype=torch.bool)
     return message.isfinite().all()

@@ -1,6 +1,6 @@
 """The stages of a step in Triton kernels: at most twelve launches up to rank 32, for any number of matrices.
 
-A message in which factors are narrower than fp32 takes three more.
+A message with factors narrower than fp32 takes three more launches.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import Wire
-from powersgd_triton.ops.workspace import Workspace
 
 
 class TritonBackend:
     """The stages of ``ops.backend.Backend`` on one bucket, one repetition a step.
 
-    What is rare is left to ``TorchBackend``, which works on the same memory with the same result.
+    ``TorchBackend`` handles rare cases. It works on the same memory with the same result.
     """
 
-    def __init__(self, bucket: Bucket, workspace: Workspace) -> None:
+    def __init__(self, bucket: Bucket, workspace: dict[tuple[str, torch.device], Tensor]) -> None:
         layout, device = bucket.layout, bucket.message_P.device
         self.bucket, self._workspace, self._device = bucket, workspace, device
         self._alternating = bucket.config.algorithm == "alternating"
@@ -53,7 +52,7 @@ class TritonBackend:
             layout.bypass_offsets(layout.q_numel),
             strict=True,
         )
-        # Planned ranks change in the course of a training: kernels that are compiled for no rank in particular.
+        # Planned ranks change during training, so use kernels that are not compiled for one rank.
         self._table = BucketTable(
             matrices, list(bypass), launches.compensate_project.tile, launches.backproject.tile, device,
             any_rank=bucket.config.planned,
@@ -61,7 +60,8 @@ class TritonBackend:
         self._names = [segment.name for group in layout.groups for segment in group.segments]
         self._names += [segment.name for segment in layout.bypass]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
-        # Scalars for kernels to read where nothing is to be subtracted or rescaled, and to write what no one asks for.
+        # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
+        # takes a verdict that nobody reads.
         self._never, self._same = torch.zeros((), device=device), torch.ones((), device=device)
         self._ignored = torch.zeros((), device=device)
         self._wires: dict[WirePlan, TritonWire] = {}
@@ -94,7 +94,7 @@ class TritonBackend:
         else:
             self._orthogonalize(table.P, bucket.message_P, step, out=bucket.P_hat)
             backproject_triton(table, self._errors() or G, bucket.P_hat, self._launches.backproject, out=parts)
-            # In the same launch the bypass tensors of the message before become means.
+            # The same launch turns the bypass tensors of the previous message into means.
             pack_and_average_triton(
                 table, parts, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
             )  # fmt: skip
@@ -114,7 +114,7 @@ class TritonBackend:
         if self._alternating:
             pack = table.pack_P if projected else table.pack_left
             average_triton(table, pack, message, step.workers, self._finite)
-        # Also without warm start: this is what finds values that are not finite.
+        # This is needed without warm start too, because it detects non-finite values.
         following = self._get("following", mean.numel())
         self._orthogonalize(factors, mean, step, out=following)
         verdict = step.verdict(self._device)
@@ -128,9 +128,11 @@ class TritonBackend:
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
         bucket, table = self.bucket, self._table
         dtypes = {tensor.dtype for tensor in out.values()}
+        # The kernel writes one dtype of at most 32 bits.
         if len(dtypes) > 1 or torch.float64 in dtypes:
             TorchBackend(bucket).reconstruct(out, overflow)
             return
+        # The means of the bypass tensors lie at the end of the message that carried them.
         behind_P = bucket.bypass_means.untyped_storage().data_ptr() == bucket.message_P.untyped_storage().data_ptr()
         reconstruct_triton(
             table,
@@ -150,7 +152,7 @@ class TritonBackend:
             bases.insert(0, (self._table.P, self.bucket.P_hat))
         for factors, basis in bases:
             if redraw:
-                # Columns of zeros carry nothing: each is replaced by a random direction.
+                # Orthogonalization replaces a zero column by a random direction.
                 basis.zero_()
             self._orthogonalize(factors, basis, step, out=basis)
 
@@ -163,7 +165,7 @@ class TritonBackend:
     # Parts of the stages ---------------------------------------------------------------------------------------------
 
     def _pending(self, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(L, R, applied, growth): the product that M still holds, and what M is to be multiplied by."""
+        """Return (L, R, applied, growth): the product pending in M, and the factor by which to multiply M."""
         bucket = self.bucket
         growth = bucket.rescale(step)
         if growth is None:
@@ -185,7 +187,7 @@ class TritonBackend:
         )  # fmt: skip
 
     def _errors(self) -> Pointers | None:
-        """The error buffers; None without error feedback."""
+        """Return pointers to the error buffers. None without error feedback."""
         errors = [M for group in self.bucket.M or [] for M in group]
         return self._table.pointers(errors, bypass=False) if errors else None
 
@@ -193,4 +195,8 @@ class TritonBackend:
         return self._table.pointers([tensors[name] for name in self._names])
 
     def _get(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._workspace.get(name, numel, dtype, self._device)
+        """Return at least ``numel`` elements of scratch memory. The same name gives the same memory."""
+        memory = self._workspace.get((name, self._device))
+        if memory is None or memory.numel() < numel:
+            memory = self._workspace[name, self._device] = torch.empty(numel, dtype=dtype, device=self._device)
+        return memory

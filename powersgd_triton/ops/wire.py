@@ -1,8 +1,8 @@
-"""Factors narrower than fp32 on the wire: what a worker sends, what the owner of a part makes of it; in plain torch.
+"""Messages with factors narrower than fp32, in plain torch: encoding, summing and decoding.
 
-Each worker owns a part of a message. It receives that part from all, adds the parts up in fp32, rounds the sum and
-returns it to all. What a worker contributed is what its rounded part says; what rounding the sum lost is counted as not
-contributed by the part's owner. So all contributions together are what arrives.
+Each worker owns a part of a message. It receives this part from all workers, sums it in the message's dtype, rounds the
+sum and sends it to all workers. The contribution of a worker is its factors after rounding. The part's owner subtracts
+the rounding error of the sum from its own contribution. So the contributions of all workers add up to what arrives.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ CODES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int
 
 
 class Wire(Protocol):
-    """One kind of message of one bucket. Bytes are uint8 [workers, plan.size]."""
+    """Encodes and decodes one kind of message of one bucket. Bytes are uint8 [workers, plan.size]."""
 
     plan: WirePlan
 
     def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
-        """out ← this worker's message, rounded; own ← what that says, if there is an ``own``."""
+        """Write this worker's message to ``out``, rounded, and its rounded factors to ``own`` if given."""
 
     def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None:
-        """out [plan.size] ← the rounded sum of all workers' parts that ``worker`` owns; own −= what rounding lost."""
+        """Write the rounded sum of the parts that ``worker`` owns to ``out`` [plan.size].
+
+        Subtract what rounding lost, sum − rounded sum, from ``own`` if given.
+        """
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
-        """out ← the message of all rounded sums."""
+        """Write the message of all rounded sums to ``out``."""
 
 
 class TorchWire:
-    """The reference.
+    """The reference implementation of ``Wire``.
 
     Args:
-        plan: where everything lies.
-        dtype: of messages, fp32 or fp64; exact elements travel in it.
+        plan: Places of all parts in the bytes.
+        dtype: Dtype of messages, fp32 or fp64. Bypass tensors are sent in it.
     """
 
     def __init__(self, plan: WirePlan, dtype: torch.dtype) -> None:
@@ -82,12 +85,14 @@ class TorchWire:
 def encode_reference(A: Tensor, piece: Piece, width: WireFormat, *, out: Tensor) -> None:
     """out, at the piece's places ← scales s = max|x| / levels of each block's columns, and codes round(x / s).
 
-    To nearest, ties to even. A value that is not finite makes its scale NaN, and with it what is decoded; zeros, and
-    values so small that the scale is 0, have codes 0.
+    Rounding is to nearest, ties to even. A non-finite value makes its scale NaN, and with it all decoded values of the
+    column. Zeros have code 0, and so have values so small that the scale is 0.
 
     Args:
         A: [count, rows, rank], fp32 or fp64.
-        out: bytes of a chunk.
+        piece: Places of the codes and scales.
+        width: Format of the factors.
+        out: Bytes of a chunk.
     """
     for rows, scales, codes in _blocks(piece, width, out):
         block = _in_blocks(A, rows)
@@ -106,7 +111,7 @@ def encode_reference(A: Tensor, piece: Piece, width: WireFormat, *, out: Tensor)
 
 
 def decode_reference(content: Tensor, piece: Piece, width: WireFormat, *, out: Tensor) -> None:
-    """out [count, rows, rank], fp32 or fp64 ← codes · scales of a chunk's bytes; the inverse of encoding."""
+    """out [count, rows, rank], fp32 or fp64 ← codes · scales of a chunk's bytes: the inverse of encoding."""
     for rows, scales, codes in _blocks(piece, width, content):
         block = _in_blocks(out, rows)
         if width.bits == 4:
@@ -124,9 +129,9 @@ def _part(factors: Tensor, piece: Piece) -> Tensor:
 
 
 def _blocks(piece: Piece, width: WireFormat, content: Tensor) -> Iterator[tuple[range, Tensor | None, Tensor]]:
-    """Runs of blocks of equal height: (rows, scales [count, blocks, rank], codes [count, blocks, height, rank]).
+    """Yield runs of blocks of equal height: (rows, scales [count, blocks, rank], codes [count, blocks, height, rank]).
 
-    Of 4-bit codes height is half of the rows, rounded up. ``rows.step`` is the height of the run's blocks.
+    With 4-bit codes, ``height`` is half of the rows, rounded up. ``rows.step`` is the height of the run's blocks.
     """
     count, rank = piece.count, piece.rank
     whole, rest = divmod(piece.rows, BLOCK)
@@ -150,13 +155,13 @@ def _blocks(piece: Piece, width: WireFormat, content: Tensor) -> Iterator[tuple[
 
 
 def _in_blocks(A: Tensor, rows: range) -> Tensor:
-    """View [count, blocks, height, rank] of rows of A [count, rows, rank]."""
+    """Return a view [count, blocks, height, rank] of rows of A [count, rows, rank]."""
     view: Tensor = A[:, rows.start : rows.stop].unflatten(1, (len(rows), rows.step))
     return view
 
 
 def _halves(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and second half of each block's rows; where their number is odd, the second one ends with zeros."""
+    """Return the first and second half of each block's rows. If their number is odd, the second ends with zeros."""
     half = -(-codes.shape[2] // 2)
     low, high = codes[:, :, :half], codes[:, :, half:]
     return low, high if high.shape[2] == half else torch.nn.functional.pad(high, (0, 0, 0, 1))

@@ -1,4 +1,4 @@
-"""The ranks in force under a byte budget: measured in one step, planned on the host, and used a step later."""
+"""The ranks in force under a byte budget. A step is measured, the host plans, and the plan is used a step later."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger("powersgd_triton")
 
 
 class Measurement:
-    """Energies of some buckets' matrices on their way to the host.
+    """Energies of the matrices of some buckets, copied to the host without waiting.
 
     Args:
-        buckets: that have been in a step, of one device.
+        buckets: Buckets on one device that have been in a step.
     """
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
@@ -36,13 +36,13 @@ class Measurement:
                 totals += [torch.linalg.vector_norm(error, dtype=torch.float64).square() for error in M]
             columns += [energy.flatten() for energy in _column_energies(bucket)]
         self.totals = torch.stack(totals)
-        """‖M_w‖² of each matrix, this worker's; to be averaged over workers before ``send``."""
+        """This worker's ‖M_w‖² of each matrix. Average it over the workers before ``send``."""
         self._columns = torch.cat(columns)
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
     def send(self) -> None:
-        """Start copying to the host. Nothing waits."""
+        """Start copying to the host, without waiting."""
         found = torch.cat([self.totals, self._columns])
         if not found.is_cuda:
             self._host = found
@@ -53,7 +53,7 @@ class Measurement:
         self._event.record()
 
     def spectra(self) -> dict[str, Spectrum]:
-        """What was measured. Waits until the copy is done."""
+        """Return what was measured. The host waits until the copy is done."""
         assert self._host is not None
         if self._event is not None:
             self._event.synchronize()
@@ -66,7 +66,7 @@ class Measurement:
 
 
 def _column_energies(bucket: Bucket) -> list[Tensor]:
-    """fp64 [B, r] for each group: ‖l_k‖² ‖r_k‖² of the average's columns. One of each pair is orthonormal."""
+    """Return ‖l_k‖² ‖r_k‖² of the average's columns, fp64 [B, r] for each group. One factor is orthonormal."""
     found = [
         torch.zeros(len(g.segments), g.rank, device=bucket.P_hat.device, dtype=torch.float64)
         for g in bucket.layout.groups
@@ -78,13 +78,13 @@ def _column_energies(bucket: Bucket) -> list[Tensor]:
 
 
 class RankPlan:
-    """Which rank each matrix of a model has where the configuration gives a budget; else it changes nothing.
+    """The rank of each matrix of a model, if the configuration has a budget. Without a budget it changes nothing.
 
     Attributes:
         ranks: {name: rank}.
-        spectra: what was measured last, {name: Spectrum}; empty before.
-        demands: what they were planned from, {name: its share in all ``Spectrum.demand``, averaged over plans}.
-        pending: what the next plan is to be made from.
+        spectra: {name: Spectrum} of the last measurement. Empty before the first one.
+        demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
+        pending: Measurement for the next plan.
     """
 
     def __init__(self, config: PowerSGDConfig) -> None:
@@ -94,14 +94,14 @@ class RankPlan:
         self.spectra: dict[str, Spectrum] = {}
         self.demands: dict[str, float] = {}
         self.pending: Measurement | dict[str, Spectrum] | None = None
-        # Layouts as adapters know them, with those of the plan in force.
+        # The layouts that adapters pass, each with the layout that has the ranks in force.
         self._layouts: dict[Layout, Layout] = {}
 
     def begin(self, tensors: Mapping[str, Sequence[int]]) -> None:
-        """Plan for a model's tensors, {name: shape}, of which nothing is known yet.
+        """Make the first plan for a model's tensors, {name: shape}, before anything was measured.
 
         Raises:
-            ValueError: the budget is too small for them.
+            ValueError: The budget is too small for the tensors.
         """
         if self._config.planned:
             ranks = starting_ranks(tensors, self._config)
@@ -109,7 +109,7 @@ class RankPlan:
             self._adopt(ranks)
 
     def layout(self, layout: Layout) -> Layout:
-        """A layout with the ranks in force; the same object as long as they are."""
+        """Return a layout with the ranks in force. It is the same object until the ranks change."""
         if not self._config.planned:
             return layout
         if layout not in self._layouts:
@@ -118,19 +118,20 @@ class RankPlan:
         return self._layouts[layout]
 
     def ranked(self, layout: Layout) -> Layout:
-        """The same, of a layout that is not a bucket's."""
+        """Return the same for a layout that does not belong to a bucket."""
         if not self._config.planned:
             return layout
-        # What became trainable later has one column until there is a new plan.
+        # A matrix that became trainable later has rank 1 until the next plan.
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, 1))
 
     def end_step(self, iteration: int, buckets: Sequence[Bucket], communicator: Communicator) -> None:
-        """After a step: use what was measured a step ago, or measure where it is time to. Collective.
+        """Adopt a plan from the measurement of the last step, or measure this step if it is time. Collective.
 
-        One number a matrix is averaged over the workers. Nothing waits for the step that has just ended.
+        A measurement averages one number for each matrix over the workers. The host does not wait for the step that has
+        just ended.
         """
         if self._replan():
-            # The factors in the buckets still have the ranks of the plan before.
+            # The factors in the buckets still have the ranks of the previous plan.
             return
         steps, every = iteration - self._config.start_iter, self._config.replan_every
         buckets = [bucket for bucket in buckets if bucket.average and bucket.layout.compressed]
@@ -141,7 +142,7 @@ class RankPlan:
             self.pending = measurement
 
     def _replan(self) -> bool:
-        """Put the plan in force for which something was measured; whether there was one."""
+        """Make and adopt a plan from the pending measurement. Return whether there was one."""
         spectra = self._measured()
         self.pending = None
         found = {name: spectrum.demand for name, spectrum in spectra.items() if math.isfinite(spectrum.demand)}
@@ -149,21 +150,21 @@ class RankPlan:
         if not (math.isfinite(total) and total > 0):
             return False
         for name, demand in found.items():
-            # One step's energies scatter. Shares, since gradients and loss scales become smaller and larger.
+            # Averaged, since energies vary from step to step. Shares, since gradients and loss scales change in size.
             self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
         ranks = allot(self._tensors, self.ranks, self.demands, self._config)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
-        logger.info("PowerSGD ranks: %s of %s matrices have new ones", changed, len(ranks))
+        logger.info("PowerSGD ranks: %s of %s matrices have a new rank", changed, len(ranks))
         self.spectra |= {name: spectra[name] for name in found}
         self._adopt(ranks)
         return True
 
     def _measured(self) -> dict[str, Spectrum]:
-        """What is pending; waits until it is on the host."""
+        """Return the pending measurement. The host waits until it has arrived."""
         return self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
 
     def kept_columns(self, name: str, before: int, after: int) -> list[int]:
-        """Which of a matrix's columns stay when its rank falls: those of the highest energy, in their order."""
+        """Return the columns that a matrix keeps when its rank falls: those with the highest energy, in order."""
         columns = self.spectra[name].columns if name in self.spectra else ()
         if len(columns) != before:
             return list(range(after))
@@ -171,7 +172,7 @@ class RankPlan:
 
     @property
     def planned_from(self) -> dict[str, Any]:
-        """What the next ranks depend on, as far as it is on the host."""
+        """What the next ranks depend on, as far as the host knows it."""
         return {"demands": self.demands, "something was measured": self.pending is not None}
 
     def _adopt(self, ranks: dict[str, int]) -> None:
@@ -181,7 +182,7 @@ class RankPlan:
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranks, and what they and the next ones are planned from: plain numbers."""
+        """Return the ranks, and what they and the next ranks are planned from, as plain numbers."""
         return {
             "ranks": dict(self.ranks),
             "demands": dict(self.demands),
@@ -192,10 +193,10 @@ class RankPlan:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave, or begin anew.
+        """Continue from the result of ``state_dict``.
 
-        Matrices that it does not have begin with their first rank, and so do all where the saved ranks do not keep to
-        this model's budget.
+        Matrices that it does not contain start with the rank of the first plan. If the saved ranks exceed this model's
+        budget, all matrices do.
         """
         if not self._config.planned:
             return

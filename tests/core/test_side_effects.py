@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.ops import reference
+from powersgd_triton.ops import blocks
 from tests.support.checks import SHAPES, everything, gradients, live_bytes, random_states, same_bits, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -97,7 +97,7 @@ class Allocations(TorchDispatchMode):
 def test_nothing_full_size_is_allocated_in_a_step(
     dtype: torch.dtype, fields: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(reference.BLOCK_BYTES, "cpu", 1 << 14)
+    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", 1 << 14)
     shapes = {"a": (256, 192), "b": (256, 192), "c": (160, 192), "bias": (64,)}
     compressor = Compressor(PowerSGDConfig(rank=2, **fields), shapes)
     now = gradients(0, shapes, dtype)

@@ -109,6 +109,7 @@ def refused_by_ddp(worker: int, world_size: int) -> dict[str, str]:
     return {
         "no module": complaint(ddp.PowerSGDState, None, compression=3),
         "rank too": complaint(ddp.PowerSGDState, None, 4, compression=3, module=model),
+        "rank 1 too": complaint(ddp.PowerSGDState, None, 1, compression=3, module=model),
         "both": complaint(ddp.PowerSGDState, None, compression=3, bytes_per_step=100, module=model),
         "too small": complaint(ddp.PowerSGDState, None, bytes_per_step=10, module=model),
         "batched": complaint(
@@ -134,6 +135,8 @@ def test_ddp_refuses():
     (said,) = run(refused_by_ddp, 1)
     assert "give PowerSGDState the model as module=" in said["no module"]
     assert "expected one of rank, compression and bytes_per_step; got rank=4, compression=3" in said["rank too"]
+    # torch's default, but given.
+    assert "expected one of rank, compression and bytes_per_step; got rank=1, compression=3" in said["rank 1 too"]
     assert "got compression=3, bytes_per_step=100" in said["both"]
     assert "at rank 1 this model sends" in said["too small"]
     assert "batched_powerSGD_hook has one matrix a bucket" in said["batched"]

@@ -294,7 +294,7 @@ def test_parameters_that_were_renamed() -> None:
         assert found["size"] > 0
         assert found["difference"] == 0
         assert found["iteration"] == 3
-        assert "'neck.weight' is no trainable parameter" in found["wrong"]
+        assert "'neck.weight' is not a trainable parameter" in found["wrong"]
 
 
 def test_foreign_states_are_refused() -> None:

@@ -9,6 +9,7 @@ from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.ops.reference import reconstruct_reference
 from tests.support.bounds import assert_within
+from tests.support.compensation import assert_equal_errors, check_non_finite_element, never_applied
 from tests.support.kernel_cases import (
     ERRORS,
     GRADIENTS,
@@ -47,40 +48,20 @@ def test_compensate_project_dtypes(rank: int, gradient: torch.dtype, error: torc
 
 @pytest.mark.parametrize("rank", [2, 17, 40])
 def test_product_that_was_not_applied_is_not_looked_at(rank: int, device: torch.device):
-    bucket, plain = (Bucket(mixed(rank), device, seed=rank) for _ in range(2))
-    for memory, value in ((bucket.P_hat, INF), (bucket.Q, NAN)):
-        for view in memory.views:
-            view.fill_(value)
-    P = compensate_project(bucket, applied=0.0).cpu()
-    for memory in (plain.P_hat, plain.Q):
-        for view in memory.views:
-            view.zero_()
-    assert all(torch.equal(x, y) for x, y in zip(P, compensate_project(plain, applied=1.0).cpu(), strict=True))
-    assert bucket.M is not None
-    assert plain.M is not None
-    assert all(torch.equal(x, y) for x, y in zip(bucket.M.cpu(), plain.M.cpu(), strict=True))
+    bucket, plain = never_applied(rank, device)
+    P, expected = compensate_project(bucket, applied=0.0), compensate_project(plain, applied=1.0)
+    assert all(torch.equal(x, y) for x, y in zip(P.cpu(), expected.cpu(), strict=True))
+    assert_equal_errors(bucket, plain)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @thinned("rank, value, gradient", (3, 40), (INF, -INF, NAN), GRADIENTS)
 def test_non_finite_elements_enter_P_but_not_M(rank: int, value: float, gradient: torch.dtype, device: torch.device):
     bucket = Bucket(small(rank), device, bypass=[4], gradient=gradient)
-    assert bucket.M is not None
-    P_hat, Q = bucket.row_factors(bucket.P_hat), bucket.column_factors(bucket.Q)
-    n, m, r = bucket.shapes[0]
-    row, column = n - 1, m // 2
-    bucket.G.views[0][row * m + column] = value
-    M = bucket.matrices(bucket.M)[0][row, column]
-    P = bucket.row_factors(compensate_project(bucket, applied=1.0))
-    expected = torch.ones(n, dtype=torch.bool)
-    expected[row] = False
-    # The other panels need not show it: one column that is not finite is enough.
-    assert torch.equal(P[0][:, : bucket.launches.compensate_project.panel].isfinite().all(dim=1), expected)
-    assert P[0][expected].isfinite().all()
-    assert all(x.isfinite().all() for x in [*P[1:], *bucket.M.cpu()])
-    bound = rounding(r + 1, device) * (M.abs() + P_hat[0][row].abs() @ Q[0][column].abs())
-    after = bucket.matrices(bucket.M)[0][row, column]
-    assert_within(after, M - P_hat[0][row] @ Q[0][column], bound)
+    n, m, _ = bucket.shapes[0]
+    check_non_finite_element(
+        bucket, n - 1, m // 2, value, lambda: bucket.row_factors(compensate_project(bucket, applied=1.0)), left=False
+    )
 
 
 @pytest.mark.parametrize(("gap", "vector"), [(8, 8), (4, 4), (2, 2), (1, 1)])

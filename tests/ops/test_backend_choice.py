@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+import triton
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
@@ -13,9 +14,9 @@ from powersgd_triton.ops.backends import select_backend
 
 
 def test_backends_by_name(device: torch.device):
-    assert select_backend(PowerSGDConfig(backend="torch"), device) == ("torch", "asked for by name")
+    assert select_backend(PowerSGDConfig(backend="torch"), device) == ("torch", "set by the configuration")
     found = select_backend(PowerSGDConfig(backend="triton"), device, {torch.bfloat16}, 4)
-    assert found == ("triton", "asked for by name")
+    assert found == ("triton", "set by the configuration")
     with pytest.raises(ValueError, match="backend must be one of auto, triton, torch; got 'cuda'"):
         PowerSGDConfig(backend="cuda")
 
@@ -62,5 +63,8 @@ def test_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch):
     assert why_not_triton(torch.device("cpu")) == (
         "the kernels run on CUDA and ROCm devices; these gradients are on the CPU"
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(triton, "__version__", "3.4.0")
+    assert why_not_triton(torch.device("cuda")) == "the kernels need triton 3.5 or newer; this is 3.4.0"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert why_not_triton(torch.device("cuda")) == "triton is not installed"

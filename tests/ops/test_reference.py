@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops import reference
+from powersgd_triton.ops import blocks
 from powersgd_triton.ops.reference import (
     backproject_reference,
     compensate_project_reference,
@@ -69,7 +69,7 @@ def stack(matrices: list[Tensor]) -> Tensor:
 
 
 def block_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setitem(reference.BLOCK_BYTES, "cpu", size)
+    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", size)
 
 
 # The operations -----------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_repeated_calls_give_the_same_bits(operation: Callable[..., None]):
 
 
 def blocks_of(*lists: list[Tensor], rank: int = 2) -> list[tuple[slice, slice, list[Tensor]]]:
-    return list(reference._blocks(rank, *lists))
+    return list(blocks.blocks(rank, *lists))
 
 
 def test_equal_distances_are_one_block_without_copies():

@@ -12,7 +12,6 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.reference import reconstruct_reference
 from powersgd_triton.ops.triton_backend import TritonBackend
-from powersgd_triton.ops.workspace import Workspace
 from tests.support.bounds import assert_within
 from tests.support.checks import COMPRESSED, SHAPES, bases, everything, gradients, poisoned, same_bits
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, over_dtypes, rounding, stored
@@ -27,8 +26,8 @@ Values = dict[str, Tensor]
 @pytest.fixture(autouse=True)
 def poisoned_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a stage finds in the memory that stages share is NaN."""
-    get = Workspace.get
-    monkeypatch.setattr(Workspace, "get", lambda *args: get(*args).fill_(NAN))
+    get = TritonBackend._get
+    monkeypatch.setattr(TritonBackend, "_get", lambda *args: get(*args).fill_(NAN))
 
 
 def triton(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig | None = None, **fields: Any) -> Compressor:

@@ -79,6 +79,14 @@ def test_torch_distributed_only_from_comm_on(path: Path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_of)
+def test_plain_torch_does_not_import_kernels(path: Path):
+    own = module_of(path)
+    # The choice between the backends, and the backend that launches kernels.
+    may = part(own) == "kernels" or own.startswith(("powersgd_triton.ops.triton_", "powersgd_triton.ops.backends"))
+    assert may or not any(name.startswith("powersgd_triton.kernels") for name in imported(path))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_of)
 def test_triton_only_in_kernels(path: Path):
     uses = any(name == "triton" or name.startswith("triton.") for name in imported(path))
     assert not uses or part(module_of(path)) == "kernels"

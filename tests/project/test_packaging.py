@@ -1,4 +1,4 @@
-"""The wheel holds the package with its adapters, and works when installed."""
+"""Wheel and sdist hold the package with its adapters, and work where they are installed."""
 
 from __future__ import annotations
 
@@ -6,92 +6,153 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import powersgd_triton
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "powersgd_triton"
-SOURCES = ("pyproject.toml", "LICENSE", "README.md", "powersgd_triton", "integrations")
+ADAPTERS = PACKAGE / "integrations"
+DATA = {"powersgd_triton/py.typed", "powersgd_triton/demo/ds_config.json"}
+# What a checkout may hold beside the tracked files.
+UNTRACKED = (".*", "__pycache__", "build", "demo-results", "dist", "*.egg-info")
 
 
-def call(*arguments: str | Path, cwd: Path, **variables: str) -> str:
-    """Output of a Python process."""
+def call(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A finished Python process, with stderr in its stdout."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
-        env={**environment, **variables},
+        env={**environment, "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def output(*arguments: str | Path, cwd: Path, **variables: str) -> str:
+    """Output of a Python process that must succeed."""
+    done = call(*arguments, cwd=cwd, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
+def modules() -> set[str]:
+    """Files of all modules, with the adapters at the place from which they are imported."""
+    # rglob does not follow a link that it meets on its way; it does follow the one that it begins with.
+    files = {path for folder in (PACKAGE, ADAPTERS) for path in folder.rglob("*.py")}
+    return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the tree, so that the checkout stays as it is."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Wheel and sdist, built from a copy of the checkout, so that the checkout stays as it is."""
     folder = tmp_path_factory.mktemp("packaging")
     source, dist = folder / "source", folder / "dist"
-    source.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, source)
-    call("-m", "build", "--wheel", "--no-isolation", "--outdir", dist, cwd=source)
-    (built,) = dist.iterdir()
-    return built
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*UNTRACKED))
+    output("-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", dist, cwd=source)
+    (wheel,) = dist.glob("*.whl")
+    (sdist,) = dist.glob("*.tar.gz")
+    return {"wheel": wheel, "sdist": sdist}
 
 
 @pytest.fixture(scope="module")
-def names(wheel: Path) -> set[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+def targets(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders into which wheel and sdist are installed; pip builds a second wheel from the sdist."""
+    folder = tmp_path_factory.mktemp("installed")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile")
+    for kind, path in distributions.items():
+        output("-m", "pip", "install", *options, "--target", folder / kind, path, cwd=folder)
+    return {kind: folder / kind for kind in distributions}
 
 
-def modules() -> set[str]:
-    """All modules of the package, the adapters where they are imported from."""
-    # rglob does not follow the link to the adapters.
-    files = {path.relative_to(ROOT) for path in PACKAGE.rglob("*.py")}
-    files |= {path.relative_to(ROOT) for path in (PACKAGE / "integrations").glob("**/*.py")}
-    return {path.as_posix() for path in files if "__pycache__" not in path.parts}
+@pytest.fixture(params=["wheel", "sdist"])
+def target(request: pytest.FixtureRequest, targets: dict[str, Path]) -> Path:
+    return targets[request.param]
 
 
-def test_wheel_holds_every_module(names: set[str]) -> None:
-    assert {"powersgd_triton/config.py", "powersgd_triton/integrations/ddp/__init__.py"} <= modules()
-    assert {name for name in names if name.endswith(".py")} == modules()
+def files(folder: Path) -> dict[str, bytes]:
+    """What is below a folder, without what pip writes about the installation."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.parent.name.endswith(".dist-info")]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_every_folder_with_modules_is_a_package(names: set[str]) -> None:
+def test_adapters_of_the_checkout_are_a_link():
+    assert ADAPTERS.is_symlink()
+    assert ADAPTERS.readlink() == Path("..", "integrations")
+    assert ADAPTERS.resolve() == ROOT / "integrations"
+
+
+def test_every_folder_with_modules_is_a_package():
+    # setup.py finds no others, and leaves out their modules without a word.
+    assert {"powersgd_triton/config.py", "powersgd_triton/integrations/optimizer.py"} <= modules()
     for module in modules():
-        assert f"{Path(module).parent.as_posix()}/__init__.py" in names
+        assert (ROOT / module).with_name("__init__.py").is_file(), module
 
 
-def test_wheel_is_typed(names: set[str]) -> None:
-    assert "powersgd_triton/py.typed" in names
+def test_installed_files_are_the_packages(target: Path):
+    installed = files(target)
+    assert {name for name in installed if "/licenses/" not in name} == modules() | DATA
+    for name in modules() | DATA:
+        assert installed[name] == (ROOT / name).read_bytes(), name
 
 
-def test_wheel_holds_the_demos_configuration(names: set[str]) -> None:
-    assert "powersgd_triton/demo/ds_config.json" in names
+def test_installed_files_are_no_links(target: Path):
+    assert not [path for path in target.rglob("*") if path.is_symlink()]
 
 
-def test_wheel_has_nothing_beside_the_package(names: set[str]) -> None:
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"powersgd_triton"}
+def test_sdist_installs_what_the_wheel_does(targets: dict[str, Path]):
+    assert files(targets["sdist"]) == files(targets["wheel"])
 
 
-def test_installed_adapter_is_imported(wheel: Path, tmp_path: Path) -> None:
-    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    call("-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel, cwd=elsewhere)
-    code = "import powersgd_triton.integrations.ddp as ddp; ddp.PowerSGDState(None); print(ddp.__file__)"
-    printed = call("-c", code, cwd=elsewhere, PYTHONPATH=str(target), OMP_NUM_THREADS="1")
-    imported = Path(printed.splitlines()[-1])
-    assert imported == target / "powersgd_triton" / "integrations" / "ddp" / "__init__.py"
-    assert not imported.is_symlink()
+def test_metadata_is_the_same(targets: dict[str, Path]):
+    wheel, sdist = (next(folder.glob("*.dist-info/METADATA")).read_text() for folder in targets.values())
+    assert wheel == sdist
+    assert f"\nVersion: {powersgd_triton.__version__}\n" in wheel
+
+
+def test_wheel_names_no_other_package(distributions: dict[str, Path]):
+    with zipfile.ZipFile(distributions["wheel"]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/top_level.txt")]
+        assert archive.read(name).decode().split() == ["powersgd_triton"]
+
+
+def test_sdist_holds_only_what_the_wheel_is_built_from(distributions: dict[str, Path]):
+    with tarfile.open(distributions["sdist"]) as archive:
+        names = {Path(*Path(member.name).parts[1:]).as_posix() for member in archive if member.isfile()}
+    expected = {
+        name.removeprefix("powersgd_triton/") if "/integrations/" in name else name for name in modules() | DATA
+    }
+    assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
+
+
+def test_installed_package_is_imported(target: Path, tmp_path: Path):
+    code = """
+import importlib
+import powersgd_triton
+print(powersgd_triton.__file__)
+for name in ("ddp", "fsdp1", "fsdp2", "optimizer"):
+    print(importlib.import_module(f"powersgd_triton.integrations.{name}").__file__)
+powersgd_triton.integrations.ddp.PowerSGDState(None)
+"""
+    printed = output("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split()
+    assert len(printed) == 5
+    assert all(Path(file).is_relative_to(target) for file in printed), printed
+
+
+def test_doctor_runs_in_the_installed_package(targets: dict[str, Path], tmp_path: Path):
+    printed = output("-m", "powersgd_triton", "doctor", cwd=tmp_path, PYTHONPATH=str(targets["wheel"]))
+    assert "Everything works." in printed
+
+
+def test_adapters_have_no_other_name(target: Path, tmp_path: Path):
+    done = call("-c", "import integrations", cwd=tmp_path, PYTHONPATH=str(target))
+    assert done.returncode != 0
+    assert "ModuleNotFoundError: No module named 'integrations'" in done.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from powersgd_triton.kernels.backproject import backproject_triton
@@ -9,7 +11,8 @@ from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
 from powersgd_triton.ops.reference import backproject_reference, compensate_project_reference
 from tests.support.bounds import assert_within
-from tests.support.kernel_cases import GROWTH, NAN, Bucket, Memory, rounding, stored
+from tests.support.compensation import check_compensation
+from tests.support.kernel_cases import GROWTH, NAN, Bucket, Memory, rounding
 
 
 def compensate_project(bucket: Bucket, applied: float = 0.0, growth: float = 1.0) -> Memory:
@@ -35,41 +38,9 @@ def compensate_project(bucket: Bucket, applied: float = 0.0, growth: float = 1.0
 
 
 def check_compensate_project(bucket: Bucket, applied: float) -> None:
-    G, P_hat, Q = bucket.matrices(bucket.G), bucket.row_factors(bucket.P_hat), bucket.column_factors(bucket.Q)
-    M = [torch.zeros_like(x) for x in G] if bucket.M is None else bucket.matrices(bucket.M)
-    basis, inputs = bucket.column_factors(bucket.basis), [bucket.G, bucket.P_hat, bucket.Q, bucket.basis]
-    before = [memory.cpu() for memory in inputs]
-    P = bucket.row_factors(compensate_project(bucket, applied, GROWTH))
-    if bucket.M is None:
-        applied = 0.0
-    M_after = G if bucket.M is None else bucket.matrices(bucket.M)
-    panel = bucket.launches.compensate_project.panel
-    for i, (n, m, r) in enumerate(bucket.shapes):
-        growth = 1.0 if bucket.M is None else GROWTH
-        truth = G[i] + growth * (M[i] - applied * (P_hat[i] @ Q[i].mT))
-        # r products and their sum, one subtraction, one multiplication, one addition.
-        size = G[i].abs() + growth * (M[i].abs() + applied * (P_hat[i].abs() @ Q[i].abs().mT))
-        error = rounding(r + 3, bucket.device) * size
-        lost = torch.zeros_like(size)
-        if bucket.M is not None:
-            lost = stored(truth.abs() + error, bucket.M.flat.dtype, bucket.device)
-            assert_within(M_after[i], truth, error + lost)
-        slack = error @ basis[i].abs() + rounding(m, bucket.device) * ((size + error) @ basis[i].abs())
-        # Further panels read M as it was stored.
-        slack[:, panel:] += (lost @ basis[i].abs() * (1 + rounding(m, bucket.device)))[:, panel:]
-        assert_within(P[i], truth @ basis[i], slack)
-        if bucket.M is not None and bucket.M.flat.dtype == torch.float32:
-            out = torch.full((1, n, r), NAN)
-            compensate_project_reference(
-                [G[i].float()], [M[i].float()], P_hat[i][None].float(), Q[i][None].float(), torch.tensor(applied),
-                basis[i][None].float(), growth=torch.tensor(GROWTH), out=out,
-            )  # fmt: skip
-            assert_within(out[0], truth @ basis[i], slack)
-    for memory, old in zip(inputs, before, strict=True):
-        assert all(torch.equal(new, values) for new, values in zip(memory.cpu(), old, strict=True))
-    assert bucket.guarded()
-    assert int(bucket.finite) == 1
-    for got, tensor in zip(bucket.first.cpu()[len(G) :], bucket.G.cpu()[len(G) :], strict=True):
+    matrices, run = len(bucket.shapes), functools.partial(compensate_project, bucket, applied, GROWTH)
+    check_compensation(bucket, run, compensate_project_reference, bucket.basis, applied, left=False)
+    for got, tensor in zip(bucket.first.cpu()[matrices:], bucket.G.cpu()[matrices:], strict=True):
         assert torch.equal(got, tensor.float())
 
 

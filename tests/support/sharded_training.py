@@ -283,7 +283,8 @@ def against_native(
             module = sharded(model, mesh, **(options or {}))
         else:
             module, _ = (hybrid if mode == "hybrid" else full_shard)(model, mesh, FULL_RANK, **(options or {}))
-        if reduce_unused:
+        # torch 2.9 lacks it.
+        if reduce_unused and hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
         for child in [module, *module.blocks]:
             if divide is not None:

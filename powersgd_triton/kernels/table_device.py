@@ -1,0 +1,188 @@
+"""Device functions that read a program's row of a table: how a program finds its matrix, and its rows or columns.
+
+Every kernel reads the tables through these functions, so the columns of a table and what the compiler may assume about
+them are written down once. A value that a kernel does not use costs nothing: the compiler drops its load.
+
+The compiler knows nothing about integers that it loads. ``x // V * V`` is how it learns that V divides x; the value is
+the same, since the host only writes multiples. From this the compiler derives that accesses of 16 bytes are aligned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
+
+
+def columns(row: Any) -> tl.constexpr:
+    """Number of columns of a table of such rows. Kernels may only use globals that are constexpr."""
+    return tl.constexpr(len(row._fields))
+
+
+def column(row: Any, name: str) -> tl.constexpr:
+    """Number of the column of that name."""
+    return tl.constexpr(row._fields.index(name))
+
+
+MATRIX = columns(MatrixRow)
+MATRIX_N = column(MatrixRow, "n")
+MATRIX_M = column(MatrixRow, "m")
+MATRIX_R = column(MatrixRow, "r")
+MATRIX_P = column(MatrixRow, "P")
+MATRIX_Q = column(MatrixRow, "Q")
+MATRIX_P_PARTS = column(MatrixRow, "P_parts")
+MATRIX_Q_PARTS = column(MatrixRow, "Q_parts")
+
+TILE = columns(TileRow)
+TILE_MATRIX = column(TileRow, "matrix")
+TILE_FIRST = column(TileRow, "first")
+TILE_START = column(TileRow, "start")
+TILE_END = column(TileRow, "end")
+TILE_SPLIT = column(TileRow, "split")
+
+PACK = columns(PackRow)
+PACK_SOURCE = column(PackRow, "source")
+PACK_DISTANCE = column(PackRow, "distance")
+PACK_SPLITS = column(PackRow, "splits")
+PACK_TARGET = column(PackRow, "target")
+PACK_NUMEL = column(PackRow, "numel")
+PACK_TENSOR = column(PackRow, "tensor")
+
+ROLLBACK = columns(RollbackRow)
+ROLLBACK_MATRIX = column(RollbackRow, "matrix")
+ROLLBACK_START = column(RollbackRow, "start")
+ROLLBACK_END = column(RollbackRow, "end")
+
+FACTOR = columns(FactorRow)
+FACTOR_R = column(FactorRow, "r")
+FACTOR_OFFSET = column(FactorRow, "offset")
+FACTOR_KEY = column(FactorRow, "key")
+FACTOR_FIRST_CHUNK = column(FactorRow, "first_chunk")
+FACTOR_CHUNKS = column(FactorRow, "chunks")
+
+CHUNK = columns(ChunkRow)
+CHUNK_MATRIX = column(ChunkRow, "matrix")
+CHUNK_START = column(ChunkRow, "start")
+CHUNK_END = column(ChunkRow, "end")
+
+
+@triton.jit
+def row_tile(tiles, program, BLOCK_COLS: tl.constexpr):
+    """(matrix, first row, first column, end column, split) of a program that walks along rows."""
+    tile = tiles + program * TILE
+    # A part of the columns starts with a block: loads of a row's block stay aligned.
+    start = tl.load(tile + TILE_START) // BLOCK_COLS * BLOCK_COLS
+    return (
+        tl.load(tile + TILE_MATRIX),
+        tl.load(tile + TILE_FIRST),
+        start,
+        tl.load(tile + TILE_END),
+        tl.load(tile + TILE_SPLIT),
+    )
+
+
+@triton.jit
+def column_tile(tiles, program, BLOCK_COLS: tl.constexpr):
+    """(matrix, first column, first row, end row, split) of a program that walks along columns."""
+    tile = tiles + program * TILE
+    # As above; here the block is in each row at the same columns.
+    first = tl.load(tile + TILE_FIRST) // BLOCK_COLS * BLOCK_COLS
+    return (
+        tl.load(tile + TILE_MATRIX),
+        first,
+        tl.load(tile + TILE_START),
+        tl.load(tile + TILE_END),
+        tl.load(tile + TILE_SPLIT),
+    )
+
+
+@triton.jit
+def matrix_sizes(records, matrix, VEC: tl.constexpr, R: tl.constexpr):
+    """(n, m, r), int32. R is the rank where all matrices have the same, else 0 and the rank is read."""
+    record = records + matrix * MATRIX
+    n = tl.load(record + MATRIX_N).to(tl.int32)
+    # Rows are m elements apart; the host chose VEC so that it divides m.
+    m = tl.load(record + MATRIX_M).to(tl.int32) // VEC * VEC
+    r = R
+    if R == 0:
+        r = tl.load(record + MATRIX_R).to(tl.int32)
+    return n, m, r
+
+
+@triton.jit
+def factor_offsets(records, matrix):
+    """(where the matrix's P starts, where its Q starts) among all factors, int64."""
+    record = records + matrix * MATRIX
+    return tl.load(record + MATRIX_P), tl.load(record + MATRIX_Q)
+
+
+@triton.jit
+def part_of_P(records, matrix, split, row, r):
+    """Where a row of a split's part of P [n, r] starts in the workspace, int64."""
+    record = records + matrix * MATRIX
+    return tl.load(record + MATRIX_P_PARTS) + (split * tl.load(record + MATRIX_N) + row) * r
+
+
+@triton.jit
+def part_of_Q(records, matrix, split, row, r):
+    """Where a row of a split's part of Q [m, r] starts in the workspace, int64."""
+    record = records + matrix * MATRIX
+    return tl.load(record + MATRIX_Q_PARTS) + (split * tl.load(record + MATRIX_M) + row) * r
+
+
+@triton.jit
+def tensor_offset(offsets, tensor, VEC: tl.constexpr):
+    """Where a matrix or a bypass tensor starts, in elements from its ``Pointers.anchor``; a multiple of VEC."""
+    return tl.load(offsets + tensor) // VEC * VEC
+
+
+@triton.jit
+def pack_entry(entries, program):
+    """(source, distance of the parts, their number, target, elements, tensor) of a block of a message."""
+    entry = entries + program * PACK
+    return (
+        tl.load(entry + PACK_SOURCE),
+        tl.load(entry + PACK_DISTANCE),
+        tl.load(entry + PACK_SPLITS),
+        tl.load(entry + PACK_TARGET),
+        tl.load(entry + PACK_NUMEL),
+        tl.load(entry + PACK_TENSOR),
+    )
+
+
+@triton.jit
+def rollback_block(blocks, program):
+    """(matrix, first element, end element) of a block of an error buffer."""
+    block = blocks + program * ROLLBACK
+    return tl.load(block + ROLLBACK_MATRIX), tl.load(block + ROLLBACK_START), tl.load(block + ROLLBACK_END)
+
+
+@triton.jit
+def factor_chunk(records, chunks, chunk):
+    """(matrix, first row, end row, r, where the factor starts) of a program that works on rows of a factor."""
+    row = chunks + chunk * CHUNK
+    matrix = tl.load(row + CHUNK_MATRIX)
+    record = records + matrix * FACTOR
+    return (
+        matrix,
+        tl.load(row + CHUNK_START),
+        tl.load(row + CHUNK_END),
+        tl.load(record + FACTOR_R).to(tl.int32),
+        tl.load(record + FACTOR_OFFSET),
+    )
+
+
+@triton.jit
+def chunks_of(records, matrix):
+    """(first chunk of a matrix's factor, number of its chunks): where parts of its inner products lie."""
+    record = records + matrix * FACTOR
+    return tl.load(record + FACTOR_FIRST_CHUNK), tl.load(record + FACTOR_CHUNKS)
+
+
+@triton.jit
+def key_of(records, matrix):
+    """The matrix's seed of random directions, uint32."""
+    return tl.load(records + matrix * FACTOR + FACTOR_KEY).to(tl.uint32)

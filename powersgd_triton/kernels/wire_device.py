@@ -1,0 +1,190 @@
+"""Device functions of the wire's kernels: where a tile lies, and its codes and scales.
+
+Rounding uses integers and additions only, so that every device, and the reference, computes the same bits. Compilers
+may fuse the products of codes and scales with sums: products of at most 19 bits are exact either way (down to 2⁻¹⁴⁹).
+
+A tile is worked on in two halves of its rows, since a byte of 4-bit codes holds a row of each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from powersgd_triton.kernels.columns import WireRow
+from powersgd_triton.kernels.table_device import column, columns
+from powersgd_triton.kernels.wire_table import ITEMSIZE
+from powersgd_triton.layout.wire_format import ALIGNMENT, SCALE_BYTES
+
+WIRE = columns(WireRow)
+WIRE_CHUNK = column(WireRow, "chunk")
+WIRE_ELEMENT = column(WireRow, "element")
+WIRE_ROWS = column(WireRow, "rows")
+WIRE_COLUMNS = column(WireRow, "columns")
+WIRE_RANK = column(WireRow, "rank")
+WIRE_SCALES = column(WireRow, "scales")
+WIRE_CODES = column(WireRow, "codes")
+
+EXACT_BYTES = tl.constexpr(ITEMSIZE)
+SCALE = tl.constexpr(SCALE_BYTES)
+CHUNK_BYTES = tl.constexpr(ALIGNMENT)
+BF16_NAN = tl.constexpr(0x7FC0)
+INTEGERS = tl.constexpr(12582912.0)
+"""1.5 · 2²³: a number of at most 2²² loses the bits behind its point when it is added, ties to even."""
+
+
+# Where a tile lies --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chunk_size(size):
+    """Bytes of a chunk, which are a multiple of 16, as the compiler is to see."""
+    return size // CHUNK_BYTES * CHUNK_BYTES
+
+
+@triton.jit
+def wire_entry(table, program, size):
+    """(the program's row of the table, where its chunk starts in bytes, its first element of the message)."""
+    entry = table + program * WIRE
+    return entry, tl.load(entry + WIRE_CHUNK) * chunk_size(size), tl.load(entry + WIRE_ELEMENT)
+
+
+@triton.jit
+def exact_slice(entry, chunk, COPY: tl.constexpr):
+    """(0 to COPY − 1, where these exact elements are in the bytes as fp32, which of them are in the slice).
+
+    Args:
+        entry: the program's row of the table.
+        chunk: where the chunk starts, in bytes.
+    """
+    i = tl.arange(0, COPY)
+    return i, (chunk + tl.load(entry + WIRE_CODES)) // EXACT_BYTES + i, i < tl.load(entry + WIRE_ROWS)
+
+
+@triton.jit
+def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
+    """Offsets of a tile's lower half [HALF, C], distance of the upper one, masks of both and of the columns [C]."""
+    rows = tl.load(entry + WIRE_ROWS).to(tl.int32)
+    # The compiler is to see that VEC divides both: then rows are aligned, and masks do not cut through a vector.
+    columns = tl.load(entry + WIRE_COLUMNS).to(tl.int32) // VEC * VEC
+    rank = tl.load(entry + WIRE_RANK).to(tl.int32) // VEC * VEC
+    half = (rows + 1) // 2
+    k = tl.arange(0, HALF)
+    cols = tl.arange(0, C)
+    col_ok = cols < columns
+    offsets = k[:, None] * rank + cols[None, :]
+    low_ok = (k < half)[:, None] & col_ok[None, :]
+    high_ok = (half + k < rows)[:, None] & col_ok[None, :]
+    return offsets, half * rank, low_ok, high_ok, col_ok
+
+
+@triton.jit
+def tile_places(entry, chunk, CODE_VEC: tl.constexpr, CODE_BYTES: tl.constexpr):
+    """Where a tile starts in the bytes: (scale, code), each in units of its own.
+
+    Args:
+        entry: the program's row of the table.
+        chunk: where the chunk starts, in bytes.
+    """
+    scale = (chunk + tl.load(entry + WIRE_SCALES)) // SCALE
+    # Two terms, so that the compiler sees for each what divides it.
+    code = chunk // CODE_BYTES + tl.load(entry + WIRE_CODES) // CODE_BYTES // CODE_VEC * CODE_VEC
+    return scale, code
+
+
+# Codes and scales ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def bf16_bits(x):
+    """The 16 bits of x rounded to bf16, to nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # Rounding a NaN's bits could make an infinity of it.
+    return tl.where(x == x, rounded, BF16_NAN).to(tl.int16)
+
+
+@triton.jit
+def from_bf16_bits(bits):
+    """The fp32 value of bf16 bits."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):
+    """Largest |x| of each column; infinite where a value is not finite, NaN included."""
+    size = tl.abs(x)
+    return tl.max(tl.where(size < float("inf"), size, float("inf")), axis=0)
+
+
+@triton.jit
+def quotient(x, scale):
+    """x / scale, rounded to nearest; 0 where the scale is 0 or NaN."""
+    some = scale > 0
+    # Plain division is an approximation on GPUs.
+    return tl.where(some, tl.div_rn(x, tl.where(some, scale, 1.0) + tl.zeros_like(x)), 0.0)
+
+
+@triton.jit
+def nearest_code(x, scale, LEVELS: tl.constexpr):
+    """round(x / scale), ties to even, at most ± LEVELS; 0 where the scale is 0 or NaN. In fp32."""
+    code = quotient(x, scale)
+    # Quotients are below 2²².
+    code = (code + INTEGERS) - INTEGERS
+    # Scales below bf16's normal numbers are rounded coarsely: a quotient may exceed the levels.
+    return tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
+
+
+@triton.jit
+def write_tile(
+    low, high, scales, codes, offsets, distance, low_ok, high_ok, col_ok,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's scales and codes; return both halves as these represent them."""
+    if LEVELS == 0:
+        # bf16 itself, without scales.
+        low_codes, high_codes = bf16_bits(low), bf16_bits(high)
+        low, high = from_bf16_bits(low_codes), from_bf16_bits(high_codes)
+    else:
+        largest = tl.maximum(magnitude(low), magnitude(high))
+        bits = bf16_bits(tl.div_rn(largest, tl.full([C], LEVELS, tl.float32)))
+        # A column with an element that is not finite arrives as NaN, wherever it is read.
+        bits = tl.where(largest < float("inf"), bits, BF16_NAN).to(tl.int16)
+        tl.store(scales + tl.arange(0, C), bits, col_ok)
+        # The divisor is the scale as it is stored, since that is what the codes are multiplied by.
+        scale = from_bf16_bits(bits)[None, :]
+        if BITS == 16:
+            low_codes, high_codes = quotient(low, scale).to(tl.float16), quotient(high, scale).to(tl.float16)
+        else:
+            low_codes = nearest_code(low, scale, LEVELS).to(tl.int8)
+            high_codes = nearest_code(high, scale, LEVELS).to(tl.int8)
+        low, high = low_codes.to(tl.float32) * scale, high_codes.to(tl.float32) * scale
+    if BITS == 4:
+        # Where the number of rows is odd, the last upper row is one of zeros.
+        both = (low_codes.to(tl.int32) & 15) | (high_codes.to(tl.int32) << 4)
+        tl.store(codes + offsets, both.to(tl.int8), low_ok)
+    else:
+        tl.store(codes + offsets, low_codes, low_ok)
+        tl.store(codes + distance + offsets, high_codes, high_ok)
+    return low, high
+
+
+@triton.jit
+def read_tile(
+    scales, codes, offsets, distance, low_ok, high_ok, col_ok,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a tile, as its scales and codes represent them."""
+    low_codes = tl.load(codes + offsets, low_ok, 0)
+    if BITS == 4:
+        both = low_codes.to(tl.int32)
+        # Shifts of signed integers restore the signs.
+        low_codes, high_codes = (both << 28) >> 28, both >> 4
+    else:
+        high_codes = tl.load(codes + distance + offsets, high_ok, 0)
+    if LEVELS == 0:
+        low, high = from_bf16_bits(low_codes), from_bf16_bits(high_codes)
+    else:
+        scale = from_bf16_bits(tl.load(scales + tl.arange(0, C), col_ok, 0))[None, :]
+        low, high = low_codes.to(tl.float32) * scale, high_codes.to(tl.float32) * scale
+    return low, high
