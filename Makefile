@@ -20,10 +20,10 @@ demo-deepspeed: $(INSTALLED)
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest $(PARALLEL) --timeout 300 -m "not slow and not gpu"
+	$(PYTHON) -m pytest $(PARALLEL) --timeout 600 -m "not slow and not gpu"
 
 test-all: $(INSTALLED)
-	$(PYTHON) -m pytest $(PARALLEL) --timeout 900 -m "not gpu"
+	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not gpu"
 
 # The table in docs/faults.md: every fault 50 times, in ten to twenty minutes.
 faults: $(INSTALLED)

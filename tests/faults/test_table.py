@@ -22,7 +22,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Tally]:
-    return table.inject(2, rarely=2, timeout=240)
+    return table.inject(2, rarely=2, timeout=500)
 
 
 @pytest.mark.parametrize("title", table.titles())

@@ -37,7 +37,7 @@ from tests.support.training import batch, digest, gradients_of, local_gradients,
 
 TOGETHER, ALONE = 5, 4
 """Steps with the peer before the one in which it dies, and steps without it."""
-DEATH, SILENCE = 20.0, 3.0
+DEATH, SILENCE = 20.0, 6.0
 """Seconds until the process group gives up, where the peer dies and where it says no more."""
 SURVIVOR, PEER = 0, 1
 Way = Callable[[], "Training"]
@@ -286,7 +286,7 @@ def bare(worker: int, folder: str) -> dict[str, Any]:
 
 
 def watch(
-    case: Callable[[int, str], Any], *, silent: bool = False, seconds: float = 90, method: str = "forkserver"
+    case: Callable[[int, str], Any], *, silent: bool = False, seconds: float = 240, method: str = "forkserver"
 ) -> Any:
     """Call ``case(worker, folder)`` in two workers of one process group; what the survivor returned.
 

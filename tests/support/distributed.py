@@ -29,7 +29,7 @@ class Failure(str):
 
 
 def run(
-    fn: Worker, world_size: int, *args: Any, timeout: float = 150, casualties: Collection[int] = ()
+    fn: Worker, world_size: int, *args: Any, timeout: float = 500, casualties: Collection[int] = ()
 ) -> list[Any]:  # fmt: skip
     """Call ``fn(worker, world_size, *args)`` in ``world_size`` processes; the results in the workers' order.
 
@@ -49,7 +49,7 @@ def run(
 
 
 def run_cases(
-    cases: Sequence[Worker], world_size: int, *args: Any, timeout: float = 200, casualties: Collection[int] = ()
+    cases: Sequence[Worker], world_size: int, *args: Any, timeout: float = 500, casualties: Collection[int] = ()
 ) -> dict[str, list[Any]]:
     """Call each case as ``run`` does, one after the other in the same processes, each in a process group of its own.
 

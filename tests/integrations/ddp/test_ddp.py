@@ -250,7 +250,7 @@ def peer_dies(worker: int, world_size: int) -> dict[str, Any]:
 
 
 def test_death_of_a_worker_is_an_exception_in_backward() -> None:
-    survivor, victim = run(peer_dies, 2, timeout=100, casualties=[1])
+    survivor, victim = run(peer_dies, 2, casualties=[1])
     assert victim is None
     assert survivor["step"] == 2
     assert survivor["error"]

@@ -182,7 +182,7 @@ def test_fields_that_do_not_go_together() -> None:
 def pair() -> Any:
     options = {"zero_optimization": {"stage": 2, "contiguous_gradients": False}, "compile": {"deepcompile": True}}
     work: list[Any] = [("messages", jobs.messages, ()), ("refused", jobs.refused, (2, {"rnk": 4}, options))]
-    return run(run_all, 2, work, timeout=200)
+    return run(run_all, 2, work)
 
 
 def test_ways_to_switch_it_on(pair: Any) -> None:
