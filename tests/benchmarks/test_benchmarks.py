@@ -34,6 +34,7 @@ def test_gradient_sets_have_the_published_size(name: str) -> None:
     assert count_parameters(GPU_GRADIENT_SETS[name]) == PARAMETERS[name]
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     options = ["-m", "gpu", "--dry", "--record", "dry", "--tests", "passed", "--benchmark-quiet"]
     done = subprocess.run(

@@ -22,6 +22,9 @@ from tests.support.distributed import outcome, run_cases
 from tests.support.elastic_training import DEATH, EVERY, STEPS, WORKERS, checkpoint_path, train
 from tests.support.training import flat, relative
 
+# Agents, and workers that they start twice: half a minute, in which the machine mostly waits.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LAST = DEATH // EVERY * EVERY
 """Steps before the last checkpoint that was written before the death."""

@@ -249,7 +249,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("deepspeed"), pytest.param("torchrun", marks=pytest.mark.slow)])
+# Four processes of each launcher import DeepSpeed.
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(PROGRAM)
