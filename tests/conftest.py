@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Nearly all matrices are small: threads would only wait for each other, and for those of tests that run beside these.
@@ -23,6 +24,17 @@ if INTERPRETED:
     from tests.support.interpreter import make_faster
 
     make_faster()
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported stays: garbage, and tensors that are alive, are looked for among what tests make."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Extension modules complain of what is not collected when Python ends."""
+    gc.unfreeze()
 
 
 @pytest.fixture(

@@ -46,7 +46,7 @@ def against_native(
     training: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Six steps of FSDP1 alone, and with the hook at full rank."""
+    """Steps of FSDP1 alone, and with the hook at full rank."""
     base = Net()
     if prepare is not None:
         prepare(base)

@@ -154,8 +154,8 @@ def test_three_launches_a_narrow_message(algorithm: str, wire_dtype: str):
     ("algorithm", "wire_dtype"), [("standard", "float16"), ("standard", "int8"), ("alternating", "int4")]
 )
 def test_narrow_messages_move_little_beside_the_step(algorithm: str, wire_dtype: str):
-    """At rank 32, where the factors of 512 × 512 are an eighth of the gradient."""
-    activity = steps([(512, 512)], 32, communicator=Among(), algorithm=algorithm, wire_dtype=wire_dtype)[-1]
+    """At rank 16, where the factors of 256 × 256 are an eighth of the gradient."""
+    activity = steps([(256, 256)], 16, communicator=Among(), algorithm=algorithm, wire_dtype=wire_dtype)[-1]
     moved = [one + other for one, other in zip(activity.loaded, activity.stored, strict=True)]
     wire = sum(size for kernel, size in zip(activity.kernels, moved, strict=True) if kernel in WIRE_LAUNCHES)
     assert wire <= MOST_OF_A_STEP * (sum(moved) - wire)

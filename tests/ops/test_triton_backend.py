@@ -146,7 +146,10 @@ def check_five_steps(name: str, dtype: torch.dtype, device: torch.device) -> Com
 
 
 # Of what these combine each part is in another configuration, or in a quick test of the kernels.
-SLOW = ("rank 5", "all shapes, one by one", "alternating without error feedback", "alternating with errors in bf16")
+SLOW = (
+    *("rank 5", "all shapes, one by one"),
+    *("alternating", "alternating without error feedback", "alternating with errors in bf16"),
+)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,9 @@ def test_five_steps_with_16_bit_gradients(name: str, dtype: torch.dtype, device:
         assert min(departure(P_hat[None].cpu()), departure(Q[None].cpu())) <= ORTHONORMAL
 
 
-@pytest.mark.parametrize(("rank", "algorithm"), [(2, "standard"), (33, "standard"), (2, "alternating")])
+@pytest.mark.parametrize(
+    ("rank", "algorithm"), [(2, "standard"), pytest.param(33, "standard", marks=pytest.mark.slow), (2, "alternating")]
+)
 def test_nothing_is_lost(rank: int, algorithm: str, device: torch.device):
     """E_T + Σ Ĝ_t = Σ G_t: each step rounds M three times, and Ĝ and P̂ Qᵀ by γ_r of |P̂| |Q|ᵀ each."""
     shapes = {"w": (max(24, rank), max(18, rank))}

@@ -102,6 +102,8 @@ def _work(
     casualties: Collection[int],
 ) -> None:
     torch.set_num_threads(1)
+    # What is imported stays; looking through it in each collection takes longer than many a case.
+    gc.freeze()
     for case in cases:
         dist.init_process_group(
             "gloo",

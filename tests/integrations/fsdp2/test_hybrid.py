@@ -160,7 +160,8 @@ def wrong_use(worker: int, world_size: int) -> dict[str, str]:
 FULL_RANK_CASES = {name: functools.partial(against_native, mode="hybrid", **case) for name, case in CASES.items()}
 
 
-FAST = [name for name in CASES if name not in ("frozen", "unused", "sums", "checkpointing")]
+# The others but for two are quick without replicas.
+FAST = ["plain", "several backwards", "no all-reduce", "clipping", "mixed precision", "unused"]
 
 
 @functools.cache
