@@ -19,6 +19,11 @@ pytest.register_assert_rewrite("tests.support")
 # After the choice above, which it reads.
 from tests.support.device import INTERPRETED  # noqa: E402
 
+if INTERPRETED:
+    from tests.support.interpreter import make_faster
+
+    make_faster()
+
 
 @pytest.fixture(
     params=[

@@ -34,6 +34,7 @@ def test_gradient_sets_have_the_published_size(name: str) -> None:
     assert count_parameters(GPU_GRADIENT_SETS[name]) == PARAMETERS[name]
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     options = ["-m", "gpu", "--dry", "--record", "dry", "--tests", "passed", "--benchmark-quiet"]
     done = subprocess.run(
@@ -43,7 +44,7 @@ def test_dry_run(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=180,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -129,7 +130,7 @@ def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_session_script_is_valid_shell() -> None:
-    subprocess.run(["bash", "-n", ROOT / "benchmarks" / "gpu_session.sh"], check=True, timeout=30)
+    subprocess.run(["bash", "-n", ROOT / "benchmarks" / "gpu_session.sh"], check=True)
 
 
 @pytest.fixture

@@ -36,7 +36,17 @@ def fixed(dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     return {name: tensor.clamp(-60000, 60000).to(dtype) for name, tensor in given.items()}
 
 
-@pytest.fixture(params=MODES)
+SLOW = {"nothing is lost": "triton alternating", "the scale falls": "triton"}
+"""By test the mode that it tries in ``make test-all`` only; a step in the interpreter takes a third of a second."""
+
+
+def modes(test: str) -> pytest.MarkDecorator:
+    """All modes, of which one is slow."""
+    params = [pytest.param(mode, marks=[pytest.mark.slow] if mode == SLOW.get(test) else []) for mode in MODES]
+    return pytest.mark.parametrize("compressor", params, indirect=True)
+
+
+@pytest.fixture
 def compressor(request: pytest.FixtureRequest) -> Compressor:
     fields = MODES[request.param]
     if fields.get("backend") == "triton" and not INTERPRETED:
@@ -63,6 +73,7 @@ def step(compressor: Compressor, given: dict[str, Tensor]) -> tuple[bool, dict[s
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@modes("nothing is lost")
 def test_nothing_is_lost_where_an_average_does_not_fit(compressor: Compressor) -> None:
     balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items() if name != "bias"}
     size = {name: tensor.clone() for name, tensor in balance.items()}
@@ -86,6 +97,7 @@ def test_nothing_is_lost_where_an_average_does_not_fit(compressor: Compressor) -
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@modes("the scale falls")
 def test_a_loss_scale_that_falls_ends_it(compressor: Compressor) -> None:
     scale = torch.ones(())
     compressor.attach(lambda: scale)
@@ -108,6 +120,7 @@ def test_a_loss_scale_that_falls_ends_it(compressor: Compressor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@modes("another dtype")
 def test_another_dtype_afterwards_does_no_harm(compressor: Compressor) -> None:
     """Averages that were applied in fp32, and then looked at in fp16, are not owed any more."""
     given = {name: 3 * tensor for name, tensor in fixed(torch.float32).items()}

@@ -22,10 +22,13 @@ from tests.support.distributed import outcome, run_cases
 from tests.support.elastic_training import DEATH, EVERY, STEPS, WORKERS, checkpoint_path, train
 from tests.support.training import flat, relative
 
+# Agents, and workers that they start twice: half a minute, in which the machine mostly waits.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LAST = DEATH // EVERY * EVERY
 """Steps before the last checkpoint that was written before the death."""
-SECONDS = 100
+SECONDS = 250
 Results = list[dict[str, Any]]
 
 
@@ -37,7 +40,7 @@ def agents(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         "last_call_timeout": 1,
         # A machine that says nothing for so long is taken for dead.
         "keep_alive_interval": 1,
-        "keep_alive_max_attempt": 5,
+        "keep_alive_max_attempt": 8,
     }
     for machine in range(WORKERS):
         with (folder / f"log.{machine}").open("wb") as log:
@@ -123,7 +126,7 @@ def without_error(worker: int, world_size: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def compared(job: tuple[Path, list[int]]) -> dict[str, list[Any]]:
     folder, _ = job
-    return run_cases([uninterrupted, without_error], WORKERS - 1, folder, timeout=100)
+    return run_cases([uninterrupted, without_error], WORKERS - 1, folder)
 
 
 def distance(got: Results, expected: Sequence[dict[str, Any]]) -> float:

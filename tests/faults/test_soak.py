@@ -198,7 +198,7 @@ def check(steps: int, faulty: Sequence[int], timeout: float) -> None:
 
 
 def test_short_run_with_faults() -> None:
-    check(150, SEEDS[:1], timeout=250)
+    check(150, SEEDS[:1], timeout=500)
 
 
 @pytest.mark.slow

@@ -229,13 +229,13 @@ def refused_by_deepspeed(worker: int, world_size: int) -> tuple[str, bool]:
 
 def test_deepspeed():
     pytest.importorskip("deepspeed")
-    for results in zip(*run(with_deepspeed, 2, timeout=280), strict=True):
+    for results in zip(*run(with_deepspeed, 2), strict=True):
         check(list(results))
 
 
 def test_deepspeed_refuses():
     pytest.importorskip("deepspeed")
-    for said, on in run(refused_by_deepspeed, 2, timeout=200):
+    for said, on in run(refused_by_deepspeed, 2):
         assert "1 problem" in said
         assert "at rank 1 this model sends" in said
         assert not on

@@ -23,13 +23,14 @@ from tests.support.kernel_cases import (
     INF,
     NAN,
     RANKS,
-    SHAPES,
     Bucket,
     Memory,
     Shapes,
-    over_dtypes,
+    mixed,
     small,
+    uniform,
 )
+from tests.support.thinned import thinned
 
 
 def compensate_backproject(bucket: Bucket, P: Memory, applied: float = 0.0, growth: float = 1.0) -> Memory:
@@ -65,15 +66,12 @@ def check(bucket: Bucket, applied: float) -> None:
     check_compensation(bucket, run, compensate_backproject_reference, basis, applied, left=True)
 
 
-@SHAPES
-@pytest.mark.parametrize("rank", RANKS)
+@thinned("rank, shapes", RANKS, (mixed, uniform), together=1)
 def test_compensate_backproject(rank: int, shapes: Shapes, device: torch.device):
     check(Bucket(shapes(rank), device, seed=rank), applied=1.0)
 
 
-@over_dtypes("error", [*ERRORS, None])
-@over_dtypes("gradient", GRADIENTS)
-@pytest.mark.parametrize("rank", [1, 4, 17, 40])
+@thinned("rank, gradient, error", (1, 4, 17, 40), GRADIENTS, [*ERRORS, None])
 def test_compensate_backproject_dtypes(
     rank: int, gradient: torch.dtype, error: torch.dtype | None, device: torch.device
 ):
@@ -90,9 +88,7 @@ def test_product_that_was_not_applied_is_not_looked_at(rank: int, device: torch.
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@over_dtypes("gradient", GRADIENTS)
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("rank", [3, 40])
+@thinned("rank, value, gradient", (3, 40), (INF, -INF, NAN), GRADIENTS)
 def test_non_finite_elements_enter_Q_but_not_M(rank: int, value: float, gradient: torch.dtype, device: torch.device):
     bucket = Bucket(small(rank), device, gradient=gradient)
     basis = bucket.rows().fill(bucket.random(bucket.row_sizes))

@@ -16,9 +16,10 @@ from powersgd_triton.kernels.orthogonalize import _orthogonalize_kernel, orthogo
 from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
 from powersgd_triton.ops.reference import DEAD_COLUMN, orthogonalize_reference, random_directions
 from tests.support.bounds import assert_within
-from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory, over_dtypes
+from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
 from tests.support.kernel_checks import compensate_project
 from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
+from tests.support.thinned import thinned
 
 U, U64 = 2.0**-24, 2.0**-53
 
@@ -94,15 +95,7 @@ def random(n: int, r: int, seed: int = 0) -> Tensor:
 # Regular input ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rank", "kappa"),
-    [
-        # At rank 128, which takes a third of the time, only the worst condition is part of every run.
-        pytest.param(rank, kappa, marks=[pytest.mark.slow] if rank == 128 and kappa < 1e7 else [])
-        for rank in RANKS
-        for kappa in (1.0, 1e6, 1e7)
-    ],
-)
+@thinned("rank, kappa", RANKS, (1.0, 1e6, 1e7), together=1)
 def test_orthonormal_at_every_rank_and_condition(rank: int, kappa: float, device: torch.device):
     # 300 rows are two chunks, whose sums are added.
     heights = {1.0: [rank + 1], 1e6: [300] if rank > 32 else [rank, 300], 1e7: [rank]}[kappa]
@@ -115,7 +108,7 @@ def test_orthonormal_at_every_rank_and_condition(rank: int, kappa: float, device
 
 @pytest.mark.parametrize("rank", [1, 5, 40])
 def test_many_chunks(rank: int, device: torch.device):
-    heights = [600] if rank > 32 else [257, 9001 // rank]
+    heights = [600] if rank > 32 else [257, 3001 // rank]
     matrices = [random(n, rank) for n in heights]
     for key, (A, P) in enumerate(zip(matrices, check(matrices, device), strict=True), start=1):
         assert_agrees(P, by_reference(A, key), float(torch.linalg.cond(A.double())))
@@ -127,16 +120,14 @@ def test_different_ranks_in_one_bucket(device: torch.device):
         assert_agrees(P, by_reference(A, key), float(torch.linalg.cond(A.double())))
 
 
-@over_dtypes("gradient", GRADIENTS)
-@pytest.mark.parametrize("rank", [1, 4, 17, 40])
+@thinned("rank, gradient", (1, 4, 17, 40), GRADIENTS, together=1)
 def test_gradients_of_16_bits_give_as_good_factors(rank: int, gradient: torch.dtype, device: torch.device):
     bucket = Bucket([(rank + 9, rank + 5, rank)], device, gradient=gradient)
     P = bucket.row_factors(compensate_project(bucket, applied=1.0))[0].float()
     check([P], device)
 
 
-@pytest.mark.parametrize("name", ["1e30", "largest", "denormal", "mixed"])
-@pytest.mark.parametrize("rank", [4, 40])
+@thinned("rank, name", (4, 40), ("1e30", "largest", "denormal", "mixed"), together=1)
 def test_huge_and_tiny_values(rank: int, name: str, device: torch.device):
     A = torch.rand(50, rank, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05
     info = torch.finfo(torch.float32)
@@ -158,7 +149,7 @@ def test_same_input_same_bits_also_in_place_and_beside_others(rank: int, device:
 # Dead columns -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("rank", RANKS_TO_64)
 def test_zero_columns_duplicates_and_sums(rank: int, device: torch.device):
     """Also from one panel to the next; at high ranks all in one matrix."""
     last, A = rank - 1, random(rank + 9, rank)

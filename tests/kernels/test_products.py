@@ -16,17 +16,17 @@ from tests.support.kernel_cases import (
     INF,
     NAN,
     RANKS,
-    SHAPES,
     Bucket,
     Shapes,
-    every_second,
     mixed,
     over_dtypes,
     rounding,
     small,
     stored,
+    uniform,
 )
 from tests.support.kernel_checks import check_backproject, check_compensate_project, compensate_project
+from tests.support.thinned import thinned
 
 BYPASS = [1, 0, 1500, 3]
 
@@ -34,15 +34,13 @@ BYPASS = [1, 0, 1500, 3]
 # Compensate, project, pack ------------------------------------------------------------------------------------------
 
 
-@every_second(RANKS, ERRORS)
+@thinned("rank, error, shapes", RANKS, ERRORS, (mixed, uniform))
 def test_compensate_project(rank: int, error: torch.dtype, shapes: Shapes, device: torch.device):
     bucket = Bucket(shapes(rank), device, bypass=BYPASS, gradient=error, error=error, seed=rank)
     check_compensate_project(bucket, applied=1.0)
 
 
-@over_dtypes("error", [*ERRORS, None])
-@over_dtypes("gradient", GRADIENTS)
-@pytest.mark.parametrize("rank", RANKS)
+@thinned("rank, gradient, error", RANKS, GRADIENTS, [*ERRORS, None])
 def test_compensate_project_dtypes(rank: int, gradient: torch.dtype, error: torch.dtype | None, device: torch.device):
     bucket = Bucket(small(rank), device, bypass=[3], gradient=gradient, error=error, seed=rank)
     check_compensate_project(bucket, applied=1.0)
@@ -57,9 +55,7 @@ def test_product_that_was_not_applied_is_not_looked_at(rank: int, device: torch.
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
-@over_dtypes("gradient", GRADIENTS)
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("rank", [3, 40])
+@thinned("rank, value, gradient", (3, 40), (INF, -INF, NAN), GRADIENTS)
 def test_non_finite_elements_enter_P_but_not_M(rank: int, value: float, gradient: torch.dtype, device: torch.device):
     bucket = Bucket(small(rank), device, bypass=[4], gradient=gradient)
     n, m, _ = bucket.shapes[0]
@@ -117,14 +113,12 @@ def test_sums_of_parts_are_exact_for_integers(device: torch.device):
 # Backproject --------------------------------------------------------------------------------------------------------
 
 
-@SHAPES
-@pytest.mark.parametrize("rank", RANKS)
+@thinned("rank, shapes", RANKS, (mixed, uniform), together=1)
 def test_backproject(rank: int, shapes: Shapes, device: torch.device):
     check_backproject(Bucket(shapes(rank), device, bypass=BYPASS, seed=rank))
 
 
-@over_dtypes("dtype", GRADIENTS)
-@pytest.mark.parametrize("rank", RANKS)
+@thinned("rank, dtype", RANKS, GRADIENTS, together=1)
 def test_backproject_dtypes(rank: int, dtype: torch.dtype, device: torch.device):
     """Of gradients without error feedback, which are all that kernels take; error buffers are among them."""
     check_backproject(Bucket(small(rank), device, bypass=[3], gradient=dtype, error=None, seed=rank))
@@ -171,14 +165,12 @@ def check_reconstruct(bucket: Bucket) -> None:
     assert verdict == 1
 
 
-@SHAPES
-@pytest.mark.parametrize("rank", RANKS)
+@thinned("rank, shapes", RANKS, (mixed, uniform), together=1)
 def test_reconstruct(rank: int, shapes: Shapes, device: torch.device):
     check_reconstruct(Bucket(shapes(rank), device, bypass=BYPASS, seed=rank))
 
 
-@over_dtypes("dtype", GRADIENTS)
-@pytest.mark.parametrize("rank", RANKS)
+@thinned("rank, dtype", RANKS, GRADIENTS, together=1)
 def test_reconstruct_dtypes(rank: int, dtype: torch.dtype, device: torch.device):
     check_reconstruct(Bucket(small(rank), device, bypass=[3], gradient=dtype, seed=rank))
 

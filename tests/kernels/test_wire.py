@@ -17,6 +17,7 @@ from powersgd_triton.layout.wire_format import BLOCK, FORMATS, Chunk, Piece, Wir
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire, Wire
 from tests.support.kernel_cases import INF, MARGIN, NAN, Memory
+from tests.support.thinned import thinned
 
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
 CPU = torch.device("cpu")
@@ -165,8 +166,7 @@ def not_finite(x: Tensor) -> Tensor:
 VALUES = {values.__name__: values for values in (heavy_tailed, with_zeros, denormal, huge, ties)}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("width", WIDTHS)
+@thinned("width, case", WIDTHS, list(CASES), together=1)
 def test_same_bits_as_the_reference(width: str, case: str, device: torch.device):
     assert_same(case, width, lambda x: x, device)
 

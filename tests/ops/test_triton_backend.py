@@ -16,6 +16,7 @@ from tests.support.bounds import assert_within
 from tests.support.checks import COMPRESSED, SHAPES, bases, everything, gradients, poisoned, same_bits
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, over_dtypes, rounding, stored
 from tests.support.orthonormal import ORTHONORMAL, departure
+from tests.support.thinned import thinned
 
 U = 2.0**-24
 FEW = {name: SHAPES[name] for name in ("linear", "bias", "scalar", "column", "empty")}
@@ -144,7 +145,13 @@ def check_five_steps(name: str, dtype: torch.dtype, device: torch.device) -> Com
     return kernels
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Of what these combine each part is in another configuration, or in a quick test of the kernels.
+SLOW = ("rank 5", "all shapes, one by one", "alternating without error feedback", "alternating with errors in bf16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CONFIGS]
+)
 def test_five_steps(name: str, device: torch.device):
     check_five_steps(name, torch.float32, device)
 
@@ -309,8 +316,7 @@ def test_state_goes_from_one_backend_to_the_other(source: str, rank: int, device
     assert uses_triton(kernels)
 
 
-@over_dtypes("dtype", [*GRADIENTS, torch.float64])
-@over_dtypes("gradient", GRADIENTS[:2])
+@thinned("gradient, dtype", GRADIENTS[:2], [*GRADIENTS, torch.float64], together=1)
 def test_decompress_into_any_dtype(gradient: torch.dtype, dtype: torch.dtype, device: torch.device):
     compressor = triton(FEW)
     compressed = compressor.compress(on(device, gradients(0, FEW, gradient)))
@@ -347,8 +353,7 @@ def test_decompress_into_several_dtypes_and_into_new_tensors(device: torch.devic
     assert all(tensor.isfinite().all() for tensor in new.values())
 
 
-@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-@pytest.mark.parametrize("shape", [(), (0, 5), (1, 1), (1, 9), (9, 1)], ids=str)
+@thinned("shape, algorithm", [(), (0, 5), (1, 1), (1, 9), (9, 1)], ["standard", "alternating"], together=1)
 def test_a_tensor_by_itself(shape: tuple[int, ...], algorithm: str, device: torch.device):
     config = everything(algorithm=algorithm)
     compressor, truth = triton({"w": shape}, config), Truth({"w": shape}, config, device)

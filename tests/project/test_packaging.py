@@ -32,7 +32,7 @@ def call(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.Comp
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
 

@@ -31,13 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import Compressor
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.checks import SHAPES, everything, gradients
-from tests.support.distributed import Failure, environment
+from tests.support.distributed import Failure, environment, forkserver
 from tests.support.small import MANY, ONE, RANK_2, WIDTH, stack
 from tests.support.training import batch, digest, gradients_of, local_gradients, patched, relative, squared_error
 
 TOGETHER, ALONE = 5, 4
 """Steps with the peer before the one in which it dies, and steps without it."""
-DEATH, SILENCE = 20.0, 3.0
+DEATH, SILENCE = 20.0, 6.0
 """Seconds until the process group gives up, where the peer dies and where it says no more."""
 SURVIVOR, PEER = 0, 1
 Way = Callable[[], "Training"]
@@ -286,7 +286,7 @@ def bare(worker: int, folder: str) -> dict[str, Any]:
 
 
 def watch(
-    case: Callable[[int, str], Any], *, silent: bool = False, seconds: float = 90, method: str = "forkserver"
+    case: Callable[[int, str], Any], *, silent: bool = False, seconds: float = 240, method: str = "forkserver"
 ) -> Any:
     """Call ``case(worker, folder)`` in two workers of one process group; what the survivor returned.
 
@@ -301,8 +301,7 @@ def watch(
         RuntimeError: it failed, or did not end normally; the message holds its traceback.
         TimeoutError: it was not done in time.
     """
-    context: Any = mp.get_context(method)
-    context.set_forkserver_preload(["torch._dynamo", "tests.support.dead_peers_sharded"])
+    context: Any = forkserver() if method == "forkserver" else mp.get_context(method)
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             context.Process(target=_work, args=(case, worker, folder, silent, seconds), daemon=True)

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 Worker = Callable[..., Any]
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "hypothesis", "powersgd_triton"]
 
 
 class Failure(str):
@@ -28,7 +29,7 @@ class Failure(str):
 
 
 def run(
-    fn: Worker, world_size: int, *args: Any, timeout: float = 150, casualties: Collection[int] = ()
+    fn: Worker, world_size: int, *args: Any, timeout: float = 500, casualties: Collection[int] = ()
 ) -> list[Any]:  # fmt: skip
     """Call ``fn(worker, world_size, *args)`` in ``world_size`` processes; the results in the workers' order.
 
@@ -48,7 +49,7 @@ def run(
 
 
 def run_cases(
-    cases: Sequence[Worker], world_size: int, *args: Any, timeout: float = 200, casualties: Collection[int] = ()
+    cases: Sequence[Worker], world_size: int, *args: Any, timeout: float = 500, casualties: Collection[int] = ()
 ) -> dict[str, list[Any]]:
     """Call each case as ``run`` does, one after the other in the same processes, each in a process group of its own.
 
@@ -56,7 +57,7 @@ def run_cases(
         {case's name: results in the workers' order}, with a ``Failure`` where a case raised; see ``outcome``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = forkserver()
         processes = [
             context.Process(target=_work, args=(worker, world_size, cases, folder, args, casualties), daemon=True)
             for worker in range(world_size)
@@ -127,6 +128,16 @@ def _work(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def forkserver() -> Any:
+    """Makes processes as copies of one that has imported torch and done nothing else.
+
+    Importing takes each process seconds, copying takes milliseconds. A copy ends without Python's shutdown.
+    """
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _path(folder: str, case: Worker, worker: int) -> Path:

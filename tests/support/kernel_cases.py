@@ -201,26 +201,6 @@ def uniform(rank: int) -> list[Shape]:
     return [(max(rank, 131), rank, rank), (rank + 1, max(rank, 33), rank)]
 
 
-SHAPES = pytest.mark.parametrize("shapes", [mixed, uniform], ids=["mixed", "uniform"])
-
-
-def every_second(ranks: Sequence[int], dtypes: Sequence[torch.dtype]) -> pytest.MarkDecorator:
-    """Rank, dtype and shapes: all pairs of a dtype and shapes, but half of them at each rank; the others are slow."""
-    cases = [
-        pytest.param(
-            rank,
-            dtype,
-            shapes,
-            id=f"{rank}-{named(dtype)}-{shapes.__name__}",
-            marks=[pytest.mark.slow] if (i + j + k) % 2 else [],
-        )
-        for i, rank in enumerate(ranks)
-        for j, dtype in enumerate(dtypes)
-        for k, shapes in enumerate((mixed, uniform))
-    ]
-    return pytest.mark.parametrize(("rank", "error", "shapes"), cases)
-
-
 def rounding(terms: int, device: torch.device) -> float:
     """γ of a sum of so many products of fp32 values.
 

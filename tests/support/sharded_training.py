@@ -142,7 +142,7 @@ def compare(got: Run, expected: Run) -> dict[str, float]:
     }
 
 
-def in_one_group(cases: Mapping[str, Worker], world_size: int, timeout: float = 250) -> dict[str, list[Any]]:
+def in_one_group(cases: Mapping[str, Worker], world_size: int, timeout: float = 500) -> dict[str, list[Any]]:
     """Like ``run_cases``, but in one process group: DTensor remembers groups of meshes that look the same."""
     by_worker = run(_in_turn, world_size, cases, timeout=timeout)
     return {name: [results.get(name, MISSING) for results in by_worker] for name in cases}

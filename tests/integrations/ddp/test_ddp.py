@@ -37,7 +37,7 @@ from tests.support.training import (
 
 def full_rank(worker: int, world_size: int) -> dict[str, Any]:
     """Layers of the size that DDP is used with."""
-    return against_ddp(linear_stack, worker)
+    return against_ddp(lambda: linear_stack(12), worker, bucket_cap_mb=0.2)
 
 
 def full_rank_of_small_layers(worker: int, world_size: int) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def peer_dies(worker: int, world_size: int) -> dict[str, Any]:
 
 
 def test_death_of_a_worker_is_an_exception_in_backward() -> None:
-    survivor, victim = run(peer_dies, 2, timeout=100, casualties=[1])
+    survivor, victim = run(peer_dies, 2, casualties=[1])
     assert victim is None
     assert survivor["step"] == 2
     assert survivor["error"]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import outcome, run_cases
+from tests.support.small import MANY, WIDTH, stack
 from tests.support.training import (
     LIMIT,
     Images,
@@ -35,43 +36,44 @@ from tests.support.training import (
     train,
 )
 
+SMALL: dict[str, Any] = {"width": WIDTH, "bucket_cap_mb": MANY}
+
 # Ways of using DDP --------------------------------------------------------------------------------------------------
 
 
 def default_numbered(worker: int, world_size: int) -> dict[str, Any]:
     """Without module=, so that parameters are numbers."""
-    make = lambda: linear_stack(6)  # noqa: E731
-    expected = train(make(), worker, None, steps=range(4))
-    return summary(train(make(), worker, state_for(None), steps=range(4)), expected)
+    expected = train(stack(), worker, None, steps=range(4), **SMALL)
+    return summary(train(stack(), worker, state_for(None), steps=range(4), **SMALL), expected)
 
 
 def gradient_as_bucket_view(worker: int, world_size: int) -> dict[str, Any]:
-    return against_ddp(lambda: linear_stack(6), worker, steps=range(4), gradient_as_bucket_view=True)
+    return against_ddp(stack, worker, steps=range(4), **SMALL, gradient_as_bucket_view=True)
 
 
 def static_graph(worker: int, world_size: int) -> dict[str, Any]:
-    return against_ddp(lambda: linear_stack(6), worker, steps=range(5), static_graph=True)
+    return against_ddp(stack, worker, steps=range(5), **SMALL, static_graph=True)
 
 
 def static_graph_and_bucket_view(worker: int, world_size: int) -> dict[str, Any]:
-    return against_ddp(lambda: linear_stack(6), worker, steps=range(5), static_graph=True, gradient_as_bucket_view=True)
+    return against_ddp(stack, worker, steps=range(5), **SMALL, static_graph=True, gradient_as_bucket_view=True)
 
 
 def accumulation(worker: int, world_size: int) -> dict[str, Any]:
-    return against_ddp(lambda: linear_stack(6), worker, steps=range(4), accumulate=3)
+    return against_ddp(stack, worker, steps=range(4), **SMALL, accumulate=3)
 
 
 def exact_first(worker: int, world_size: int) -> dict[str, Any]:
     """Two steps of exact averaging before compression, which begins after the buckets are rebuilt."""
-    expected = train(linear_stack(6), worker, None, steps=range(5))
-    got = train(linear_stack(6), worker, state_for(None, start_powerSGD_iter=2), steps=range(5))
+    expected = train(stack(), worker, None, steps=range(5), **SMALL)
+    got = train(stack(), worker, state_for(None, start_powerSGD_iter=2), steps=range(5), **SMALL)
     return summary(got, expected)
 
 
 def unused(worker: int, world_size: int, **options: Any) -> dict[str, Any]:
     runs = []
     for hooked in (False, True):
-        model = WithUnused()
+        model = WithUnused(WIDTH)
 
         def use_by_turns(step: int, model: WithUnused = model) -> None:
             model.use = (step + worker) % 3 == 0
@@ -84,6 +86,7 @@ def unused(worker: int, world_size: int, **options: Any) -> dict[str, Any]:
                 steps=range(6),
                 before_step=use_by_turns,
                 find_unused_parameters=True,
+                **SMALL,
                 **options,
             )
         )
@@ -136,8 +139,8 @@ def two_models(worker: int, world_size: int) -> dict[str, Any]:
 def group_set_later(worker: int, world_size: int) -> dict[str, Any]:
     """The state is made without a group and gets one before the first step, and another one after two steps."""
     groups = [dist.new_group(range(world_size)) for _ in range(2)]
-    expected = train(linear_stack(6), worker, None, steps=range(5))
-    model = linear_stack(6)
+    expected = train(stack(), worker, None, steps=range(5), **SMALL)
+    model = stack()
     state = state_for(model)
 
     def assign(step: int) -> None:
@@ -152,18 +155,17 @@ def group_set_later(worker: int, world_size: int) -> dict[str, Any]:
         return original(tensor, *args, **kwargs)
 
     with patched(dist, "all_reduce", noting):
-        got = train(model, worker, state, steps=range(5), before_step=assign)
+        got = train(model, worker, state, steps=range(5), **SMALL, before_step=assign)
     return {**summary(got, expected), "groups": used}
 
 
 def uneven_inputs(worker: int, world_size: int) -> dict[str, Any]:
     """Join: worker 1 has two steps more than worker 0."""
-    make = lambda: linear_stack(6)  # noqa: E731
-    expected = train(make(), worker, None, steps=range(3 + 2 * worker), uneven=True)
-    model = make()
-    got = train(model, worker, state_for(model), steps=range(3 + 2 * worker), uneven=True)
-    low = make()
-    coarse = train(low, worker, PowerSGDState(None, 2, 0), steps=range(3 + 2 * worker), uneven=True)
+    expected = train(stack(), worker, None, steps=range(3 + 2 * worker), **SMALL, uneven=True)
+    model = stack()
+    got = train(model, worker, state_for(model), steps=range(3 + 2 * worker), **SMALL, uneven=True)
+    low = stack()
+    coarse = train(low, worker, PowerSGDState(None, 2, 0), steps=range(3 + 2 * worker), **SMALL, uneven=True)
     return {
         **summary(got, expected),
         "finite": all(flat(seen).isfinite().all() for seen in coarse.gradients),

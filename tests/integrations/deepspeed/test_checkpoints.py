@@ -41,7 +41,7 @@ def pair(folder: Path) -> Any:
     work += [("save", jobs.save, (0, str(folder / "of-2"), {}))]
     work += [("another rank", jobs.load, (0, str(folder / "of-2"), {}, RANK_2_LESS))]
     work += [("weights only", jobs.weights_only, (str(folder / "of-2"),))]
-    return run(run_all, 2, work, timeout=250)
+    return run(run_all, 2, work)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def three(folder: Path, pair: Any) -> Any:
         ("load", jobs.load, (0, str(folder / "of-2"), {})),
         ("save", jobs.save, (0, str(folder / "of-3"), {})),
     ]
-    return run(run_all, 3, work, timeout=250)
+    return run(run_all, 3, work)
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "offload"])
@@ -85,7 +85,7 @@ def test_the_mean_error_survives_two_to_three_workers(pair: Any, three: Any) -> 
 
 
 def test_the_mean_error_survives_three_to_two_workers(three: Any, folder: Path) -> None:
-    fewer = run(run_all, 2, [("load", jobs.load, (0, str(folder / "of-3"), {}))], timeout=250)
+    fewer = run(run_all, 2, [("load", jobs.load, (0, str(folder / "of-3"), {}))])
     check_errors(result(three, "save"), result(fewer, "load"))
 
 
@@ -94,18 +94,18 @@ def test_the_mean_error_survives_three_to_two_workers(three: Any, folder: Path) 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_universal_checkpoints_ask_for_the_state(stage: int, before: int, after: int, tmp_path: Path) -> None:
-    saved = run(run_all, before, [("save", jobs.save, (stage, str(tmp_path), {}))], timeout=250)
+    saved = run(run_all, before, [("save", jobs.save, (stage, str(tmp_path), {}))])
     universal = tmp_path / "universal" / "saved"
     arguments = ["--input_folder", tmp_path / "saved", "--output_folder", universal, "--inject_missing_state"]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, arguments), *workers]
-    subprocess.run(converter, check=True, capture_output=True, timeout=200, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    subprocess.run(converter, check=True, capture_output=True, timeout=600, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     work = [("load", jobs.load, (stage, str(universal.parent), UNIVERSAL))]
     with pytest.raises(RuntimeError, match=r"universal checkpoint .* has no PowerSGD state.*cp "):
-        result(run(run_all, after, work, timeout=250), "load")
+        result(run(run_all, after, work), "load")
     (state,) = (tmp_path / "saved").glob("powersgd_*_state.pt")
     shutil.copy(state, universal)
-    check_errors(result(saved, "save"), result(run(run_all, after, work, timeout=250), "load"))
+    check_errors(result(saved, "save"), result(run(run_all, after, work), "load"))
 
 
 def test_at_another_rank_no_error_is_lost(pair: Any) -> None:

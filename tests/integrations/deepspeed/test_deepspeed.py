@@ -48,7 +48,7 @@ def pair() -> Results:
     work += [(overflow_name(stage, where), jobs.overflow, (stage, where, o, s)) for stage, where, o, s in OVERFLOWS]
     work += [(f"bypassed at stage {stage}", jobs.bypassed_seam, (stage,)) for stage in range(4)]
     work += [(f"start at stage {stage}", jobs.start_iter, (stage,)) for stage in (0, 3)]
-    return run(run_all, 2, work, timeout=280)
+    return run(run_all, 2, work)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def three() -> Results:
     work: list[Any] = [(case.name, compare, (case,)) for case in THREE_WORKERS]
     work += [(f"slices at stage {stage}", jobs.written_elements, (stage,)) for stage in range(4)]
     work += [(f"digests at stage {stage}", jobs.digests, (stage,)) for stage in range(4)]
-    return run(run_all, 3, work, timeout=280)
+    return run(run_all, 3, work)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_full_rank_is_plain_deepspeed_in_the_wide_matrix(wide: Results, case: Ca
 
 @pytest.fixture(scope="module")
 def four() -> Results:
-    return run(run_all, 4, [(case.name, compare, (case,)) for case in PIPELINES], timeout=400)
+    return run(run_all, 4, [(case.name, compare, (case,)) for case in PIPELINES])
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def test_fields_that_do_not_go_together() -> None:
 def pair() -> Any:
     options = {"zero_optimization": {"stage": 2, "contiguous_gradients": False}, "compile": {"deepcompile": True}}
     work: list[Any] = [("messages", jobs.messages, ()), ("refused", jobs.refused, (2, {"rnk": 4}, options))]
-    return run(run_all, 2, work, timeout=200)
+    return run(run_all, 2, work)
 
 
 def test_ways_to_switch_it_on(pair: Any) -> None:
@@ -249,7 +249,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("deepspeed"), pytest.param("torchrun", marks=pytest.mark.slow)])
+# Four processes of each launcher import DeepSpeed.
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(PROGRAM)
