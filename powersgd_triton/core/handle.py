@@ -30,7 +30,7 @@ class Handle:
         """Number of finished steps. Each average of the same gradients is one step."""
         step = self._engine.step
         # If an adapter does not know which bucket is the last one, the step stays open until the next step begins.
-        return step.iteration + (bool(step.names) and step.last is None)
+        return step.iteration + (bool(step.keys) and step.last is None)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before, elements after) over all compressed steps. The rate is 0 before the first."""
