@@ -47,7 +47,7 @@ class Engine:
         memory: Errors and bases by name.
         plan: The ranks in force, if ranks are planned.
         step: State of the step under way.
-        numel: [elements before, elements after compression] over all compressed steps so far.
+        numel: [elements before, after compression] over all buckets given to ``run`` so far.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ def zipf(seed: int, workers: int) -> list[Values]:
 @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}], ids=str)
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", ["float32", *NARROW])
 def test_conservation(name: str, fields: dict[str, Any], workers: int, steps: int):
     """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t; all workers get the same bits (which ``Fleet`` asserts)."""
     if steps == 30 and workers == 3 and fields:
