@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from powersgd_triton.comm.agreement import compare
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.comm.exchange import sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.facts import common_facts, factor_facts, rank_facts
+from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, rank_facts
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 from powersgd_triton.layout.layout import Layout, products
@@ -24,8 +24,6 @@ from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 
 logger = logging.getLogger("powersgd_triton")
-
-Shapes = Mapping[str, Sequence[int]]
 
 
 class Engine:
@@ -49,10 +47,10 @@ class Engine:
         memory: Errors and bases by name.
         plan: The ranks in force, if ranks are planned.
         step: State of the step under way.
-        numel: [elements before, elements after compression] over all compressed steps so far.
+        numel: [elements before, after compression] over all buckets given to ``run`` so far.
     """
 
-    def __init__(self, config: PowerSGDConfig, communicator: Communicator, tensors: Callable[[], Shapes]) -> None:
+    def __init__(self, config: PowerSGDConfig, communicator: Communicator, tensors: Callable[[], Tensors]) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         self.config, self.communicator, self.tensors = config, communicator, tensors
@@ -61,7 +59,7 @@ class Engine:
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)
         # Where and of which tensors the workers' facts were compared; None before the first step.
-        self._compared: tuple[torch.device, Shapes] | None = None
+        self._compared: tuple[torch.device, Tensors] | None = None
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
         self.numel = [0, 0]
 
@@ -250,7 +248,7 @@ class Engine:
         self.step.ended = 0
         self.communicator, self._compared = communicator, None
 
-    def _check_agreement(self, device: torch.device, tensors: Shapes, *, factors: bool) -> None:
+    def _check_agreement(self, device: torch.device, tensors: Tensors, *, factors: bool) -> None:
         """Check that all workers agree, with ``factors`` also on the bits of their factors. Collective."""
         common = common_facts(self.config, tensors, self.step.iteration)
         replicated = rank_facts(self.config, tensors, self.plan)
@@ -258,10 +256,7 @@ class Engine:
         compare(common, replicated, self.communicator, device)
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """Return the mean error, bases, step and plan as plain tensors and numbers. Collective.
-
-        ``mean`` averages a tensor over the workers. Default: an all-reduce.
-        """
+        """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
         self.finish()
         return self.memory.save(self.step, mean or self.communicator.mean).to_dict(self.config)
 
@@ -300,6 +295,6 @@ class Engine:
         logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
         return report
 
-    def layout(self, tensors: Shapes | None = None) -> Layout:
+    def layout(self, tensors: Tensors | None = None) -> Layout:
         """Return tensors {name: shape} in one layout, with the ranks in force. Default: all tensors that are known."""
         return self.plan.ranked(Layout.build(self.tensors() if tensors is None else tensors, self.config))

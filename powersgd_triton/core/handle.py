@@ -33,7 +33,11 @@ class Handle:
         return step.iteration + (bool(step.keys) and step.last is None)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (rate, elements before, elements after) over all compressed steps. The rate is 0 before the first."""
+        """Return (rate, elements before, elements after) over the steps so far. The rate is 0 before the first.
+
+        The first ``start_iter`` steps, which average exactly, count in ``Compressor`` only. The states of the other
+        adapters count from the first compressed step on.
+        """
         before, after = self._engine.numel
         return (before / after if after else 0.0, before, after)
 
