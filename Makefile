@@ -25,7 +25,8 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not gpu"
 
-# The table in docs/faults.md: every fault 50 times, in ten to twenty minutes.
+# Rewrites the table in docs/faults.md, with every fault 50 times, in ten to twenty minutes. The page says how many times
+# each fault was injected for the table that it holds.
 faults: $(INSTALLED)
 	$(PYTHON) -m tests.faults --write
 

@@ -155,7 +155,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     unit = state._unit_of(gradient)
     engine = state._engine
-    if not engine.begin(unit.layout, gradient.device):
+    if not engine.begin(unit.layout, gradient.device, keys=(unit,)):
         if output is None:
             engine.average_exactly(gradient)
         else:

@@ -1,7 +1,7 @@
 """A plain training loop, with the interface of the reference implementation (epfml/powersgd). Change one import.
 
-from powersgd_triton.integrations.optimizer import PowerSGD, Config, optimizer_step
-powersgd = PowerSGD(list(model.parameters()), config=Config(rank=1, min_compression_rate=10))
+from powersgd_triton.integrations.optimizer import PowerSGD, Config, optimizer_step, params_in_optimizer
+powersgd = PowerSGD(params_in_optimizer(optimizer), config=Config(rank=1, min_compression_rate=10))
 loss.backward()
 optimizer_step(optimizer, powersgd)     # in place of optimizer.step(), and without optimizer.zero_grad()
 """
@@ -74,7 +74,8 @@ class PowerSGD(Aggregator):
     and is sent in the next step. Errors have the gradients' dtype.
 
     Args:
-        params: Parameters, or tensors of their shapes, in the order of the gradients.
+        params: Parameters, or tensors of their shapes, in the order of the gradients. For ``optimizer_step`` that is
+            the order of ``params_in_optimizer(optimizer)``.
         config: Configuration of the compression.
         group: Process group. None uses the default group, or a single process if no group is initialized.
 
@@ -121,7 +122,11 @@ class PowerSGD(Aggregator):
         Raises:
             TypeError, ValueError: The gradients do not match the parameters. Nothing was changed.
         """
-        compressed = self._compressor.compress(gradients)
+        try:
+            compressed = self._compressor.compress(gradients)
+        except ValueError as error:
+            order = "for optimizer_step, parameters must be in the order of params_in_optimizer(optimizer)"
+            raise ValueError(f"{error}; {order}") from None
         averages = self._compressor.decompress(compressed)
         assert isinstance(averages, Mapping)
         dropped = self._compressor.leave_error(compressed, gradients)
@@ -129,7 +134,10 @@ class PowerSGD(Aggregator):
         return [averages[str(index)] for index in range(len(gradients))]
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (rate, elements before, elements after) over all compressed steps. The rate is 0 before the first."""
+        """Return (rate, elements before, elements after) over the steps so far. The rate is 0 before the first.
+
+        The exact first steps count too.
+        """
         return self._compressor.compression_stats()
 
     def state_dict(self) -> dict[str, Any]:

@@ -104,10 +104,9 @@ def _average(
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
     if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
-    if bucket.index() == 0:
-        check_owner(engine)
+    check_owner(engine)
     with _side_stream(state, buffer) as future:
-        compressing = engine.begin(layout, buffer.device, last=last)
+        compressing = engine.begin(layout, buffer.device, keys=(bucket.index(),), last=last)
         step, first = state.iter, bucket.index() == 0
         if not compressing:
             engine.average_exactly(buffer, done=lambda: future.set_result(buffer))

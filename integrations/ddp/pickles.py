@@ -45,7 +45,10 @@ def restore(engine: Engine, saved: dict[str, Any]) -> None:
 
 def check_owner(engine: Engine) -> None:
     """Drop a pickle's error unless this is the worker that pickled it. Call it before the error is used."""
-    worker = engine.communicator.index, engine.communicator.world_size
+
+    def worker() -> tuple[int, int]:
+        return engine.communicator.index, engine.communicator.world_size
+
     owner = engine.memory.claim(worker, engine.step)
     if owner is not None:
         logger.warning(
@@ -53,5 +56,5 @@ def check_owner(engine: Engine) -> None:
             "the error of the worker that wrote it, so its error is dropped. Save state_dict() instead, which holds "
             "the mean error.",
             *owner,
-            *worker,
+            *worker(),
         )

@@ -18,6 +18,7 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.ddp import pickles
 from powersgd_triton.integrations.ddp.names import ParameterNames
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ranks.report import RankReport
 
 logger = logging.getLogger("powersgd_triton.integrations.ddp")
 
@@ -135,15 +136,11 @@ class PowerSGDState(Handle):
         self._set_up(config, names, process_group)
 
     def _set_up(self, config: PowerSGDConfig, names: ParameterNames, process_group: dist.ProcessGroup | None) -> None:
+        # Without ``module=`` the model is not known before its gradients come.
+        super().__init__(Engine(config, Communicator(process_group), lambda: names.shapes() or {}))
         self._names = names
         self._layouts: dict[tuple[str, ...], Layout] = {}
-        super().__init__(Engine(config, Communicator(process_group), self._tensors))
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def _tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the known parameters, or the matrices that ``batched_powerSGD_hook`` makes of buckets."""
-        squares = {s.name: s.shape for layout in self._layouts.values() for s in layout.segments}
-        return self._names.known() or squares
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -173,6 +170,14 @@ class PowerSGDState(Handle):
     def total_numel_after_compression(self) -> int:
         """Number of elements sent for these gradients."""
         return self._engine.numel[1]
+
+    def report(self) -> RankReport:
+        """Return a report on which parameters are compressed, at which ranks, and the bytes of a step. ``print`` it.
+
+        Without ``module=`` it contains the parameters whose gradients have come so far.
+        """
+        engine = self._engine
+        return RankReport.of(engine.layout(self._names.known()), engine.config, engine.plan.spectra)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error over workers, Q and the step. Collective: call it on all workers.
@@ -223,6 +228,7 @@ class PowerSGDState(Handle):
         names = ParameterNames(None)
         names.expect(saved["buckets"])
         self._set_up(saved["config"], names, None)
+        self._engine.plan.begin(names.seen())
         pickles.restore(self._engine, saved)
         self.compression_stats_logging_frequency = saved["compression_stats_logging_frequency"]
         self.next_stats_report = saved["next_stats_report"]

@@ -61,7 +61,7 @@ def apply_powersgd(
     state = HybridShardState(model, config, units, replicate_group)
     broadcast_from_first(model, replicate_group)
     for unit in units:
-        unit.module.set_all_reduce_hook(functools.partial(state.all_reduce, unit))
+        unit.module.set_all_reduce_hook(functools.partial(state._all_reduce, unit))
     return state
 
 

@@ -62,7 +62,7 @@ class HybridShardState(ShardedHandle):
         self._unreduced.clear()
 
     @torch.no_grad()
-    def all_reduce(self, unit: Unit, output: Tensor) -> None:
+    def _all_reduce(self, unit: Unit, output: Tensor) -> None:
         """FSDP's all-reduce hook. It averages ``output``, this worker's result of the reduce-scatter, in place."""
         # On a 1-D mesh FSDP may free this memory while the hook's stream still uses it.
         if output.is_cuda:
@@ -95,7 +95,7 @@ class HybridShardState(ShardedHandle):
         engine, layout = self._engine, unit.layout(padded=True)
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
         whole = layout.numel == buffer.numel()
-        if not engine.begin(layout, buffer.device) or not whole:
+        if not engine.begin(layout, buffer.device, keys=(unit,)) or not whole:
             engine.average_exactly(buffer)
             return
         engine.average(layout, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
@@ -152,14 +152,14 @@ class FullShardState(ShardedHandle):
         super().__init__(Engine(config, communicator, whole_shapes), self._whole)
 
     @torch.no_grad()
-    def reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
+    def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
         """Write this worker's shard of the averages to ``output``.
 
         ``sent`` is [workers, shard]. A shard has the rows of each parameter that belong to one worker, padded.
         """
         padded = unit.layout(padded=True)
         worker, workers = self._whole.worker, self._whole.workers
-        compressing = self._engine.begin(padded, output.device)
+        compressing = self._engine.begin(padded, output.device, keys=(unit,))
         if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 f"expected a sum or a mean over workers, but FSDP asks for {how['op']}; if you use "
@@ -206,6 +206,6 @@ def custom_reduce_scatter(state: FullShardState, unit: Unit) -> Any:
         def __call__(
             self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
         ) -> None:
-            state.reduce_scatter(unit, output_tensor, input_tensor, default, group=group, op=op, async_op=async_op)
+            state._reduce_scatter(unit, output_tensor, input_tensor, default, group=group, op=op, async_op=async_op)
 
     return PowerSGDReduceScatter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from powersgd_triton.comm.agreement import compare
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.comm.exchange import sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.facts import common_facts, factor_facts, rank_facts
+from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, rank_facts
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 from powersgd_triton.layout.layout import Layout, products
@@ -47,12 +47,10 @@ class Engine:
         memory: Errors and bases by name.
         plan: The ranks in force, if ranks are planned.
         step: State of the step under way.
-        numel: [elements before, elements after compression] over all compressed steps so far.
+        numel: [elements before, after compression] over all buckets given to ``run`` so far.
     """
 
-    def __init__(
-        self, config: PowerSGDConfig, communicator: Communicator, tensors: Callable[[], Mapping[str, Sequence[int]]]
-    ) -> None:
+    def __init__(self, config: PowerSGDConfig, communicator: Communicator, tensors: Callable[[], Tensors]) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         self.config, self.communicator, self.tensors = config, communicator, tensors
@@ -60,19 +58,22 @@ class Engine:
         if config.planned:
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)
-        # The device for messages that compare the workers. None until they have been compared, before the first step.
-        self._device: torch.device | None = None
+        # Where and of which tensors the workers' facts were compared; None before the first step.
+        self._compared: tuple[torch.device, Tensors] | None = None
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
         self.numel = [0, 0]
 
-    def begin(self, layout: Layout, device: torch.device, *, last: bool | None = None) -> bool:
+    def begin(
+        self, layout: Layout, device: torch.device, *, keys: Iterable[Hashable] = (), last: bool | None = None
+    ) -> bool:
         """Add a bucket to the open step, or to a new one. Collective at the first call.
 
         Args:
             layout: The bucket's tensors. The same bucket must always have the same object.
             device: Device of its gradients.
+            keys: What comes once in a step: when a key comes again, a new step begins. Default: the tensors' names.
             last: Whether the bucket is the step's last one. None if the adapter does not know. The step then ends when
-                one of its tensors comes again, or with ``end_step``.
+                a key comes again, or with ``end_step``.
 
         Returns:
             Whether to compress the bucket. The first ``config.start_iter`` steps are exact.
@@ -80,16 +81,17 @@ class Engine:
         Raises:
             DisagreementError: Workers have different configurations or tensors. Nothing was changed.
         """
-        if self._device is None:
-            self._check_agreement(device, factors=False)
-            self._device = device
-        if not self.step.names.isdisjoint(layout.names):
-            # Every gradient comes once in a step, so this is the next step.
+        if self._compared is None:
+            tensors = self.tensors() or {segment.name: segment.shape for segment in layout.segments}
+            self._check_agreement(device, tensors, factors=False)
+            self._compared = device, tensors
+        keys = frozenset(keys) or layout.names
+        if not self.step.keys.isdisjoint(keys):
             self.finish()
-            if self.step.names:
+            if self.step.keys:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
-        self.step.names |= layout.names
+        self.step.keys |= keys
         self.step.last = last
         return self.step.iteration >= self.config.start_iter
 
@@ -180,8 +182,8 @@ class Engine:
     def _advance(self, bucket: Iterator[None], device: torch.device) -> None:
         """Start a bucket's ``run``, and advance the older buckets by one collective.
 
-        On the CPU, messages then travel during the backward pass. All stages run at once on other devices, where the
-        host only enqueues work, and if no later bucket of the step is expected.
+        On the CPU, messages then travel during the backward pass. Elsewhere all stages run at once: the host only
+        enqueues them. So they do if no later bucket of the step is expected.
         """
         to_the_end = self.step.last is not False or device.type != "cpu"
         try:
@@ -210,52 +212,51 @@ class Engine:
         Raises:
             DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
         """
-        step = self.step
-        if step.names and self._device is not None and step.iteration >= self.config.start_iter:
-            if applied is None:
+        step, device = self.step, self._compared[0] if self._compared is not None else None
+        if step.keys and device is not None:
+            if applied is False:
+                step.verdict(device).zero_()
+            elif applied is None and step.iteration >= self.config.start_iter:
                 # Workers that share sums have the same verdict. Workers of ``others`` may have seen another gradient
                 # overflow. If the step is uneven, each worker knows only whether its own part of the averages fits.
                 for other in [*self.communicator.others, *([self.communicator] if step.uneven else [])]:
-                    other.minimum(step.verdict(self._device))
-            elif not applied:
-                step.verdict(self._device).zero_()
+                    other.minimum(step.verdict(device))
         step.end()
-        # Counted by ``ended``, which is equal on all workers even if they loaded different checkpoints.
+        # Counted by ``ended``: the iteration is one of the things in which workers may differ.
         every = self.config.check_every
-        if every and step.ended % every == 0 and self._device is not None:
-            self._check_agreement(self._device, factors=True)
+        if every and step.ended % every == 0 and self._compared is not None:
+            self._check_agreement(*self._compared, factors=True)
         if self.config.planned:
             self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
 
     def finish(self) -> None:
         """End the open step if the adapter does not know its last bucket. All of its buckets are finished by now."""
-        if self.step.names and self.step.last is None:
+        if self.step.keys and self.step.last is None:
             self.end_step()
 
     def _void(self) -> None:
         """Discard the open step. The errors keep its gradients, so that the next step sends them."""
         self._under_way.clear()
-        self.step.void()
+        # Workers of other groups may not have heard of it and end the step, which is collective.
+        self.step.void(stays_open=bool(self.communicator.others))
         self.memory.drop_buckets()
 
     def connect(self, communicator: Communicator) -> None:
         """Average with other workers from the next step on. They are compared before that step."""
-        self.communicator, self._device = communicator, None
+        if self.step.keys:
+            self._void()
+        self.step.ended = 0
+        self.communicator, self._compared = communicator, None
 
-    def _check_agreement(self, device: torch.device, *, factors: bool) -> None:
+    def _check_agreement(self, device: torch.device, tensors: Tensors, *, factors: bool) -> None:
         """Check that all workers agree, with ``factors`` also on the bits of their factors. Collective."""
-        tensors = self.tensors()
         common = common_facts(self.config, tensors, self.step.iteration)
         replicated = rank_facts(self.config, tensors, self.plan)
-        compare(
-            common, replicated | (factor_facts(self.memory.buckets()) if factors else {}), self.communicator, device
-        )
+        replicated |= factor_facts(self.memory.buckets()) if factors else {}
+        compare(common, replicated, self.communicator, device)
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """Return the mean error, bases, step and plan as plain tensors and numbers. Collective.
-
-        ``mean`` averages a tensor over the workers. Default: an all-reduce.
-        """
+        """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
         self.finish()
         return self.memory.save(self.step, mean or self.communicator.mean).to_dict(self.config)
 
@@ -283,17 +284,17 @@ class Engine:
         Raises:
             ValueError: The state has another format, or belongs to another configuration or model. Nothing was changed.
         """
-        feedback = self.config.error_feedback
+        known, feedback = self.memory.sizes if tensors is None else tensors, self.config.error_feedback
         saved = SavedState.parse(state_dict, needs_errors=feedback, rename=rename)
-        known = self.memory.sizes if tensors is None else tensors
         report = saved.compare(known, complete=tensors is not None, strict=strict, feedback=feedback)
         self.plan.load_state_dict(saved.plan)
         self.step.iteration = saved.iteration
         self.step.forget()
+        self._under_way.clear()
         self.memory.load(saved.used(report, strict=strict, owner=owner))
         logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
         return report
 
-    def layout(self) -> Layout:
-        """Return all tensors in one layout, with the ranks in force."""
-        return self.plan.ranked(Layout.build(self.tensors(), self.config))
+    def layout(self, tensors: Tensors | None = None) -> Layout:
+        """Return tensors {name: shape} in one layout, with the ranks in force. Default: all tensors that are known."""
+        return self.plan.ranked(Layout.build(self.tensors() if tensors is None else tensors, self.config))

@@ -30,10 +30,14 @@ class Handle:
         """Number of finished steps. Each average of the same gradients is one step."""
         step = self._engine.step
         # If an adapter does not know which bucket is the last one, the step stays open until the next step begins.
-        return step.iteration + (bool(step.names) and step.last is None)
+        return step.iteration + (bool(step.keys) and step.last is None)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (rate, elements before, elements after) over all compressed steps. The rate is 0 before the first."""
+        """Return (rate, elements before, elements after) over the steps so far. The rate is 0 before the first.
+
+        The first ``start_iter`` steps, which average exactly, count in ``Compressor`` only. The states of the other
+        adapters count from the first compressed step on.
+        """
         before, after = self._engine.numel
         return (before / after if after else 0.0, before, after)
 

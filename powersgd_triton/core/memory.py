@@ -199,10 +199,14 @@ class Memory:
 
     def _remaining_errors(self, step: Step) -> dict[str, Tensor]:
         """Return the remaining errors. Drop those that an applied step added. Read each verdict only once."""
+        applied: dict[int, bool] = {}
         for name, (error, verdict) in list(self._remaining.items()):
             if verdict is None or step.decides(verdict):
                 continue
-            if verdict:
+            # Tensors of one step share a verdict, and reading it waits for the device.
+            if id(verdict) not in applied:
+                applied[id(verdict)] = bool(verdict)
+            if applied[id(verdict)]:
                 del self._remaining[name]
             else:
                 self._remaining[name] = error, None
@@ -258,7 +262,7 @@ class Memory:
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()}
         self._loaded = dataclasses.replace(saved, matrices=matrices)
 
-    def claim(self, worker: tuple[int, int], step: Step) -> tuple[int, int] | None:
+    def claim(self, worker: Callable[[], tuple[int, int]], step: Step) -> tuple[int, int] | None:
         """Drop loaded errors that belong to another worker. Call it before they are used.
 
         Args:
@@ -272,7 +276,7 @@ class Memory:
         if owner is None:
             return None
         self._loaded = dataclasses.replace(self._loaded, owner=None)
-        if owner == worker:
+        if owner == worker():
             return None
         self.forget_errors(step)
         return owner

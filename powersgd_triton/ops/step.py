@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ class Step:
 
     Attributes:
         iteration: Number of ended steps. Random directions depend on it.
-        ended: Number of steps ended in this process. Loading a checkpoint does not change it. Equal on all workers.
-        names: Tensors whose gradients have come in the open step. Empty if no step is open.
+        ended: Number of steps ended since the workers were compared. Loading a checkpoint does not change it.
+        keys: What has come in the open step and comes once in a step. Empty if no step is open.
         last: Whether the newest bucket is the step's last one. None if the adapter does not know. Each bucket is then
-            finished before the next one comes, and the step ends when a gradient comes again.
+            finished before the next one comes, and the step ends when a key comes again.
         workers: Number of workers whose messages are summed.
         uneven: Whether workers wrote different parts of the averages, in a dtype that an average may not fit.
         loss_scale: The loss scale that the errors follow. None if the loss is not scaled.
@@ -36,7 +36,7 @@ class Step:
 
     def __init__(self) -> None:
         self.iteration = self.ended = 0
-        self.names: set[str] = set()
+        self.keys: frozenset[Hashable] = frozenset()
         self.last: bool | None = None
         self.workers = 1
         self.uneven = False
@@ -62,11 +62,17 @@ class Step:
         """
         return None if self.loss_scale is None else self.verdict(device)
 
-    def void(self) -> None:
-        """Discard the open step: its products are not subtracted from the error buffers."""
+    def void(self, *, stays_open: bool) -> None:
+        """Discard the open step: its products are not subtracted from the error buffers.
+
+        With ``stays_open`` the step remains to be ended.
+        """
         if self._verdict is not None:
             self._verdict.zero_()
+        keys, last, uneven = self.keys, self.last, self.uneven
         self.forget()
+        if stays_open:
+            self.keys, self.last, self.uneven = keys, last, uneven
 
     def end(self) -> None:
         """Close the step and count it."""
@@ -76,7 +82,7 @@ class Step:
 
     def forget(self) -> None:
         """Close the step without counting it."""
-        self.names, self.last, self.uneven = set(), None, False
+        self.keys, self.last, self.uneven = frozenset(), None, False
         self._verdict = None
         if self.loss_scale is not None:
             self.loss_scale.forget()

@@ -82,9 +82,9 @@ class TritonBackend:
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
         bucket, table = self.bucket, self._table
-        G = self._pointers(gradients)
         parts = self._get("parts", table.q_parts_numel)
         if self._alternating:
+            G = self._pointers(gradients)
             compensate_backproject_triton(
                 table, G, self._errors(), *self._pending(step), bucket.P_hat,
                 self._launches.compensate_backproject, self._launches.backproject, out=parts,
@@ -93,7 +93,9 @@ class TritonBackend:
             bucket.compensated()
         else:
             self._orthogonalize(table.P, bucket.message_P, step, out=bucket.P_hat)
-            backproject_triton(table, self._errors() or G, bucket.P_hat, self._launches.backproject, out=parts)
+            backproject_triton(
+                table, self._errors() or self._pointers(gradients), bucket.P_hat, self._launches.backproject, out=parts
+            )
             # The same launch turns the bypass tensors of the previous message into means.
             pack_and_average_triton(
                 table, parts, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q

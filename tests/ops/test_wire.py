@@ -17,6 +17,7 @@ from tests.support.lockstep import Fleet, Values
 from tests.support.thinned import thinned
 
 NARROW = ["bfloat16", "float16", "int8", "int4"]
+WIDTHS = ["float32", *NARROW]
 FACTORS = [(3, 300, 4), (1, 5, 2), (2, 128, 3), (5, 27, 1), (1, 129, 7), (2, 1, 1), (1, 257, 33)]
 BYPASS = 37
 # Largest distance from a value to its code, in units of what the block's largest magnitude is: half a unit in the last
@@ -205,7 +206,7 @@ def zipf(seed: int, workers: int) -> list[Values]:
 
 
 @pytest.mark.parametrize("steps", [15, pytest.param(200, marks=pytest.mark.slow)])
-@thinned("name, fields, workers", NARROW, [{}, {"algorithm": "alternating"}, {"iterations": 2}], [1, 2, 3, 4])
+@thinned("name, fields, workers", WIDTHS, [{}, {"algorithm": "alternating"}, {"iterations": 2}], [1, 2, 3, 4])
 def test_conservation(name: str, fields: dict[str, Any], workers: int, steps: int):
     """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t; all workers get the same bits (which ``Fleet`` asserts)."""
     fleet = Fleet(PowerSGDConfig(rank=3, min_compression_rate=0, wire_dtype=name, **fields), SHAPES, workers)
