@@ -147,6 +147,7 @@ def loss_record(model: str, arm: str, seed: int, loss: float, sent: float, **oth
     return {**common, "loss": loss, "bytes_per_step": sent, **others}
 
 
+@pytest.mark.slow
 def test_digits_that_are_missing_are_trained_and_their_bytes_counted(losses: Path) -> None:
     steps = 3
     before = {**loss_record("digits", "torch:4", 0, 0.5, 1e4), "steps": steps}

@@ -109,14 +109,9 @@ def test_sharded_training_goes_on_from_its_checkpoint(kind: str, message_silent:
     assert seen["steps"] == (TOGETHER if kind == "fsdp2" else TOGETHER + ALONE)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        # What DDP does without the hook, which is what is expected of the hook too.
-        pytest.param(bare, marks=pytest.mark.slow, id="DDP"),
-        pytest.param(functools.partial(survive, way=several, message=3), id="hook"),
-    ],
-)
+# New processes, which import everything.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [bare, functools.partial(survive, way=several, message=3)], ids=["DDP", "hook"])
 def test_survivor_s_process_ends_normally(case: Any) -> None:
     """With Python's own shutdown, and exit code 0, which ``watch`` sees to; with DDP alone and with the hook."""
     check_told(watch(case, method="spawn"), silent=False)

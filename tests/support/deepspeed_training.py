@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tests.support.distributed import Failure
 
 WIDTH, HIDDEN, TOKENS, LENGTH, BATCH = 33, 49, 37, 8, 8
-STEPS = 15
+STEPS = 10
 FULL_RANK = {"rank": 999, "min_compression_rate": 0}
 RANK_4 = {"rank": 4}
 # What issue 6 asks for.

@@ -15,6 +15,7 @@ from tests.support.deepspeed_training import (
     BF16_LIMIT,
     FP32_LIMIT,
     RANK_4,
+    STEPS,
     Case,
     Net,
     compare,
@@ -67,7 +68,7 @@ def wide() -> Results:
 
 def check_case(results: Results, case: Case) -> None:
     for found in result(results, case.name):
-        assert len(found["plain"]) == 15
+        assert len(found["plain"]) == STEPS
         assert largest_difference(found["full rank"], found["plain"]) <= case.limit
         assert found["plain"][-1] < found["plain"][0] - 0.5, "nothing was learned"
 
