@@ -241,8 +241,9 @@ def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
         )
         return incumbent, torch_powersgd.powerSGD_hook
     options = dict(arm.options)
-    state = ours.PowerSGDState(None, options.pop("rank", 1), start_powerSGD_iter=0, module=model, **options)
-    return state, ours.powerSGD_hook
+    if "rank" in options:
+        options["matrix_approximation_rank"] = options.pop("rank")
+    return ours.PowerSGDState(None, start_powerSGD_iter=0, module=model, **options), ours.powerSGD_hook
 
 
 def _learning_rate_factor(step: int, steps: int) -> float:

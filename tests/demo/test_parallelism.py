@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from powersgd_triton.__main__ import main
 from powersgd_triton.demo import train, zero
@@ -85,3 +86,10 @@ def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
     assert main(["demo", "--parallelism", "zero1"]) == 2
     assert "pip install 'powersgd_triton[deepspeed]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["ours", "ours:4", "ours:20x", "ours:4+alternating"])
+def test_every_way_to_compress_makes_a_state(text: str) -> None:
+    model = torch.nn.Linear(256, 256)
+    state, _ = train.communication(train.Arm.parse(text, 2), model)
+    assert state.config.planned == ("20x" in text)
