@@ -30,6 +30,18 @@ def _mix(x):
 
 
 @triton.jit
+def stream_of(key, step):
+    """The stream of random values of a matrix's key and a step's number; see ``random_directions``."""
+    return _mix(_mix(key) ^ (step * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32))
+
+
+@triton.jit
+def random_values(within, stream):
+    """Values from [−1, 1), which depend only on an element's number ``within`` the factor and on the stream."""
+    return (_mix(_mix(within.to(tl.uint32)) ^ stream) >> 8).to(tl.float32) * 2.0**-23 - 1.0
+
+
+@triton.jit
 def _sum_of_parts(grams, parts, r, C: tl.constexpr):
     """Sum of parts [C, C], of which the first r rows and columns were written."""
     ranks = tl.arange(0, C)
@@ -94,14 +106,8 @@ def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
 
 @triton.jit
 def _with_random_columns(value, alive, within, stream):
-    """value [rows, C] with columns that are not alive replaced by values from [−1, 1).
-
-    They depend only on the element's number ``within`` the factor and on ``stream``, which is made of the matrix's key
-    and the step: all workers draw the same, and so do both passes.
-    """
-    bits = _mix(_mix(within.to(tl.uint32)) ^ stream)
-    random = ((bits >> 8).to(tl.float32) * 2.0**-23 - 1.0).to(tl.float64)
-    return tl.where((alive == 0)[None, :], random, value)
+    """value [rows, C] with columns that are not alive replaced by random values, the same on all workers."""
+    return tl.where((alive == 0)[None, :], random_values(within, stream).to(tl.float64), value)
 
 
 @triton.jit(do_not_specialize=["salt", "threshold", "panel", "before_first"])

@@ -11,6 +11,7 @@ from torch import Tensor
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.reference import (
     backproject_reference,
     compensate_backproject_reference,
@@ -98,6 +99,8 @@ class TorchBackend:
         if bucket.config.warm_start or not last:
             views, basis = (bucket.left, bucket.P_hat) if sent.left else (bucket.right, bucket.basis)
             _orthogonalize(bucket, views(mean), step, out=views(basis), where=self._finite)
+            if explores(bucket.config, repetition):
+                explore_reference(bucket, step.iteration, where=self._finite)
         if last:
             self._finish(gradients, step)
 

@@ -1,0 +1,60 @@
+"""Exploration: a look at the directions that no column of a basis sees.
+
+A warm-started basis holds the directions that were largest in the last steps. A gradient in other directions is not
+sent and waits in the error. If noise is larger than what waits, the basis holds noise in every step, and what waits is
+never seen: products are exactly zero in directions that are orthogonal to the basis. (Xie, Chen, Yuan: "From PowerSGD
+to PowerSGD+", arXiv:2509.11254, give such a gradient. They replace the basis by singular vectors from time to time.)
+
+Every ``config.explore_every`` steps, the last column of a matrix's basis is replaced by a random direction that is
+orthogonal to the whole basis, plus CARRY times the old column. The next product sees all that waits there, whatever the
+size of the noise, and sends a part of it. The power iteration then keeps the larger of the two. Nothing more is sent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.reference import PASSES, random_directions
+
+CARRY = 0.1
+"""Weight of the old column against a random direction of about √(m/3). If what waits has less than about a tenth of the
+old column's norm, the old column prevails, so gradients of rank at most r are still sent completely."""
+
+SMALLEST_REST = 2.0**-8
+"""If a smaller share of a random direction's squared norm is left, what is left is not orthogonal in fp32. The column
+then stays until the next time."""
+
+
+def explores(config: PowerSGDConfig, repetition: int) -> bool:
+    """Return whether a repetition of a step may explore. One a step does, and only if the next product uses its basis.
+
+    The alternating algorithm does not lock in: it projects from both sides, and what waits always reaches both bases.
+    """
+    standard = config.algorithm == "standard" and config.warm_start
+    return standard and config.explore_every > 0 and repetition == 0
+
+
+def explore_reference(bucket: Bucket, step: int, *, where: Tensor) -> None:
+    """Replace the last columns of the right bases of those matrices whose turn it is in step ``step``.
+
+    A matrix of full rank has nothing to explore. The turns of matrices depend on their keys, so that they differ.
+    ``where`` is a scalar bool. If it is False, the bases stay as they are.
+    """
+    every = bucket.config.explore_every
+    for group, keys, bases in zip(bucket.layout.groups, bucket.keys, bucket.right(bucket.basis), strict=True):
+        if group.rank >= min(group.n, group.m):
+            continue
+        chosen = (keys + step) % every == 0
+        if chosen.device.type == "cpu" and not chosen.any():
+            continue
+        # Dead columns are redrawn with the keys from ``keys`` on, so that another key gives other directions.
+        directions = random_directions(keys + PASSES, step, group.m, 1).to(bases.dtype)
+        inside = bases.mT @ directions
+        rest = directions - bases @ inside
+        size, left = directions.square().sum((1, 2), keepdim=True), rest.square().sum((1, 2), keepdim=True)
+        explored = (rest + CARRY * bases[..., -1:]) * (left + CARRY**2).rsqrt()
+        usable = where & chosen.view(-1, 1, 1) & (left > SMALLEST_REST * size)
+        bases[..., -1:] = torch.where(usable, explored, bases[..., -1:])
