@@ -29,12 +29,12 @@ then stays until the next time."""
 
 
 def explores(config: PowerSGDConfig, repetition: int) -> bool:
-    """Return whether a repetition of a step may explore. One a step does, and only if the next product uses its basis.
+    """Return whether a repetition of a step may explore: the first one, if its basis is used again and errors wait.
 
-    The alternating algorithm does not lock in: it projects from both sides, and what waits always reaches both bases.
+    The alternating algorithm does not explore. It projects from both sides, so what waits always reaches both bases.
     """
-    standard = config.algorithm == "standard" and config.warm_start
-    return standard and config.explore_every > 0 and repetition == 0
+    warm = config.algorithm == "standard" and config.warm_start
+    return warm and config.error_feedback and config.explore_every > 0 and repetition == 0
 
 
 def explore_reference(bucket: Bucket, step: int, *, where: Tensor) -> None:
