@@ -80,14 +80,15 @@ def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
         scale = tl.where(good, 1.0 / tl.sqrt(tl.where(good, left, 1.0)), 0.0)
         column = tl.where(ranks > k, column * scale, 0.0)
         row = row * scale
-        rest -= column[:, None] * column[None, :]
+        # Fused explicitly, here and below, since the compiler may not (see ``NUMERICS``): fewer registers.
+        rest = tl.fma(-column[:, None], column[None, :], rest)
         # A column that depends on this one is not eliminated exactly: the rounding errors of their inner products
         # remain, and they are large if little is left of this column itself. Such a remainder must not pass for a
         # direction: the second pass would find it dependent, too late to replace it.
         inverse_share = tl.sum(tl.where(ranks == k, size, 0.0), axis=0) * scale
         error = NOISE * inverse_share * (size + tl.abs(column) * inverse_share)
         noise += (2.0 * tl.abs(column) + error) * error
-        inverse = tl.where(i == k, row[None, :], inverse - column[:, None] * row[None, :])
+        inverse = tl.where(i == k, row[None, :], tl.fma(-column[:, None], row[None, :], inverse))
         alive = tl.where(ranks == k, good.to(tl.int32), alive)
     return inverse, alive
 
