@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.blocks import add_product, blocks, multiply
+from powersgd_triton.ops.blocks import add_product, blocks, multiply, product
 
 DEAD_COLUMN = 2.0**-22
 """If projection leaves a smaller share of a column of fp32 values than this, what is left is rounding error."""
@@ -131,7 +131,7 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
         if len(right) == 1 < parts and height:
             split = parts * height
             partial = left[0, :, :split].unflatten(1, (parts, height)).transpose(0, 1)
-            Qt[members] += (partial @ right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
+            Qt[members] += product(partial, right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
             left, right = left[:, :, split:], right[:, split:]
         if right.shape[1]:
             add_product(Qt[members], left, right)
@@ -150,7 +150,7 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdic
             # Zeroing the block and adding the product is faster than torch.bmm.
             add_product(block.zero_(), P[members, rows], Qt[members])
         else:
-            block.copy_(torch.bmm(P[members, rows], Qt[members]))
+            block.copy_(product(P[members, rows], Qt[members]))
         if look and verdict is not None:
             note_overflow(block, verdict)
 

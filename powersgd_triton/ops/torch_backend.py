@@ -10,6 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
+from powersgd_triton.ops.blocks import add_product, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.reference import (
     backproject_reference,
@@ -165,7 +166,7 @@ class TorchBackend:
         """Compute out −= product · basis, or productᵀ · basis, for the product that this step has already sent."""
         for (P, Q), basis, result in zip(self.bucket.joined(self._product), bases, out, strict=False):
             first, second = (Q, P) if left else (P, Q)
-            result.baddbmm_(first, second.mT @ basis, alpha=-1)
+            add_product(result, first, product(second.mT, basis), alpha=-1)
 
     def _message(
         self,
