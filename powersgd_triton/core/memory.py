@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size, listing
+from powersgd_triton.core.streams import Streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
@@ -20,6 +22,9 @@ from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 
 logger = logging.getLogger("powersgd_triton")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,18 +43,33 @@ class Matrix:
     bucket: Bucket
 
 
+def on_its_streams(
+    method: Callable[Concatenate[Memory, _Arguments], _Result],
+) -> Callable[Concatenate[Memory, _Arguments], _Result]:
+    """Run a method of ``Memory`` on the streams on which the memory is used, whatever stream the caller is on."""
+
+    @functools.wraps(method)
+    def run(memory: Memory, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        with memory.streams.everywhere():
+            return method(memory, *arguments, **named)
+
+    return run
+
+
 class Memory:
     """Errors and bases of one model's tensors.
 
     They belong to names and not to buckets. When DDP rebuilds its buckets, or ranks change, new buckets take them over.
 
     Attributes:
+        streams: Streams on which all of this memory is allocated and used.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.
     """
 
     def __init__(self, config: PowerSGDConfig, plan: RankPlan) -> None:
         self._config, self._plan = config, plan
+        self.streams = Streams()
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         # The backend of the bucket that each tensor was in last.
@@ -212,6 +232,7 @@ class Memory:
                 self._remaining[name] = error, None
         return {name: error for name, (error, _) in self._remaining.items()}
 
+    @on_its_streams
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
         if not self._config.error_feedback:
@@ -221,6 +242,7 @@ class Memory:
         errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
         return errors | {name: _unscaled(m.error, m.bucket) for name, m in self.matrices.items() if m.error is not None}
 
+    @on_its_streams
     def forget_errors(self, step: Step) -> None:
         """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
         self.materialize(step)
@@ -234,6 +256,7 @@ class Memory:
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
+    @on_its_streams
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
         self.materialize(step)
@@ -259,7 +282,10 @@ class Memory:
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
         self.matrices, self.sizes, self._backends, self._remaining = {}, {}, {}, {}
-        matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()}
+        with self.streams.on(*{part.device for parts in saved.matrices.values() for part in parts.values()}):
+            matrices = {
+                name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()
+            }
         self._loaded = dataclasses.replace(saved, matrices=matrices)
 
     def claim(self, worker: Callable[[], tuple[int, int]], step: Step) -> tuple[int, int] | None:
