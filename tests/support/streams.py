@@ -130,17 +130,18 @@ def stream_machine(*, own: bool = True) -> Iterator[StreamMachine]:
     """Run the block on the streams of a ``StreamMachine``. Without ``own``, engines work on their callers' streams."""
     machine = StreamMachine()
 
-    class Future(torch.futures.Future):
-        def set_result(self, result: Any) -> None:
-            machine.futures.append(machine.current.clock.copy())
-            super().set_result(result)
+    set_result = torch.futures.Future.set_result
+
+    def noted(future: torch.futures.Future[Any], result: Any) -> None:
+        machine.futures.append(machine.current.clock.copy())
+        set_result(future, result)
 
     with (
         mock.patch.object(streams, "has_streams", return_value=own),
         mock.patch.object(torch.cuda, "Stream", machine.create),
         mock.patch.object(torch.cuda, "current_stream", machine.stream),
         mock.patch.object(torch.cuda, "stream", machine.on),
-        mock.patch.object(torch.futures, "Future", Future),
+        mock.patch.object(torch.futures.Future, "set_result", noted),
         machine,
     ):
         yield machine
