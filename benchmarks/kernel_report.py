@@ -105,22 +105,23 @@ def _launches(
     factor = torch.zeros(2 * n * rank + 8)
     wide = torch.zeros(64 * 1024, dtype=torch.float64)
     flag, scalar = torch.ones((), dtype=torch.int32), torch.ones(())
+    verdict, count = torch.ones(2, dtype=torch.int64).unbind()
     names = [str(t).removeprefix("torch.") for t in (G_dtype, M_dtype)]
     label = f"rank {rank}, {names[0]}/{names[1]}{', unaligned' if unaligned else ''}"
     with _recording() as recorded:
         compensate_project.compensate_project_triton(
-            table, G, M, factor, factor, scalar, scalar, factor, launches.compensate_project, out=factor
+            table, G, M, factor, factor, verdict, scalar, factor, launches.compensate_project, out=factor
         )
         compensate_backproject.compensate_backproject_triton(
-            table, G, M, factor, factor, scalar, scalar, factor,
+            table, G, M, factor, factor, verdict, scalar, factor,
             launches.compensate_backproject, launches.backproject, out=factor,
         )  # fmt: skip
         if M_dtype == torch.float32:
             compensate_project.compensate_project_triton(
-                table, G, None, factor, factor, scalar, scalar, factor, launches.compensate_project, out=factor
+                table, G, None, factor, factor, verdict, scalar, factor, launches.compensate_project, out=factor
             )
             reconstruct.reconstruct_triton(
-                table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G, verdict=scalar
+                table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G, verdict=verdict
             )
             pack.pack_triton(table.pack_P, factor, G, flag, own=None, message=factor)
             pack.pack_triton(table.pack_left, factor, G, flag, own=factor, message=factor)
@@ -128,13 +129,13 @@ def _launches(
             backproject.backproject_triton(table, M, factor, launches.backproject, out=factor)
         if not unaligned:
             commit.commit_triton(
-                table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=scalar
+                table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=verdict
             )  # fmt: skip
         if factors_too:
             pack.pack_and_average_triton(table, factor, factor, 2, flag, own=factor, message=factor)
             grams = wide.view(-1, 1, launches.gram.panel**2)
             orthogonalize.orthogonalize_triton(
-                table.P, factor, rank, 0, 0.0, launches.gram, launches.orthogonalize,
+                table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=grams, finite=flag, out=factor,
             )  # fmt: skip
     yield from _different(recorded, label)

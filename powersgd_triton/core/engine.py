@@ -14,6 +14,7 @@ from powersgd_triton.comm.agreement import compare
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.comm.exchange import sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core import capture
 from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, rank_facts
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
@@ -80,6 +81,7 @@ class Engine:
 
         Raises:
             DisagreementError: Workers have different configurations or tensors. Nothing was changed.
+            RuntimeError: The step is captured in a CUDA graph, which is not possible for it. Nothing was changed.
         """
         if self._compared is None:
             tensors = self.tensors() or {segment.name: segment.shape for segment in layout.segments}
@@ -91,6 +93,7 @@ class Engine:
             if self.step.keys:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
+        capture.start(self.config, self.memory, self.step, layout, device)
         self.step.keys |= keys
         self.step.last = last
         return self.step.iteration >= self.config.start_iter
@@ -242,7 +245,9 @@ class Engine:
         self._under_way.clear()
         with self.memory.streams.everywhere():
             # Workers of other groups may not have heard of it and end the step, which is collective.
-            self.step.void(stays_open=bool(self.communicator.others))
+            renewed = self.step.void(stays_open=bool(self.communicator.others))
+        if renewed is not None:
+            self.memory.renew_verdict(*renewed)
         self.memory.drop_buckets()
 
     def connect(self, communicator: Communicator) -> None:

@@ -92,10 +92,8 @@ class Memory:
             RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
             ValueError: The configured backend cannot be used.
         """
-        known = self._backends.get(layout.segments[0].name)
-        # Since the last step, another bucket may have taken one of the tensors.
-        unchanged = all(self._backends.get(segment.name) is known for segment in layout.segments)
-        if known is not None and known.bucket.layout is layout and unchanged:
+        known = self._known(layout)
+        if known is not None:
             return known
         for segment in layout.compressed:
             saved = self._loaded.tensors
@@ -126,6 +124,17 @@ class Memory:
                 if "error" in parts and self._config.error_feedback:
                     self._remaining[segment.name] = parts["error"].to(device), None
         return backend
+
+    def _known(self, layout: Layout) -> Backend | None:
+        """Return the backend of the bucket with this layout if it had all of its tensors in their last steps."""
+        known = self._backends.get(layout.segments[0].name)
+        # Since the last step, another bucket may have taken one of the tensors.
+        unchanged = all(self._backends.get(segment.name) is known for segment in layout.segments)
+        return known if known is not None and known.bucket.layout is layout and unchanged else None
+
+    def is_settled(self, layout: Layout) -> bool:
+        """Return whether the next step of this bucket does the same as its steps from then on."""
+        return self._known(self._plan.layout(layout)) is not None and not self._remaining
 
     def _error_buffers(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Parts | None:
         """Return the known error buffers {name: [n, m]}, and zeros for new matrices. None without error feedback."""
@@ -186,13 +195,12 @@ class Memory:
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
-    def materialize(self, step: Step, buckets: Iterable[Bucket] | None = None) -> None:
+    def materialize(self, step: Step, buckets: Iterable[Bucket]) -> None:
         """Turn error buffers into E: subtract the pending products, and divide by the loss scale.
 
         Products of the open step are not subtracted, since it is not known yet whether the step is applied.
-        ``buckets`` selects the error buffers. Default: all.
         """
-        for bucket in {matrix.bucket for matrix in self.matrices.values()} if buckets is None else buckets:
+        for bucket in buckets:
             if not step.decides(bucket.applied):
                 bucket.materialize()
 
@@ -232,23 +240,42 @@ class Memory:
                 self._remaining[name] = error, None
         return {name: error for name, (error, _) in self._remaining.items()}
 
+    def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
+        """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""
+        for matrix in self.matrices.values():
+            if matrix.bucket.applied is verdict:
+                matrix.bucket.applied = copy
+        self._remaining = {
+            name: (error, copy if decided is verdict else decided) for name, (error, decided) in self._remaining.items()
+        }
+
     @on_its_streams
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
         if not self._config.error_feedback:
             return {}
-        self.materialize(step)
         errors = {name: parts["error"].clone() for name, parts in self._loaded.matrices.items()}
         errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
-        return errors | {name: _unscaled(m.error, m.bucket) for name, m in self.matrices.items() if m.error is not None}
+        return errors | self._errors(step)
+
+    def _errors(self, step: Step, *, wide: bool = False) -> Parts:
+        """Return copies of the errors of all matrices that are in buckets."""
+        found: Parts = {}
+        for bucket in {matrix.bucket: None for matrix in self.matrices.values()}:
+            errors = bucket.errors(step, wide=wide)
+            # Another bucket may have taken over some of the matrices.
+            found |= {name: error for name, error in errors.items() if self.matrices[name].bucket is bucket}
+        return found
 
     @on_its_streams
-    def forget_errors(self, step: Step) -> None:
+    def forget_errors(self) -> None:
         """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
-        self.materialize(step)
         for matrix in self.matrices.values():
             if matrix.error is not None:
                 matrix.error.zero_()
+            if matrix.bucket.applied is not None:
+                # Nothing is to be subtracted any more, also in the replay of a step.
+                matrix.bucket.applied.zero_()
         for parts in self._loaded.matrices.values():
             if "error" in parts:
                 parts["error"].zero_()
@@ -259,19 +286,16 @@ class Memory:
     @on_its_streams
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
-        self.materialize(step)
-        loaded = self._loaded
+        loaded, errors = self._loaded, self._errors(step, wide=True)
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in loaded.matrices.items()}
         if loaded.own:
             for name in sorted(name for name, parts in matrices.items() if "error" in parts):
                 matrices[name]["error"] = mean(matrices[name]["error"])
         for name in sorted(self.matrices):
-            matrix = self.matrices[name]
-            matrices[name] = {key: basis.clone() for key, basis in matrix.bases.items()}
-            if matrix.error is not None:
+            matrices[name] = {key: basis.clone() for key, basis in self.matrices[name].bases.items()}
+            if name in errors:
                 # A mean of 16-bit values does not fit 16 bits in general.
-                wide = torch.promote_types(matrix.error.dtype, torch.float32)
-                matrices[name]["error"] = mean(_unscaled(matrix.error.to(wide), matrix.bucket))
+                matrices[name]["error"] = mean(errors[name])
         for name, error in sorted(self._remaining_errors(step).items()):
             matrices[name] = {"error": mean(error.clone())}
         # The sizes with which each tensor was compressed last: in this run, or in the run that saved the loaded state.
@@ -288,12 +312,11 @@ class Memory:
             }
         self._loaded = dataclasses.replace(saved, matrices=matrices)
 
-    def claim(self, worker: Callable[[], tuple[int, int]], step: Step) -> tuple[int, int] | None:
+    def claim(self, worker: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
         """Drop loaded errors that belong to another worker. Call it before they are used.
 
         Args:
             worker: (index, world size) of this worker.
-            step: Step under way.
 
         Returns:
             (index, world size) of the worker whose errors were dropped. None if none were dropped.
@@ -304,7 +327,7 @@ class Memory:
         self._loaded = dataclasses.replace(self._loaded, owner=None)
         if owner == worker():
             return None
-        self.forget_errors(step)
+        self.forget_errors()
         return owner
 
 
@@ -319,8 +342,3 @@ def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[
         basis[:, : saved.shape[1]] = saved.to(basis)
         complete &= before >= after
     return complete
-
-
-def _unscaled(error: Tensor, bucket: Bucket) -> Tensor:
-    """Return a copy of a bucket's error buffer without the loss scale."""
-    return error.clone() if bucket.scale is None else error / bucket.scale

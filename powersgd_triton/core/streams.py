@@ -60,6 +60,11 @@ class Streams:
                 caller.wait_stream(own)
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return whether work on the device is captured in a CUDA graph instead of run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def has_streams(device: torch.device) -> bool:
     """Return whether work on the device is enqueued on streams."""
     return device.type == "cuda"

@@ -71,7 +71,7 @@ def commit_triton(
         finite: int32 scalar on the device.
         basis: fp32, flat.
         message: the second message, fp32.
-        verdict: fp32 scalar on the device.
+        verdict: scalar on the device.
     """
     factor_programs = -(-message.numel() // COPY_BLOCK)
     feedback = M is not None and bool(table.matrices)

@@ -102,7 +102,7 @@ def compensate_project_triton(
         G: gradients of fp32, bf16 or fp16.
         M: error buffers of fp32 or bf16, updated; None for M = G.
         P_prev, Q_prev, Q: all matrices' factors, fp32, flat.
-        applied: fp32 scalar on the device, 0 where the product was never applied.
+        applied: scalar on the device, 0 where the product was never applied.
         growth: fp32 scalar on the device by which the loss scale has grown since M was written.
         launch: tile, warps and stages.
         out: fp32, ``table.p_parts_numel`` elements: each split's part of each P [n, r].

@@ -96,7 +96,7 @@ def reconstruct_triton(
         entries: the table that it was packed by, ``pack_P`` or ``pack_left``.
         launch: tile, warps and stages.
         out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
-        verdict: fp32 scalar on the device, set to 0 where an element of ``out`` is not finite.
+        verdict: scalar on the device, set to 0 where an element of ``out`` is not finite.
     """
     programs = len(table.row_tiles) + table.bypass_programs
     if not programs:

@@ -112,6 +112,8 @@ class BucketTable:
         self.rank = max((matrix.r for matrix in matrices), default=0)
         self.uniform_rank = 0 if any_rank or any(matrix.r != self.rank for matrix in matrices) else self.rank
         self._pointers: dict[tuple[Any, ...], Pointers] = {}
+        # Those that a CUDA graph uses, also later.
+        self._captured: list[Pointers] = []
 
         # The sum of one tile's program is split until all programs together have about ``area`` elements each.
         area = sum(matrix.n * matrix.m for matrix in matrices) // PROGRAMS
@@ -179,10 +181,18 @@ class BucketTable:
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
         key = (tensors[0].dtype if tensors else None, addresses)
         known = self._pointers.pop(key, None)
-        if known is not None:
-            # Last in the dictionary, so that what was not used for longest is first.
-            self._pointers[key] = known
-            return known
+        if known is None:
+            known = self._find(tensors, addresses, bypass)
+            if len(self._pointers) >= POINTERS:
+                self._pointers.pop(next(iter(self._pointers)))
+        # Last in the dictionary, so that what was not used for longest is first.
+        self._pointers[key] = known
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.append(known)
+        return known
+
+    def _find(self, tensors: Sequence[Tensor], addresses: Sequence[int], bypass: bool) -> Pointers:
+        """Check the tensors and upload where they lie."""
         sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
@@ -202,11 +212,8 @@ class BucketTable:
             raise ValueError(f"tensors must start at multiples of their elements' {size} bytes")
         matrices = addresses[: len(self.matrices)]
         vector = math.gcd(*(address // size for address in matrices), *(matrix.m for matrix in self.matrices), VECTOR)
-        pointers = Pointers(dtype, integers([addresses], len(addresses), torch.int64, self.device), vector)
-        if len(self._pointers) >= POINTERS:
-            self._pointers.pop(next(iter(self._pointers)))
-        self._pointers[key] = pointers
-        return pointers
+        host = on_host([addresses], len(addresses), torch.int64, self.device)
+        return Pointers(dtype, host.to(self.device, non_blocking=True), vector, host)
 
     def _bypass_rows(self, message: int) -> list[PackRow]:
         """Rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
@@ -240,8 +247,13 @@ class BucketTable:
 
 def integers(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table on the device, by a copy that does not wait for it."""
+    return on_host(rows, columns, dtype, device).to(device, non_blocking=True)
+
+
+def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A table on the host, from where it can be copied to the device without waiting."""
     host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return host if device.type == "cpu" else host.pin_memory()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,11 +268,13 @@ class Pointers:
         addresses: int64 [1, number], in bytes.
         vector: the largest number up to ``VECTOR`` such that all rows of all matrices start at multiples of so many
             elements. Kernels are compiled for it: 4 of fp32 or 8 of 16 bits make accesses of 16 bytes.
+        host: where the addresses were copied from. A CUDA graph in which they were copied does so in each replay.
     """
 
     dtype: torch.dtype
     addresses: Tensor
     vector: int
+    host: Tensor
 
 
 def _check(matrix: Matrix) -> None:

@@ -58,7 +58,8 @@ def train(machine: StreamMachine, config: PowerSGDConfig) -> None:
     for _ in range(2):
         training.step()
         training.join()
-    engine.memory.forget_errors(engine.step)
+    training.step()
+    engine.memory.forget_errors()
     training.step()
     engine.load_state_dict(engine.state_dict(), None)
     training.join()
