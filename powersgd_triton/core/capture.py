@@ -22,6 +22,7 @@ def start(config: PowerSGDConfig, memory: Memory, step: Step, layout: Layout, de
     if obstacle is not None:
         raise RuntimeError(f"this step cannot be captured in a CUDA graph: {obstacle}")
     if not step.keys:
+        memory.note_capture(captured=captured)
         with memory.streams.everywhere():
             renewed = step.start(captured=captured)
         if renewed is not None:

@@ -245,9 +245,7 @@ class Engine:
         self._under_way.clear()
         with self.memory.streams.everywhere():
             # Workers of other groups may not have heard of it and end the step, which is collective.
-            renewed = self.step.void(stays_open=bool(self.communicator.others))
-        if renewed is not None:
-            self.memory.renew_verdict(*renewed)
+            self.step.void(stays_open=bool(self.communicator.others), captured=self.memory.undo_capture())
         self.memory.drop_buckets()
 
     def connect(self, communicator: Communicator) -> None:

@@ -17,7 +17,7 @@ from powersgd_triton.core.streams import Streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
-from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.bucket import Bucket, Product
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 
@@ -78,6 +78,7 @@ class Memory:
         self._loaded = SavedState()
         # Errors of tensors that are no longer compressed, each with the verdict of the step that added it, if any.
         self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._before_capture: dict[Bucket, tuple[Tensor | None, Product]] = {}
         self._workspace: Workspace = {}
         self._choices: set[tuple[str, str]] = set()
 
@@ -239,6 +240,18 @@ class Memory:
             else:
                 self._remaining[name] = error, None
         return {name: error for name, (error, _) in self._remaining.items()}
+
+    def note_capture(self, *, captured: bool) -> None:
+        """Note what is pending before a step, if the step is ``captured``."""
+        buckets = {matrix.bucket for matrix in self.matrices.values()} if captured else set()
+        self._before_capture = {bucket: (bucket.applied, bucket.product) for bucket in buckets}
+
+    def undo_capture(self) -> bool:
+        """Restore what was pending before the last step, if it was captured: nothing has run. Return whether it was."""
+        before, self._before_capture = self._before_capture, {}
+        for bucket, (applied, product) in before.items():
+            bucket.applied, bucket.product = applied, product
+        return bool(before)
 
     def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
         """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""

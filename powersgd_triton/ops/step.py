@@ -50,8 +50,6 @@ class Step:
         self._rows: list[Tensor] = []
         self._first_row: tuple[torch.device, int] | None = None
         self._captured = False
-        # (verdict of the last step, its copy), while a step is captured.
-        self._renewed: tuple[Tensor, Tensor] | None = None
 
     @property
     def iteration(self) -> int:
@@ -85,9 +83,7 @@ class Step:
         before = row.clone()
         # [verdict, number] ← [1, number + 1], in one launch.
         torch.addcmul(self._ones, row, self._indices, out=row)
-        renewed = self._last.verdict, before[0]
-        self._renewed = renewed if captured else None
-        return renewed
+        return self._last.verdict, before[0]
 
     def verdict(self, device: torch.device) -> Tensor:
         """Return a scalar on ``device`` that all buckets of a step share: 1, or 0 once a bucket is not finite."""
@@ -119,23 +115,18 @@ class Step:
         """
         return None if self.loss_scale is None else self.verdict(device)
 
-    def void(self, *, stays_open: bool) -> tuple[Tensor, Tensor] | None:
+    def void(self, *, stays_open: bool, captured: bool = False) -> None:
         """Discard the open step: its products are not subtracted from the error buffers.
 
-        With ``stays_open`` the step remains to be ended.
-
-        Returns:
-            (copy, verdict of the last step) if a capture was interrupted: nothing has run on the device, so the copy
-            was not made and the verdict still holds. Else None.
+        With ``stays_open`` the step remains to be ended. If it was ``captured``, nothing has run on the device, and the
+        verdict there is still that of the step before.
         """
-        renewed = None if self._renewed is None else self._renewed[::-1]
-        if self._scalars is not None:
+        if self._scalars is not None and not captured:
             self._scalars.verdict.zero_()
         keys, last, uneven = self.keys, self.last, self.uneven
         self.forget()
         if stays_open:
             self.keys, self.last, self.uneven = keys, last, uneven
-        return renewed
 
     def end(self) -> None:
         """Close the step and count it."""
@@ -146,7 +137,7 @@ class Step:
     def forget(self) -> None:
         """Close the step without counting it."""
         self.keys, self.last, self.uneven = frozenset(), None, False
-        self._scalars = self._renewed = None
+        self._scalars = None
         if self.loss_scale is not None:
             self.loss_scale.forget()
 

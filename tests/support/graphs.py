@@ -73,7 +73,8 @@ class FakeGraph(TorchDispatchMode):
         for tensor in [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]:
             if self._is_new(tensor):
                 storage = tensor.untyped_storage()
-                whole = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (storage.nbytes() // tensor.itemsize,))
+                numel = storage.nbytes() // tensor.itemsize
+                whole = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (numel,), (1,))
                 self._before[storage._cdata] = whole, whole.clone()
 
 
@@ -86,9 +87,10 @@ def captured(memory: list[torch.Tensor]) -> Iterator[FakeGraph]:
         graph.note_kernel(lambda: launch(executor, *args, **kwargs), args)
 
     with (
+        contextlib.ExitStack() as stack,
         mock.patch.object(captures, "is_captured", return_value=True),
         mock.patch.object(interpreter.GridExecutor, "__call__", noted),
         graph,
     ):
+        stack.callback(graph.undo)
         yield graph
-    graph.undo()
