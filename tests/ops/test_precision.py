@@ -39,17 +39,17 @@ def low_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def averages(dtype: torch.dtype, **fields: Any) -> dict[str, Tensor]:
+def averages(dtype: torch.dtype, device: str = "cpu", **fields: Any) -> dict[str, Tensor]:
     """Averages, a part of one, and errors after some steps."""
-    compressor = Compressor(everything(3, backend="torch", **fields), SHAPES)
+    compressor = Compressor(everything(3, **{"backend": "torch", **fields}), SHAPES)
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Tensor] = {}
     for step in range(3):
-        gradients = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+        gradients = {n: torch.randn(shape, generator=generator).to(device, dtype) for n, shape in SHAPES.items()}
         compressed = compressor.compress(gradients)
-        part = torch.empty(700, dtype=dtype)
+        part = torch.empty(700, dtype=dtype, device=device)
         reconstruct_ranges(compressed.backend.bucket, {"weight": (13, part)}, None)
-        rows = torch.empty(800)
+        rows = torch.empty(800, device=device)
         reconstruct_ranges(compressed.backend.bucket, {"weight": (40, rows)}, None)
         averaged = compressor.decompress(compressed)
         assert isinstance(averaged, dict)
@@ -65,6 +65,19 @@ def test_bits_do_not_depend_on_what_is_allowed(fields: dict[str, Any], dtype: to
     expected = averages(dtype, **fields)
     with allowing():
         assert same_bits(averages(dtype, **fields), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_bits_do_not_depend_on_what_is_allowed_on_a_gpu(backend: str):
+    expected = averages(torch.float32, "cuda", backend=backend)
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+    try:
+        with torch.autocast("cuda", torch.float16):
+            assert same_bits(averages(torch.float32, "cuda", backend=backend), expected)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("allowed", ["tf32", "none", "ieee"])
