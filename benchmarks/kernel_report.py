@@ -29,7 +29,6 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from powersgd_triton.kernels import (
     backproject,
@@ -60,16 +59,6 @@ MODULES = (
     *(compensate_project, compensate_backproject, backproject, reconstruct),
     *(pack, commit, gram, subtract, orthogonalize, wire),
 )
-TYPES = {
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
 
 
 @dataclasses.dataclass
@@ -78,7 +67,7 @@ class Variant:
 
     kernel: Any
     arguments: dict[str, Any]
-    options: dict[str, int]
+    options: dict[str, Any]
     label: str
 
 
@@ -116,22 +105,23 @@ def _launches(
     factor = torch.zeros(2 * n * rank + 8)
     wide = torch.zeros(64 * 1024, dtype=torch.float64)
     flag, scalar = torch.ones((), dtype=torch.int32), torch.ones(())
+    verdict, count = torch.ones(2, dtype=torch.int64).unbind()
     names = [str(t).removeprefix("torch.") for t in (G_dtype, M_dtype)]
     label = f"rank {rank}, {names[0]}/{names[1]}{', unaligned' if unaligned else ''}"
     with _recording() as recorded:
         compensate_project.compensate_project_triton(
-            table, G, M, factor, factor, scalar, scalar, factor, launches.compensate_project, out=factor
+            table, G, M, factor, factor, verdict, scalar, factor, launches.compensate_project, out=factor
         )
         compensate_backproject.compensate_backproject_triton(
-            table, G, M, factor, factor, scalar, scalar, factor,
+            table, G, M, factor, factor, verdict, scalar, factor,
             launches.compensate_backproject, launches.backproject, out=factor,
         )  # fmt: skip
         if M_dtype == torch.float32:
             compensate_project.compensate_project_triton(
-                table, G, None, factor, factor, scalar, scalar, factor, launches.compensate_project, out=factor
+                table, G, None, factor, factor, verdict, scalar, factor, launches.compensate_project, out=factor
             )
             reconstruct.reconstruct_triton(
-                table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G, verdict=scalar
+                table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G, verdict=verdict
             )
             pack.pack_triton(table.pack_P, factor, G, flag, own=None, message=factor)
             pack.pack_triton(table.pack_left, factor, G, flag, own=factor, message=factor)
@@ -139,13 +129,13 @@ def _launches(
             backproject.backproject_triton(table, M, factor, launches.backproject, out=factor)
         if not unaligned:
             commit.commit_triton(
-                table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=scalar
+                table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=verdict
             )  # fmt: skip
         if factors_too:
             pack.pack_and_average_triton(table, factor, factor, 2, flag, own=factor, message=factor)
             grams = wide.view(-1, 1, launches.gram.panel**2)
             orthogonalize.orthogonalize_triton(
-                table.P, factor, rank, 0, 0.0, launches.gram, launches.orthogonalize,
+                table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=grams, finite=flag, out=factor,
             )  # fmt: skip
     yield from _different(recorded, label)
@@ -171,7 +161,8 @@ def _different(recorded: Sequence[Variant], label: str) -> Iterator[Variant]:
     """Launches that are compiled apart, with a label."""
     seen = set()
     for variant in recorded:
-        key = (variant.kernel.__name__, *(str(_type(value)) for value in variant.arguments.values()))
+        kinds = [v.dtype if isinstance(v, torch.Tensor) else v for v in variant.arguments.values()]
+        key = (variant.kernel.__name__, *map(str, kinds))
         if key not in seen:
             seen.add(key)
             yield dataclasses.replace(variant, label=label)
@@ -188,7 +179,7 @@ def _recording() -> Iterator[list[Variant]]:
 
         def __getitem__(self, grid: Any) -> Any:
             def launch(*arguments: Any, **named: Any) -> None:
-                options: dict[str, int] = {k: named.pop(k) for k in ("num_warps", "num_stages") if k in named}
+                options = {name: named.pop(name) for name in named.keys() - set(self.kernel.arg_names)}
                 values: dict[str, Any] = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
                 recorded.append(Variant(self.kernel, values, options, ""))
 
@@ -201,39 +192,43 @@ def _recording() -> Iterator[list[Variant]]:
         yield recorded
 
 
-def _type(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return f"*{TYPES[value.dtype]}"
-    return value
+class Driver:
+    """What Triton asks of a driver in order to compile a launch without running it."""
+
+    def __init__(self, arch: str) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self._arch]
+
+    def get_current_device(self) -> str:
+        # Triton keeps compiled kernels by device.
+        return self._arch
+
+    def get_current_stream(self, device: str) -> int:  # noqa: ARG002
+        return 0
 
 
 def compile_variant(variant: Variant, arch: str) -> dict[str, Any]:
     """Compile for an architecture and read the result."""
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(variant.kernel.params):
-        value = variant.arguments[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _type(value)
-            if not parameter.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": 4, **variant.options}
-    compiled = triton.compile(source, target=TARGETS[arch], options={**options, "enable_fp_fusion": True})
+    triton.runtime.driver.set_active(Driver(arch))
+    # What Triton assumes of each argument is its own decision here, as in a launch: it depends on the argument's
+    # address, value and size, and differs between NVIDIA and AMD.
+    compiled = variant.kernel.warmup(grid=(1,), **variant.arguments, **variant.options)
     found = _read_amd(compiled) if arch.startswith("gfx") else _read_nvidia(compiled)
+    constants = variant.arguments
     return {
         "kernel": variant.kernel.__name__.strip("_").removesuffix("_kernel"),
         "architecture": arch,
         "variant": variant.label,
         "vector": constants.get("VEC"),
-        "compensate": bool(variant.arguments.get("COMPENSATE", False)),
+        "compensate": bool(constants.get("COMPENSATE", False)),
         **{name: constants[name] for name in ("C", "BLOCK_ROWS", "BLOCK_COLS") if name in constants},
-        **options,
+        "num_warps": 4,
+        **variant.options,
         **found,
+        "aligned_arguments": len(re.findall(r"%\w+: [^%]*tt.divisibility = 16", compiled.asm["ttir"])),
+        "small_arguments": len(re.findall(r"%\w+: [^%]*tt.pointer_range = 32", compiled.asm["ttir"])),
     }
 
 

@@ -159,7 +159,8 @@ class Compressor(Handle):
         contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
         if named:
             decides = self._engine.step.loss_scale is not None and not self._written
-            compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
+            with self._engine.memory.streams.on(compressed.verdict.device):
+                compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
             self._written = True
         for name, tensor in named.items():
             if contiguous[name].data_ptr() != tensor.data_ptr():

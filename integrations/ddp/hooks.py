@@ -1,10 +1,9 @@
 """The communication hooks, which DDP calls with each bucket of gradients."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -105,7 +104,13 @@ def _average(
     if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
-    with _side_stream(state, buffer) as future:
+    # DDP waits for the Future instead of the stream.
+    with engine.memory.streams.on(buffer.device, join=False):
+        # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if buffer.is_cuda:
+            # The allocator must not reuse the buffer's memory before this stream is done with it.
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
         compressing = engine.begin(layout, buffer.device, keys=(bucket.index(),), last=last)
         step, first = state.iter, bucket.index() == 0
         if not compressing:
@@ -125,22 +130,6 @@ def _average(
         if last and state.iter == state.config.start_iter:
             logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
-
-
-@contextlib.contextmanager
-def _side_stream(state: PowerSGDState, buffer: Tensor) -> Iterator[torch.futures.Future[torch.Tensor]]:
-    """Yield the bucket's Future. On CUDA, enqueue the work inside this block on a stream of the state's own."""
-    if not buffer.is_cuda:
-        yield torch.futures.Future()
-        return
-    stream = state._streams.setdefault(buffer.device, torch.cuda.Stream(buffer.device))
-    # The gradients are computed on the current stream.
-    stream.wait_stream(torch.cuda.current_stream(buffer.device))
-    # The allocator must not reuse the buffer's memory before the side stream is done with it.
-    buffer.record_stream(stream)
-    with torch.cuda.stream(stream):
-        # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
-        yield torch.futures.Future(devices=[buffer.device])
 
 
 def _log_statistics(state: PowerSGDState, step: int) -> None:

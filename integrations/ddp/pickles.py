@@ -49,7 +49,7 @@ def check_owner(engine: Engine) -> None:
     def worker() -> tuple[int, int]:
         return engine.communicator.index, engine.communicator.world_size
 
-    owner = engine.memory.claim(worker, engine.step)
+    owner = engine.memory.claim(worker)
     if owner is not None:
         logger.warning(
             "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds only "

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -140,7 +139,6 @@ class PowerSGDState(Handle):
         super().__init__(Engine(config, Communicator(process_group), lambda: names.shapes() or {}))
         self._names = names
         self._layouts: dict[tuple[str, ...], Layout] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

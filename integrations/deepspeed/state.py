@@ -161,7 +161,7 @@ class DeepSpeedState(Handle):
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""
-        self._engine.memory.forget_errors(self._engine.step)
+        self._engine.memory.forget_errors()
         self._engine.step.forget()
 
     def _sizes(self) -> dict[str, Size]:

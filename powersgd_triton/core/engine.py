@@ -14,6 +14,7 @@ from powersgd_triton.comm.agreement import compare
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.comm.exchange import sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core import capture
 from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, rank_facts
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
@@ -80,6 +81,7 @@ class Engine:
 
         Raises:
             DisagreementError: Workers have different configurations or tensors. Nothing was changed.
+            RuntimeError: The step is captured in a CUDA graph, which is not possible for it. Nothing was changed.
         """
         if self._compared is None:
             tensors = self.tensors() or {segment.name: segment.shape for segment in layout.segments}
@@ -91,6 +93,7 @@ class Engine:
             if self.step.keys:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
+        capture.start(self.config, self.memory, self.step, layout, device)
         self.step.keys |= keys
         self.step.last = last
         return self.step.iteration >= self.config.start_iter
@@ -186,22 +189,23 @@ class Engine:
         enqueues them. So they do if no later bucket of the step is expected.
         """
         to_the_end = self.step.last is not False or device.type != "cpu"
-        try:
-            next(bucket)
-            # ``next`` returns its default, ``self``, when a bucket is done.
-            older, self._under_way = self._under_way, collections.deque()
-            self._under_way.extend(steps for steps in older if next(steps, self) is not self)
-            self._under_way.append(bucket)
-            while to_the_end and self._under_way:
-                steps = self._under_way.popleft()
-                if next(steps, self) is not self:
-                    self._under_way.append(steps)
-        except BaseException:
-            # A peer may be gone, so do not wait for collectives under way.
-            self._void()
-            raise
-        if self.step.last:
-            self.end_step()
+        with self.memory.streams.on(device):
+            try:
+                next(bucket)
+                # ``next`` returns its default, ``self``, when a bucket is done.
+                older, self._under_way = self._under_way, collections.deque()
+                self._under_way.extend(steps for steps in older if next(steps, self) is not self)
+                self._under_way.append(bucket)
+                while to_the_end and self._under_way:
+                    steps = self._under_way.popleft()
+                    if next(steps, self) is not self:
+                        self._under_way.append(steps)
+            except BaseException:
+                # A peer may be gone, so do not wait for collectives under way.
+                self._void()
+                raise
+            if self.step.last:
+                self.end_step()
 
     def end_step(self, *, applied: bool | None = None) -> None:
         """End the open step. Collective if workers have to agree on the verdict, on their state, or on ranks.
@@ -213,21 +217,23 @@ class Engine:
             DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
         """
         step, device = self.step, self._compared[0] if self._compared is not None else None
-        if step.keys and device is not None:
-            if applied is False:
-                step.verdict(device).zero_()
-            elif applied is None and step.iteration >= self.config.start_iter:
-                # Workers that share sums have the same verdict. Workers of ``others`` may have seen another gradient
-                # overflow. If the step is uneven, each worker knows only whether its own part of the averages fits.
-                for other in [*self.communicator.others, *([self.communicator] if step.uneven else [])]:
-                    other.minimum(step.verdict(device))
-        step.end()
-        # Counted by ``ended``: the iteration is one of the things in which workers may differ.
-        every = self.config.check_every
-        if every and step.ended % every == 0 and self._compared is not None:
-            self._check_agreement(*self._compared, factors=True)
-        if self.config.planned:
-            self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
+        with self.memory.streams.everywhere():
+            if step.keys and device is not None:
+                if applied is False:
+                    step.verdict(device).zero_()
+                elif applied is None and step.iteration >= self.config.start_iter:
+                    # Workers that share sums have the same verdict. Workers of ``others`` may have seen another
+                    # gradient overflow. If the step is uneven, each worker knows only whether its own part of the
+                    # averages fits.
+                    for other in [*self.communicator.others, *([self.communicator] if step.uneven else [])]:
+                        other.minimum(step.verdict(device))
+            step.end()
+            # Counted by ``ended``: the iteration is one of the things in which workers may differ.
+            every = self.config.check_every
+            if every and step.ended % every == 0 and self._compared is not None:
+                self._check_agreement(*self._compared, factors=True)
+            if self.config.planned:
+                self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
 
     def finish(self) -> None:
         """End the open step if the adapter does not know its last bucket. All of its buckets are finished by now."""
@@ -237,8 +243,9 @@ class Engine:
     def _void(self) -> None:
         """Discard the open step. The errors keep its gradients, so that the next step sends them."""
         self._under_way.clear()
-        # Workers of other groups may not have heard of it and end the step, which is collective.
-        self.step.void(stays_open=bool(self.communicator.others))
+        with self.memory.streams.everywhere():
+            # Workers of other groups may not have heard of it and end the step, which is collective.
+            self.step.void(stays_open=bool(self.communicator.others), captured=self.memory.undo_capture())
         self.memory.drop_buckets()
 
     def connect(self, communicator: Communicator) -> None:

@@ -6,20 +6,25 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size, listing
+from powersgd_triton.core.streams import Streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
-from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.bucket import Bucket, Product
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 
 logger = logging.getLogger("powersgd_triton")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,18 +43,33 @@ class Matrix:
     bucket: Bucket
 
 
+def on_its_streams(
+    method: Callable[Concatenate[Memory, _Arguments], _Result],
+) -> Callable[Concatenate[Memory, _Arguments], _Result]:
+    """Run a method of ``Memory`` on the streams on which the memory is used, whatever stream the caller is on."""
+
+    @functools.wraps(method)
+    def run(memory: Memory, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        with memory.streams.everywhere():
+            return method(memory, *arguments, **named)
+
+    return run
+
+
 class Memory:
     """Errors and bases of one model's tensors.
 
     They belong to names and not to buckets. When DDP rebuilds its buckets, or ranks change, new buckets take them over.
 
     Attributes:
+        streams: Streams on which all of this memory is allocated and used.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.
     """
 
     def __init__(self, config: PowerSGDConfig, plan: RankPlan) -> None:
         self._config, self._plan = config, plan
+        self.streams = Streams()
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         # The backend of the bucket that each tensor was in last.
@@ -58,6 +78,7 @@ class Memory:
         self._loaded = SavedState()
         # Errors of tensors that are no longer compressed, each with the verdict of the step that added it, if any.
         self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._before_capture: dict[Bucket, tuple[Tensor | None, Product]] = {}
         self._workspace: Workspace = {}
         self._choices: set[tuple[str, str]] = set()
 
@@ -72,10 +93,8 @@ class Memory:
             RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
             ValueError: The configured backend cannot be used.
         """
-        known = self._backends.get(layout.segments[0].name)
-        # Since the last step, another bucket may have taken one of the tensors.
-        unchanged = all(self._backends.get(segment.name) is known for segment in layout.segments)
-        if known is not None and known.bucket.layout is layout and unchanged:
+        known = self._known(layout)
+        if known is not None:
             return known
         for segment in layout.compressed:
             saved = self._loaded.tensors
@@ -106,6 +125,17 @@ class Memory:
                 if "error" in parts and self._config.error_feedback:
                     self._remaining[segment.name] = parts["error"].to(device), None
         return backend
+
+    def _known(self, layout: Layout) -> Backend | None:
+        """Return the backend of the bucket with this layout if it had all of its tensors in their last steps."""
+        known = self._backends.get(layout.segments[0].name)
+        # Since the last step, another bucket may have taken one of the tensors.
+        unchanged = all(self._backends.get(segment.name) is known for segment in layout.segments)
+        return known if known is not None and known.bucket.layout is layout and unchanged else None
+
+    def is_settled(self, layout: Layout) -> bool:
+        """Return whether the next step of this bucket does the same as its steps from then on."""
+        return self._known(self._plan.layout(layout)) is not None and not self._remaining
 
     def _error_buffers(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Parts | None:
         """Return the known error buffers {name: [n, m]}, and zeros for new matrices. None without error feedback."""
@@ -166,13 +196,12 @@ class Memory:
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
-    def materialize(self, step: Step, buckets: Iterable[Bucket] | None = None) -> None:
+    def materialize(self, step: Step, buckets: Iterable[Bucket]) -> None:
         """Turn error buffers into E: subtract the pending products, and divide by the loss scale.
 
         Products of the open step are not subtracted, since it is not known yet whether the step is applied.
-        ``buckets`` selects the error buffers. Default: all.
         """
-        for bucket in {matrix.bucket for matrix in self.matrices.values()} if buckets is None else buckets:
+        for bucket in buckets:
             if not step.decides(bucket.applied):
                 bucket.materialize()
 
@@ -212,21 +241,54 @@ class Memory:
                 self._remaining[name] = error, None
         return {name: error for name, (error, _) in self._remaining.items()}
 
+    def note_capture(self, *, captured: bool) -> None:
+        """Note what is pending before a step, if the step is ``captured``."""
+        buckets = {matrix.bucket for matrix in self.matrices.values()} if captured else set()
+        self._before_capture = {bucket: (bucket.applied, bucket.product) for bucket in buckets}
+
+    def undo_capture(self) -> bool:
+        """Restore what was pending before the last step, if it was captured: nothing has run. Return whether it was."""
+        before, self._before_capture = self._before_capture, {}
+        for bucket, (applied, product) in before.items():
+            bucket.applied, bucket.product = applied, product
+        return bool(before)
+
+    def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
+        """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""
+        for matrix in self.matrices.values():
+            if matrix.bucket.applied is verdict:
+                matrix.bucket.applied = copy
+        self._remaining = {
+            name: (error, copy if decided is verdict else decided) for name, (error, decided) in self._remaining.items()
+        }
+
+    @on_its_streams
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
         if not self._config.error_feedback:
             return {}
-        self.materialize(step)
         errors = {name: parts["error"].clone() for name, parts in self._loaded.matrices.items()}
         errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
-        return errors | {name: _unscaled(m.error, m.bucket) for name, m in self.matrices.items() if m.error is not None}
+        return errors | self._errors(step)
 
-    def forget_errors(self, step: Step) -> None:
+    def _errors(self, step: Step, *, wide: bool = False) -> Parts:
+        """Return copies of the errors of all matrices that are in buckets."""
+        found: Parts = {}
+        for bucket in {matrix.bucket: None for matrix in self.matrices.values()}:
+            errors = bucket.errors(step, wide=wide)
+            # Another bucket may have taken over some of the matrices.
+            found |= {name: error for name, error in errors.items() if self.matrices[name].bucket is bucket}
+        return found
+
+    @on_its_streams
+    def forget_errors(self) -> None:
         """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
-        self.materialize(step)
         for matrix in self.matrices.values():
             if matrix.error is not None:
                 matrix.error.zero_()
+            if matrix.bucket.applied is not None:
+                # Nothing is to be subtracted any more, also in the replay of a step.
+                matrix.bucket.applied.zero_()
         for parts in self._loaded.matrices.values():
             if "error" in parts:
                 parts["error"].zero_()
@@ -234,21 +296,19 @@ class Memory:
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
+    @on_its_streams
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
-        self.materialize(step)
-        loaded = self._loaded
+        loaded, errors = self._loaded, self._errors(step, wide=True)
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in loaded.matrices.items()}
         if loaded.own:
             for name in sorted(name for name, parts in matrices.items() if "error" in parts):
                 matrices[name]["error"] = mean(matrices[name]["error"])
         for name in sorted(self.matrices):
-            matrix = self.matrices[name]
-            matrices[name] = {key: basis.clone() for key, basis in matrix.bases.items()}
-            if matrix.error is not None:
+            matrices[name] = {key: basis.clone() for key, basis in self.matrices[name].bases.items()}
+            if name in errors:
                 # A mean of 16-bit values does not fit 16 bits in general.
-                wide = torch.promote_types(matrix.error.dtype, torch.float32)
-                matrices[name]["error"] = mean(_unscaled(matrix.error.to(wide), matrix.bucket))
+                matrices[name]["error"] = mean(errors[name])
         for name, error in sorted(self._remaining_errors(step).items()):
             matrices[name] = {"error": mean(error.clone())}
         # The sizes with which each tensor was compressed last: in this run, or in the run that saved the loaded state.
@@ -259,15 +319,17 @@ class Memory:
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
         self.matrices, self.sizes, self._backends, self._remaining = {}, {}, {}, {}
-        matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()}
+        with self.streams.on(*{part.device for parts in saved.matrices.values() for part in parts.values()}):
+            matrices = {
+                name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()
+            }
         self._loaded = dataclasses.replace(saved, matrices=matrices)
 
-    def claim(self, worker: Callable[[], tuple[int, int]], step: Step) -> tuple[int, int] | None:
+    def claim(self, worker: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
         """Drop loaded errors that belong to another worker. Call it before they are used.
 
         Args:
             worker: (index, world size) of this worker.
-            step: Step under way.
 
         Returns:
             (index, world size) of the worker whose errors were dropped. None if none were dropped.
@@ -278,7 +340,7 @@ class Memory:
         self._loaded = dataclasses.replace(self._loaded, owner=None)
         if owner == worker():
             return None
-        self.forget_errors(step)
+        self.forget_errors()
         return owner
 
 
@@ -293,8 +355,3 @@ def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[
         basis[:, : saved.shape[1]] = saved.to(basis)
         complete &= before >= after
     return complete
-
-
-def _unscaled(error: Tensor, bucket: Bucket) -> Tensor:
-    """Return a copy of a bucket's error buffer without the loss scale."""
-    return error.clone() if bucket.scale is None else error / bucket.scale

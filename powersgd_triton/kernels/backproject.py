@@ -12,13 +12,21 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import column_tile, factor_offsets, matrix_sizes, part_of_Q, tensor_offset
+from powersgd_triton.kernels.table_device import (
+    ELEMENTS,
+    column_tile,
+    factor_offsets,
+    matrix_sizes,
+    part_of_Q,
+    tensor_start,
+)
 
 
 @triton.jit(do_not_specialize=["first_panel"])
 def _backproject_kernel(
-    M, M_offsets, P_hat, parts, records, tiles, first_panel, VEC: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+    M_at, P_hat, parts, records, tiles, first_panel,
+    M_TYPE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of Q [m, r]. Grid: (column tiles, panels of C columns of P̂)."""
     matrix, col, start, end, split = column_tile(tiles, tl.program_id(0), BLOCK_COLS)
@@ -27,7 +35,7 @@ def _backproject_kernel(
     panel = (first_panel + tl.program_id(1)) * C
     if panel >= r:
         return
-    M += tensor_offset(M_offsets, matrix, VEC) + col
+    M = tensor_start(M_at, matrix, M_TYPE, VEC) + col
     P_at, _ = factor_offsets(records, matrix)
     P_hat += P_at + panel
     parts += part_of_Q(records, matrix, split, col, r) + panel
@@ -68,13 +76,13 @@ def backproject_triton(
     if panels <= 0:
         return
     _backproject_kernel[(len(table.column_tiles), panels)](
-        M.anchor,
-        M.offsets,
+        M.addresses,
         P,
         out,
         table.records,
         table.column_tiles,
         first_panel,
+        M_TYPE=ELEMENTS[M.dtype],
         VEC=M.vector,
         R=table.uniform_rank,
         **launch.of_tiles,

@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import rollback_block, tensor_offset
+from powersgd_triton.kernels.table_device import ELEMENTS, rollback_block, tensor_start
 
 
 @triton.jit(do_not_specialize=["verdict", "factor_programs", "numel", "workers"])
 def _commit_kernel(
-    G, G_offsets, M, M_offsets, following, basis, message, finite, verdict, blocks, factor_programs, numel, workers,
-    ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr,
+    G_at, M_at, following, basis, message, finite, verdict, blocks, factor_programs, numel, workers,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """message = Q̄ or NaN; basis ← following, or M ← M − finite elements of G. Grid: blocks of factors, then of M."""
     program = tl.program_id(0)
@@ -32,8 +33,8 @@ def _commit_kernel(
     elif FEEDBACK and not good:
         # After a finite step these programs have nothing to do; the host cannot know, so they are launched anyway.
         matrix, first, end = rollback_block(blocks, program - factor_programs)
-        G += tensor_offset(G_offsets, matrix, 1)
-        M += tensor_offset(M_offsets, matrix, 1)
+        G = tensor_start(G_at, matrix, G_TYPE, 1)
+        M = tensor_start(M_at, matrix, M_TYPE, 1)
         for start in range(first, end, BLOCK):
             ok = start + i < end
             gradient = tl.load(G + start + i, ok, 0.0).to(tl.float32)
@@ -70,15 +71,13 @@ def commit_triton(
         finite: int32 scalar on the device.
         basis: fp32, flat.
         message: the second message, fp32.
-        verdict: fp32 scalar on the device.
+        verdict: scalar on the device.
     """
     factor_programs = -(-message.numel() // COPY_BLOCK)
     feedback = M is not None and bool(table.matrices)
     _commit_kernel[(max(1, factor_programs + (len(table.rollback) if feedback else 0)),)](
-        G.anchor,
-        G.offsets,
-        (M or G).anchor,
-        (M or G).offsets,
+        G.addresses,
+        (M or G).addresses,
         message if following is None else following,
         basis,
         message,
@@ -88,7 +87,10 @@ def commit_triton(
         factor_programs,
         message.numel(),
         float(workers),
+        G_TYPE=ELEMENTS[G.dtype],
+        M_TYPE=ELEMENTS[(M or G).dtype],
         ADVANCE=following is not None,
         FEEDBACK=feedback,
         BLOCK=COPY_BLOCK,
+        **NUMERICS,
     )

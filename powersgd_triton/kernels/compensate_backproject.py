@@ -14,21 +14,28 @@ from powersgd_triton.kernels.backproject import backproject_triton
 from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import column_tile, factor_offsets, matrix_sizes, part_of_Q, tensor_offset
+from powersgd_triton.kernels.table_device import (
+    ELEMENTS,
+    column_tile,
+    factor_offsets,
+    matrix_sizes,
+    part_of_Q,
+    tensor_start,
+)
 
 
 @triton.jit(do_not_specialize=["applied", "growth"])
 def _compensate_backproject_kernel(
-    G, G_offsets, M, M_offsets, P_prev, Q_prev, applied, growth, basis, parts, records, tiles,
-    WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
+    G_at, M_at, P_prev, Q_prev, applied, growth, basis, parts, records, tiles,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of Q [m, r], its first C columns, and M [n, m] in place. Grid: column tiles."""
     matrix, col, start, end, split = column_tile(tiles, tl.program_id(0), BLOCK_COLS)
     _, m, r = matrix_sizes(records, matrix, VEC, R)
     P_at, Q_at = factor_offsets(records, matrix)
-    G += tensor_offset(G_offsets, matrix, VEC) + col
-    M += tensor_offset(M_offsets, matrix, VEC) + col
+    G = tensor_start(G_at, matrix, G_TYPE, VEC) + col
+    M = tensor_start(M_at, matrix, M_TYPE, VEC) + col
     P_prev += P_at
     basis += P_at
     Q_prev += Q_at + tl.cast(col, tl.int64) * r
@@ -90,7 +97,7 @@ def compensate_backproject_triton(
         G: gradients of fp32, bf16 or fp16.
         M: error buffers of fp32 or bf16, updated; None for M = G.
         P_prev, Q_prev, P: all matrices' factors, fp32, flat.
-        applied: fp32 scalar on the device, 0 where the product was never applied.
+        applied: scalar on the device, 0 where the product was never applied.
         growth: fp32 scalar on the device by which the loss scale has grown since M was written.
         launch, launch_backproject: tile, warps and stages; of the latter for columns of P beyond the first panel.
         out: fp32, ``table.q_parts_numel`` elements: each split's part of each Q [m, r].
@@ -101,10 +108,8 @@ def compensate_backproject_triton(
     if not table.matrices:
         return
     _compensate_backproject_kernel[(len(table.column_tiles),)](
-        G.anchor,
-        G.offsets,
-        M.anchor,
-        M.offsets,
+        G.addresses,
+        M.addresses,
         P_prev,
         Q_prev,
         applied,
@@ -113,6 +118,8 @@ def compensate_backproject_triton(
         out,
         table.records,
         table.column_tiles,
+        G_TYPE=ELEMENTS[G.dtype],
+        M_TYPE=ELEMENTS[M.dtype],
         WIDE=table.rank > launch.panel,
         VEC=min(G.vector, M.vector),
         R=table.uniform_rank,

@@ -13,14 +13,22 @@ from torch import Tensor
 from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, part_of_P, row_tile, tensor_offset
+from powersgd_triton.kernels.table_device import (
+    ELEMENTS,
+    factor_offsets,
+    matrix_sizes,
+    part_of_P,
+    row_tile,
+    tensor_start,
+)
 
 
 @triton.jit(do_not_specialize=["first_panel", "applied", "growth"])
 def _compensate_project_kernel(
-    G, G_offsets, M, M_offsets, P_hat, Q, applied, growth, basis, parts, records, tiles, first_panel,
-    COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+    G_at, M_at, P_hat, Q, applied, growth, basis, parts, records, tiles, first_panel,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, COMPENSATE: tl.constexpr, WIDE: tl.constexpr,
+    VEC: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of P [n, r], and M [n, m] in place. Grid: (row tiles, panels of C columns of the basis)."""
     matrix, row, start, end, split = row_tile(tiles, tl.program_id(0), BLOCK_COLS)
@@ -31,8 +39,8 @@ def _compensate_project_kernel(
         return
     first = row.to(tl.int64)
     P_at, Q_at = factor_offsets(records, matrix)
-    G += tensor_offset(G_offsets, matrix, VEC) + first * m
-    M += tensor_offset(M_offsets, matrix, VEC) + first * m
+    G = tensor_start(G_at, matrix, G_TYPE, VEC) + first * m
+    M = tensor_start(M_at, matrix, M_TYPE, VEC) + first * m
     P_hat += P_at + first * r
     Q += Q_at
     basis += Q_at
@@ -94,7 +102,7 @@ def compensate_project_triton(
         G: gradients of fp32, bf16 or fp16.
         M: error buffers of fp32 or bf16, updated; None for M = G.
         P_prev, Q_prev, Q: all matrices' factors, fp32, flat.
-        applied: fp32 scalar on the device, 0 where the product was never applied.
+        applied: scalar on the device, 0 where the product was never applied.
         growth: fp32 scalar on the device by which the loss scale has grown since M was written.
         launch: tile, warps and stages.
         out: fp32, ``table.p_parts_numel`` elements: each split's part of each P [n, r].
@@ -106,10 +114,8 @@ def compensate_project_triton(
 
     def run(first_panel: int, count: int, compensate: bool) -> None:
         _compensate_project_kernel[(len(table.row_tiles), count)](
-            (G if compensate else source).anchor,
-            (G if compensate else source).offsets,
-            source.anchor,
-            source.offsets,
+            (G if compensate else source).addresses,
+            source.addresses,
             P_prev,
             Q_prev,
             applied,
@@ -119,6 +125,8 @@ def compensate_project_triton(
             table.records,
             table.row_tiles,
             first_panel,
+            G_TYPE=ELEMENTS[(G if compensate else source).dtype],
+            M_TYPE=ELEMENTS[source.dtype],
             COMPENSATE=compensate,
             WIDE=panels > 1,
             VEC=min(G.vector, source.vector),

@@ -12,6 +12,13 @@ import torch
 
 from powersgd_triton.layout.wire_format import BLOCK
 
+NUMERICS = {"enable_fp_fusion": False}
+"""Triton's options that decide what kernels compute; every launch passes them.
+
+If a product and a sum may be fused, which of them are is the compiler's choice. Workers with other versions of Triton,
+or other environment variables, would then compute other bits.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -38,7 +45,7 @@ class Launch:
     @property
     def options(self) -> dict[str, int]:
         """Triton's own keywords, which every kernel takes."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NUMERICS}
 
     @property
     def of_factors(self) -> dict[str, Any]:

@@ -92,14 +92,15 @@ def _inverse_cholesky(gram, before, threshold, r, C: tl.constexpr):
         scale = tl.where(good, 1.0 / tl.sqrt(tl.where(good, left, 1.0)), 0.0)
         column = tl.where(ranks > k, column * scale, 0.0)
         row = row * scale
-        rest -= column[:, None] * column[None, :]
+        # Fused explicitly, here and below, since the compiler may not (see ``NUMERICS``): fewer registers.
+        rest = tl.fma(-column[:, None], column[None, :], rest)
         # A column that depends on this one is not eliminated exactly: the rounding errors of their inner products
         # remain, and they are large if little is left of this column itself. Such a remainder must not pass for a
         # direction: the second pass would find it dependent, too late to replace it.
         inverse_share = tl.sum(tl.where(ranks == k, size, 0.0), axis=0) * scale
         error = NOISE * inverse_share * (size + tl.abs(column) * inverse_share)
         noise += (2.0 * tl.abs(column) + error) * error
-        inverse = tl.where(i == k, row[None, :], inverse - column[:, None] * row[None, :])
+        inverse = tl.where(i == k, row[None, :], tl.fma(-column[:, None], row[None, :], inverse))
         alive = tl.where(ranks == k, good.to(tl.int32), alive)
     return inverse, alive
 
@@ -110,9 +111,9 @@ def _with_random_columns(value, alive, within, stream):
     return tl.where((alive == 0)[None, :], random_values(within, stream).to(tl.float64), value)
 
 
-@triton.jit(do_not_specialize=["salt", "threshold", "panel", "before_first"])
+@triton.jit(do_not_specialize=["number", "threshold", "panel", "before_first"])
 def _orthogonalize_kernel(
-    A, X, out, grams, before, next_grams, transforms, finite, records, chunks, salt, threshold, panel, before_first,
+    A, X, out, grams, before, next_grams, transforms, finite, records, chunks, number, threshold, panel, before_first,
     FIRST: tl.constexpr, CHECK: tl.constexpr, KEEP: tl.constexpr, C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """X_c = A_c L⁻ᵀ with L Lᵀ = A_cᵀ A_c. Grid: chunks.
@@ -146,7 +147,9 @@ def _orthogonalize_kernel(
     inverse, alive = _inverse_cholesky(gram, reference, threshold, width, C)
     inverse_t = tl.trans(inverse)
     usable = alive
-    stream = _mix(_mix(key_of(records, matrix)) ^ salt.to(tl.uint32))
+    # The step's number is read here, since a launch that is replayed has the same arguments.
+    salt = (tl.load(number) * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32)
+    stream = _mix(_mix(key_of(records, matrix)) ^ salt)
     square_ok = (ranks < width)[:, None] & (ranks < width)[None, :]
     if FIRST and not KEEP and chunk == first:
         tl.store(transforms + matrix.to(tl.int64) * C * C + square, inverse, square_ok)
@@ -185,7 +188,7 @@ def orthogonalize_triton(
     factors: FactorTable,
     A: Tensor,
     rank: int,
-    step: int,
+    number: Tensor,
     epsilon: float,
     launch_gram: Launch,
     launch: Launch,
@@ -204,7 +207,7 @@ def orthogonalize_triton(
         factors: table of one side's factors.
         A: fp32, flat.
         rank: the largest.
-        step: number of the step, for random directions.
+        number: int64 scalar on the device, the step's number; random directions depend on it.
         epsilon: see the reference.
         launch_gram, launch: rows of a block, columns of a panel.
         X: fp64 workspace of A's size; not used, and may be empty, for ranks within one panel.
@@ -214,9 +217,6 @@ def orthogonalize_triton(
     """
     if not len(factors.chunks):
         return
-    salt = (step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF
-    # As int32 whatever its value, so that the kernel is compiled once.
-    salt -= (salt >> 31) << 32
     panels = -(-rank // launch.panel)
     own, transforms = grams[panels], grams[panels + 1]
 
@@ -233,7 +233,7 @@ def orthogonalize_triton(
             finite,
             factors.records,
             factors.chunks,
-            salt,
+            number,
             max(epsilon, DEAD_COLUMN) ** 2,
             panel,
             panel * len(factors.chunks),

@@ -6,14 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import pack_entry, tensor_offset
+from powersgd_triton.kernels.table_device import ELEMENTS, pack_entry, tensor_start
 
 
 @triton.jit(do_not_specialize=["workers"])
 def _pack_kernel(
-    parts, G, G_offsets, own, message, bypass, finite, entries, workers,
-    COPY: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+    parts, G_at, own, message, bypass, finite, entries, workers,
+    G_TYPE: tl.constexpr, COPY: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of a message: a sum of parts, or a piece of a bypass tensor, copied or averaged. Grid: blocks."""
     program = tl.program_id(0)
@@ -30,8 +31,8 @@ def _pack_kernel(
             tl.store(own + target + i, total, ok)
     elif COPY:
         # Bypass tensors start anywhere: nothing is known to divide their offsets.
-        at = tensor_offset(G_offsets, tensor, 1) + source
-        tl.store(bypass + target + i, tl.load(G + at + i, ok, 0.0).to(tl.float32), ok)
+        G = tensor_start(G_at, tensor, G_TYPE, 1) + source
+        tl.store(bypass + target + i, tl.load(G + i, ok, 0.0).to(tl.float32), ok)
     else:
         total = tl.load(bypass + target + i, ok, 0.0)
         bad = tl.where(tl.abs(total) < float("inf"), 0, 1)
@@ -59,17 +60,18 @@ def pack_triton(
     if len(entries):
         _pack_kernel[(len(entries),)](
             parts,
-            G.anchor,
-            G.offsets,
+            G.addresses,
             message if own is None else own,
             message,
             message,
             finite,
             entries,
             1.0,
+            G_TYPE=ELEMENTS[G.dtype],
             COPY=True,
             OWN=own is not None,
             BLOCK=COPY_BLOCK,
+            **NUMERICS,
         )
 
 
@@ -112,7 +114,6 @@ def _average(
     if programs:
         _pack_kernel[(programs,)](
             parts,
-            bypass,
             entries,
             own,
             message,
@@ -120,7 +121,10 @@ def _average(
             finite,
             entries,
             float(workers),
+            # Nothing is read through addresses.
+            G_TYPE=ELEMENTS[message.dtype],
             COPY=False,
             OWN=True,
             BLOCK=COPY_BLOCK,
+            **NUMERICS,
         )

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, pack_entry, row_tile, tensor_offset
+from powersgd_triton.kernels.table_device import (
+    ELEMENTS,
+    factor_offsets,
+    matrix_sizes,
+    pack_entry,
+    row_tile,
+    tensor_start,
+)
 
 
 @triton.jit
@@ -26,8 +33,8 @@ def _store_noting_overflow(target, value, ok, verdict):
 
 @triton.jit(do_not_specialize=["verdict", "row_programs"])
 def _reconstruct_kernel(
-    P_hat, Q, message, out, out_offsets, verdict, records, tiles, entries, row_programs,
-    WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, COPY: tl.constexpr,
+    P_hat, Q, message, out_at, verdict, records, tiles, entries, row_programs,
+    OUT_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, COPY: tl.constexpr,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message; verdict ← 0 where one overflows.
@@ -41,14 +48,14 @@ def _reconstruct_kernel(
         ok = i < numel
         value = tl.load(message + target + i, ok, 0.0)
         # Bypass tensors start anywhere: nothing is known to divide their offsets.
-        place = tensor_offset(out_offsets, tensor, 1) + source
-        _store_noting_overflow(out + place + i, value, ok, verdict)
+        place = tensor_start(out_at, tensor, OUT_TYPE, 1) + source
+        _store_noting_overflow(place + i, value, ok, verdict)
         return
     matrix, row, start, end, _ = row_tile(tiles, program, BLOCK_COLS)
     n, m, r = matrix_sizes(records, matrix, VEC, R)
     first = row.to(tl.int64)
     P_at, Q_at = factor_offsets(records, matrix)
-    out += tensor_offset(out_offsets, matrix, VEC) + first * m
+    out = tensor_start(out_at, matrix, OUT_TYPE, VEC) + first * m
     P_hat += P_at + first * r
     Q += Q_at
 
@@ -89,7 +96,7 @@ def reconstruct_triton(
         entries: the table that it was packed by, ``pack_P`` or ``pack_left``.
         launch: tile, warps and stages.
         out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
-        verdict: fp32 scalar on the device, set to 0 where an element of ``out`` is not finite.
+        verdict: scalar on the device, set to 0 where an element of ``out`` is not finite.
     """
     programs = len(table.row_tiles) + table.bypass_programs
     if not programs:
@@ -98,13 +105,13 @@ def reconstruct_triton(
         P,
         Q,
         message,
-        out.anchor,
-        out.offsets,
+        out.addresses,
         verdict,
         table.records,
         table.row_tiles,
         entries,
         len(table.row_tiles),
+        OUT_TYPE=ELEMENTS[out.dtype],
         WIDE=table.rank > launch.panel,
         VEC=out.vector,
         R=table.uniform_rank,

@@ -36,6 +36,9 @@ CHUNK_ROWS = 256
 DEAD_COLUMN = 2.0**-22
 """A column is replaced when so little of its norm is left after projecting the others out; as in the reference."""
 
+POINTERS = 8
+"""Number of sets of tensors whose places are remembered."""
+
 VECTOR = 8
 """Elements in the widest memory access: 16 bytes, 2 bytes each."""
 
@@ -108,8 +111,9 @@ class BucketTable:
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
         self.uniform_rank = 0 if any_rank or any(matrix.r != self.rank for matrix in matrices) else self.rank
-        self._pointers: dict[tuple[int, ...], Pointers] = {}
-        self._anchors: dict[torch.dtype, Tensor] = {}
+        self._pointers: dict[tuple[Any, ...], Pointers] = {}
+        # Those that a CUDA graph uses, also later.
+        self._captured: list[Pointers] = []
 
         # The sum of one tile's program is split until all programs together have about ``area`` elements each.
         area = sum(matrix.n * matrix.m for matrix in matrices) // PROGRAMS
@@ -174,10 +178,21 @@ class BucketTable:
             TypeError: they are not all of one of the dtypes fp32, bf16, fp16.
             ValueError: they are on another device, not contiguous, or not of the table's sizes.
         """
-        key = tuple([tensor.data_ptr() for tensor in tensors])
-        known = self._pointers.get(key)
-        if known is not None and known.anchor.dtype == tensors[0].dtype:
-            return known
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        key = (tensors[0].dtype if tensors else None, addresses)
+        known = self._pointers.pop(key, None)
+        if known is None:
+            known = self._find(tensors, addresses, bypass)
+            if len(self._pointers) >= POINTERS:
+                self._pointers.pop(next(iter(self._pointers)))
+        # Last in the dictionary, so that what was not used for longest is first.
+        self._pointers[key] = known
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.append(known)
+        return known
+
+    def _find(self, tensors: Sequence[Tensor], addresses: Sequence[int], bypass: bool) -> Pointers:
+        """Check the tensors and upload where they lie."""
         sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
@@ -192,22 +207,13 @@ class BucketTable:
                     f"tensor {index} must be contiguous with {numel} elements; "
                     f"got shape {tuple(tensor.shape)} and stride {tensor.stride()}"
                 )
-        if dtype not in self._anchors:
-            self._anchors[dtype] = torch.zeros(VECTOR, dtype=dtype, device=self.device)
-        anchor, size = self._anchors[dtype], dtype.itemsize
-        origin = anchor.data_ptr()
-        # A tensor without elements may have no address.
-        addresses = [address if numel else origin for address, numel in zip(key, sizes, strict=True)]
-        if any((address - origin) % size for address in addresses):
+        size = dtype.itemsize
+        if any(address % size for address in addresses):
             raise ValueError(f"tensors must start at multiples of their elements' {size} bytes")
-        offsets = [(address - origin) // size for address in addresses]
-        places = [*offsets[: len(self.matrices)], *(matrix.m for matrix in self.matrices)]
-        vector = math.gcd(*places, VECTOR) if places else VECTOR
-        pointers = Pointers(anchor, integers([offsets], len(offsets), torch.int64, self.device), vector)
-        if len(self._pointers) >= 8:
-            self._pointers.pop(next(iter(self._pointers)))
-        self._pointers[key] = pointers
-        return pointers
+        matrices = addresses[: len(self.matrices)]
+        vector = math.gcd(*(address // size for address in matrices), *(matrix.m for matrix in self.matrices), VECTOR)
+        host = on_host([addresses], len(addresses), torch.int64, self.device)
+        return Pointers(dtype, host.to(self.device, non_blocking=True), vector, host)
 
     def _bypass_rows(self, message: int) -> list[PackRow]:
         """Rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
@@ -241,24 +247,34 @@ class BucketTable:
 
 def integers(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A table on the device, by a copy that does not wait for it."""
+    return on_host(rows, columns, dtype, device).to(device, non_blocking=True)
+
+
+def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A table on the host, from where it can be copied to the device without waiting."""
     host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return host if device.type == "cpu" else host.pin_memory()
 
 
 @dataclasses.dataclass(frozen=True)
 class Pointers:
-    """Where tensors lie. One pointer and a table of distances stand for any number of tensors.
+    """Where tensors lie. A table of addresses stands for any number of tensors.
+
+    Kernels turn an address into a pointer. They must not reach one tensor from a pointer to another: for arguments of
+    at most 2 GiB, Triton's AMD backend computes offsets in 32 bits.
 
     Attributes:
-        anchor: a tensor of their dtype, whose address is a multiple of 16 bytes.
-        offsets: int64 [1, number], their distances from it in elements.
+        dtype: of the tensors' elements.
+        addresses: int64 [1, number], in bytes.
         vector: the largest number up to ``VECTOR`` such that all rows of all matrices start at multiples of so many
             elements. Kernels are compiled for it: 4 of fp32 or 8 of 16 bits make accesses of 16 bytes.
+        host: where the addresses were copied from. A CUDA graph in which they were copied does so in each replay.
     """
 
-    anchor: Tensor
-    offsets: Tensor
+    dtype: torch.dtype
+    addresses: Tensor
     vector: int
+    host: Tensor
 
 
 def _check(matrix: Matrix) -> None:

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
+
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Types of the elements that kernels read and write through addresses."""
 
 
 def columns(row: Any) -> tl.constexpr:
@@ -134,9 +138,14 @@ def part_of_Q(records, matrix, split, row, r):
 
 
 @triton.jit
-def tensor_offset(offsets, tensor, VEC: tl.constexpr):
-    """Where a matrix or a bypass tensor starts, in elements from its ``Pointers.anchor``; a multiple of VEC."""
-    return tl.load(offsets + tensor) // VEC * VEC
+def tensor_start(addresses, tensor, TYPE: tl.constexpr, VEC: tl.constexpr):
+    """Pointer to the first element of a matrix or a bypass tensor, from ``Pointers.addresses``.
+
+    TYPE is the elements' type. VEC elements divide the distance of all rows from address 0.
+    """
+    start = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
+    # The compiler does not see through the cast what divides the address.
+    return tl.multiple_of(start, VEC * (TYPE.primitive_bitwidth // 8))
 
 
 @triton.jit

@@ -14,7 +14,10 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 Workspace = dict[tuple[str, torch.device], Tensor]
-"""Scratch memory of the kernels by name and device. Buckets share it, because their stages never overlap."""
+"""Scratch memory of one engine's kernels by name and device.
+
+Buckets share it: an engine works on one stream, so the kernels of one stage end before those of the next one start.
+"""
 
 
 def select_backend(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,17 +63,49 @@ def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
     return start.as_strided((length, *start.shape), (distance, *start.stride()))
 
 
+# All products of fp32 values are computed by the functions below, and never in TF32 or bf16: autocast does not change
+# operations that write to a given tensor, and the setting that does is suspended.
+
+
 def multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
     """Compute out = A B for batches. A batch of one is computed as a plain product, which uses all threads."""
-    if len(A) == 1:
-        torch.mm(A[0], B[0], out=out[0])
-    else:
-        torch.bmm(A, B, out=out)
+    with _full_precision(out.device):
+        if len(A) == 1:
+            torch.mm(A[0], B[0], out=out[0])
+        else:
+            torch.bmm(A, B, out=out)
+
+
+def product(A: Tensor, B: Tensor) -> Tensor:
+    """Return A B for batches."""
+    out = A.new_empty(len(A), A.shape[1], B.shape[2])
+    multiply(A, B, out=out)
+    return out
 
 
 def add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
     """Compute out += alpha · A B for batches. A batch of one is a plain product, which uses all threads."""
-    if len(A) == 1:
-        out[0].addmm_(A[0], B[0], alpha=alpha)
-    else:
-        out.baddbmm_(A, B, alpha=alpha)
+    with _full_precision(out.device):
+        if len(A) == 1:
+            out[0].addmm_(A[0], B[0], alpha=alpha)
+        else:
+            out.baddbmm_(A, B, alpha=alpha)
+
+
+@contextlib.contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Compute products of fp32 values in fp32 within this block, whatever ``torch.backends`` allows.
+
+    Factors in TF32 would not be orthonormal, and errors would not contain what was not sent.
+    """
+    backends: Any = torch.backends
+    settings = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
+    allowed = settings.fp32_precision
+    if allowed in ("none", "ieee"):
+        yield
+        return
+    settings.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = allowed

@@ -101,17 +101,36 @@ class Bucket:
 
     def materialize(self) -> None:
         """M ← E: subtract the pending product, and divide by the loss scale contained in M."""
-        if self.applied is not None:
-            for errors, (P, Q) in zip(self.M or [], self.joined(self.product), strict=True):
-                subtract_product_reference(errors, P, Q, self.applied)
-                for M in errors:
+        self._settle(self.M or [], self.applied)
+        self.applied = self.scale = None
+
+    def errors(self, step: Step, *, wide: bool = False) -> dict[str, Tensor]:
+        """Return copies {name: E}, in at least fp32 if ``wide``. Nothing changes.
+
+        The product of an open step is not subtracted, since it is not known yet whether the step is applied.
+        """
+        copies = [
+            [M.to(torch.promote_types(M.dtype, torch.float32) if wide else M.dtype, copy=True) for M in errors]
+            for errors in self.M or []
+        ]
+        self._settle(copies, None if step.decides(self.applied) else self.applied)
+        return {
+            segment.name: error
+            for group, errors in zip(self.layout.groups, copies, strict=False)
+            for segment, error in zip(group.segments, errors, strict=True)
+        }
+
+    def _settle(self, buffers: list[list[Tensor]], applied: Tensor | None) -> None:
+        """Turn M into E: subtract the pending product unless ``applied`` is 0 or None, and divide by the loss scale."""
+        if applied is not None:
+            for errors, (P, Q) in zip(buffers, self.joined(self.product), strict=True):
+                subtract_product_reference(errors, P, Q, applied)
+                for error in errors:
                     # Near the largest number, the difference may overflow although M and the factors are finite.
-                    M.nan_to_num_(nan=0.0)
-            self.applied = None
+                    error.nan_to_num_(nan=0.0)
         if self.scale is not None:
-            for M in [M for errors in self.M or [] for M in errors]:
-                M.div_(self.scale)
-            self.scale = None
+            for error in [error for errors in buffers for error in errors]:
+                error.div_(self.scale)
 
     def wire_plan(self, numel: int, *, left: bool, workers: int) -> WirePlan | None:
         """Return the byte format of a message of ``numel`` elements. None if the message is sent as it is."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
+from powersgd_triton.ops.blocks import multiply, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.reference import may_overflow, note_overflow
 
@@ -26,12 +26,12 @@ def reconstruct_ranges(bucket: Bucket, out: Mapping[str, tuple[int, Tensor]], ov
             if segment.name in out:
                 start, target = out[segment.name]
                 first, behind = start // group.m, -(-(start + target.numel()) // group.m)
-                P, Q = left[index, first:behind], right[index]
+                P, Q = left[index : index + 1, first:behind], right[index : index + 1]
                 if target.numel() == (behind - first) * group.m and target.dtype == P.dtype:
-                    torch.mm(P, Q.mT, out=target.view(behind - first, group.m))
+                    multiply(P, Q.mT, out=target.view(1, behind - first, group.m))
                 else:
                     skipped = start - first * group.m
-                    target.copy_((P @ Q.mT).view(-1)[skipped : skipped + target.numel()])
+                    target.copy_(product(P, Q.mT).view(-1)[skipped : skipped + target.numel()])
                 if overflow is not None and may_overflow(P, Q, target.dtype):
                     note_overflow(target, overflow)
     offset = 0

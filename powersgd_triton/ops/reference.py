@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.blocks import add_product, blocks, multiply
+from powersgd_triton.ops.blocks import add_product, blocks, multiply, product
 
 DEAD_COLUMN = 2.0**-22
 """If projection leaves a smaller share of a column of fp32 values than this, what is left is rounding error."""
@@ -131,7 +131,7 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
         if len(right) == 1 < parts and height:
             split = parts * height
             partial = left[0, :, :split].unflatten(1, (parts, height)).transpose(0, 1)
-            Qt[members] += (partial @ right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
+            Qt[members] += product(partial, right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
             left, right = left[:, :, split:], right[:, split:]
         if right.shape[1]:
             add_product(Qt[members], left, right)
@@ -150,7 +150,7 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdic
             # Zeroing the block and adding the product is faster than torch.bmm.
             add_product(block.zero_(), P[members, rows], Qt[members])
         else:
-            block.copy_(torch.bmm(P[members, rows], Qt[members]))
+            block.copy_(product(P[members, rows], Qt[members]))
         if look and verdict is not None:
             note_overflow(block, verdict)
 
@@ -204,7 +204,7 @@ def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor)
         M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest)))
 
 
-def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: float = 0.0, out: Tensor) -> None:
+def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor) -> None:
     """Orthonormal basis of A's columns, in their order: Gram–Schmidt as CholeskyQR2 with Gram matrices in fp64.
 
     If at most max(epsilon, 2⁻²²) of a column's norm is left after projecting out its predecessors, the column is
@@ -217,7 +217,7 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: floa
     Args:
         A: [B, n, r] with r ≤ n, fp32 or fp64.
         keys: [B] int64, a number for each matrix.
-        step: Number of the step.
+        step: Number of the step, also as an int64 scalar on the device.
         epsilon: See above.
         out: [B, n, r]. It may be A.
     """
@@ -240,7 +240,7 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int, epsilon: floa
     out.copy_(Xt.mT)
 
 
-def random_directions(keys: Tensor, step: int, n: int, r: int) -> Tensor:
+def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int) -> Tensor:
     """Uniform numbers in [−1, 1), [B, n, r] fp32: a function of (key, step, row, column) on any device.
 
     ``keys`` is [B] int64. The numbers are counter-based: no generator's state changes, and all workers draw the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 LossScaleSource = torch.amp.GradScaler | Callable[[], float | Tensor | None]
 
-VERDICTS = 1024
-"""Number of verdicts that one launch on the device creates, instead of one launch a step."""
+ROWS = 1024
+"""Number of steps whose scalars on the device are created together, instead of in some launches a step."""
 
 LARGEST_SCALE = 2.0**60
 """Scales are clamped to [1 / LARGEST_SCALE, LARGEST_SCALE], so that a scale of 0 does not turn errors into NaN."""
@@ -23,8 +23,11 @@ class Step:
 
     A step is open from its first bucket until it is ended or void. ``Engine`` opens, ends and voids it.
 
+    What kernels need of a step lies on the device: its verdict and its number. Each step has scalars of its own, unless
+    a step was captured in a CUDA graph. A replay runs the same kernels on the same memory. So from the capture on, all
+    steps use the same scalars, and ``start`` sets them on the device.
+
     Attributes:
-        iteration: Number of ended steps. Random directions depend on it.
         ended: Number of steps ended since the workers were compared. Loading a checkpoint does not change it.
         keys: What has come in the open step and comes once in a step. Empty if no step is open.
         last: Whether the newest bucket is the step's last one. None if the adapter does not know. Each bucket is then
@@ -35,24 +38,74 @@ class Step:
     """
 
     def __init__(self) -> None:
-        self.iteration = self.ended = 0
+        self._iteration = self.ended = 0
         self.keys: frozenset[Hashable] = frozenset()
         self.last: bool | None = None
         self.workers = 1
         self.uneven = False
         self.loss_scale: LossScale | None = None
-        self._verdict: Tensor | None = None
-        self._fresh: dict[torch.device, Iterator[Tensor]] = {}
+        self._scalars: Scalars | None = None
+        # The scalars of the last step that had some, and rows for the next steps in reverse order.
+        self._last: Scalars | None = None
+        self._rows: list[Tensor] = []
+        self._first_row: tuple[torch.device, int] | None = None
+        self._captured = False
+
+    @property
+    def iteration(self) -> int:
+        """Number of ended steps. Random directions depend on it. Replays of a CUDA graph are not counted."""
+        return self._iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self._iteration = value
+        self._captured = False
+
+    def start(self, *, captured: bool) -> tuple[Tensor, Tensor] | None:
+        """Prepare the scalars of a new step on the device, if steps share them. Call it before the first bucket.
+
+        Args:
+            captured: Whether the step is captured in a CUDA graph.
+
+        Returns:
+            (verdict of the last step, a copy of it to use from now on), if the steps share their scalars. Else None.
+
+        Raises:
+            RuntimeError: No step has come before the captured one.
+        """
+        if captured and self._last is None:
+            raise RuntimeError("take some steps in which gradients are compressed before a step is captured")
+        self._captured |= captured
+        if not self._captured or self._last is None:
+            return None
+        self._scalars = self._last
+        row = self._last.row
+        before = row.clone()
+        # [verdict, number] ← [1, number + 1], in one launch.
+        torch.addcmul(self._ones, row, self._indices, out=row)
+        return self._last.verdict, before[0]
 
     def verdict(self, device: torch.device) -> Tensor:
         """Return a scalar on ``device`` that all buckets of a step share: 1, or 0 once a bucket is not finite."""
-        if self._verdict is None:
-            self._verdict = next(self._fresh.setdefault(device, _ones(device)))
-        return self._verdict
+        return self._scalars_on(device).verdict
+
+    def number(self, device: torch.device) -> Tensor:
+        """Return ``iteration`` as a scalar on ``device``. In a replay it is the number of the replayed step."""
+        return self._scalars_on(device).number
+
+    def _scalars_on(self, device: torch.device) -> Scalars:
+        if self._scalars is None:
+            if not self._rows or self._first_row != (device, self.iteration):
+                ones, numbers = torch.ones(ROWS, dtype=torch.int64, device=device), torch.arange(ROWS, device=device)
+                self._rows = list(reversed(torch.stack([ones, numbers + self.iteration], dim=1).unbind()))
+                self._ones, self._indices = ones[:2], numbers[:2]
+            self._scalars = self._last = Scalars(self._rows.pop())
+            self._first_row = device, self.iteration + 1
+        return self._scalars
 
     def decides(self, verdict: Tensor | None) -> bool:
         """Return whether this is the verdict of the open step, so that it may still change."""
-        return verdict is not None and verdict is self._verdict
+        return verdict is not None and self._scalars is not None and verdict is self._scalars.verdict
 
     def overflow(self, device: torch.device) -> Tensor | None:
         """Return the verdict, to be set to 0 if an average does not fit its dtype. None without a loss scale.
@@ -62,13 +115,14 @@ class Step:
         """
         return None if self.loss_scale is None else self.verdict(device)
 
-    def void(self, *, stays_open: bool) -> None:
+    def void(self, *, stays_open: bool, captured: bool = False) -> None:
         """Discard the open step: its products are not subtracted from the error buffers.
 
-        With ``stays_open`` the step remains to be ended.
+        With ``stays_open`` the step remains to be ended. If it was ``captured``, nothing has run on the device, and the
+        verdict there is still that of the step before.
         """
-        if self._verdict is not None:
-            self._verdict.zero_()
+        if self._scalars is not None and not captured:
+            self._scalars.verdict.zero_()
         keys, last, uneven = self.keys, self.last, self.uneven
         self.forget()
         if stays_open:
@@ -77,20 +131,22 @@ class Step:
     def end(self) -> None:
         """Close the step and count it."""
         self.forget()
-        self.iteration += 1
+        self._iteration += 1
         self.ended += 1
 
     def forget(self) -> None:
         """Close the step without counting it."""
         self.keys, self.last, self.uneven = frozenset(), None, False
-        self._verdict = None
+        self._scalars = None
         if self.loss_scale is not None:
             self.loss_scale.forget()
 
 
-def _ones(device: torch.device) -> Iterator[Tensor]:
-    while True:
-        yield from torch.ones(VERDICTS, device=device).unbind()
+class Scalars:
+    """What the device knows of a step: views ``verdict`` and ``number`` of ``row``, int64 [2]."""
+
+    def __init__(self, row: Tensor) -> None:
+        self.row, self.verdict, self.number = row, row[0], row[1]
 
 
 class LossScale:

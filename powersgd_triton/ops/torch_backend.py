@@ -10,6 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
+from powersgd_triton.ops.blocks import add_product, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.reference import (
@@ -122,7 +123,7 @@ class TorchBackend:
         for bases in [bucket.left(bucket.P_hat), right] if self._alternating else [right]:
             if redraw:
                 for keys, basis in zip(bucket.keys, bases, strict=True):
-                    basis.copy_(random_directions(keys, step.iteration, *basis.shape[1:]))
+                    basis.copy_(random_directions(keys, _number(bucket, step), *basis.shape[1:]))
             _orthogonalize(bucket, bases, step, out=bases)
 
     def wire(self, plan: WirePlan) -> Wire:
@@ -168,7 +169,7 @@ class TorchBackend:
         """Compute out −= product · basis, or productᵀ · basis, for the product that this step has already sent."""
         for (P, Q), basis, result in zip(self.bucket.joined(self._product), bases, out, strict=False):
             first, second = (Q, P) if left else (P, Q)
-            result.baddbmm_(first, second.mT @ basis, alpha=-1)
+            add_product(result, first, product(second.mT, basis), alpha=-1)
 
     def _message(
         self,
@@ -224,9 +225,15 @@ def _orthogonalize(
     for keys, A, basis in zip(bucket.keys, sources, out, strict=True):
         # The host would have to wait to read the flag from a device. Compute the basis anyway, and select there.
         found = basis if on_host else torch.empty_like(basis)
-        orthogonalize_reference(A, keys=keys, step=step.iteration, epsilon=epsilon, out=found)
+        orthogonalize_reference(A, keys=keys, step=_number(bucket, step), epsilon=epsilon, out=found)
         if where is not None and not on_host:
             basis.copy_(torch.where(where, found, basis))
+
+
+def _number(bucket: Bucket, step: Step) -> int | Tensor:
+    """Return the step's number. On a device it is a scalar there, since a captured step is replayed."""
+    device = bucket.message_P.device
+    return step.iteration if device.type == "cpu" else step.number(device)
 
 
 def _append(product: list[tuple[Tensor, Tensor]], P: Tensor, Q: Tensor, *, copy: bool) -> None:

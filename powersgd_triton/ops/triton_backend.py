@@ -62,8 +62,8 @@ class TritonBackend:
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
         # takes a verdict that nobody reads.
-        self._never, self._same = torch.zeros((), device=device), torch.ones((), device=device)
-        self._ignored = torch.zeros((), device=device)
+        self._never, self._ignored = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+        self._same = torch.ones((), device=device)
         self._wires: dict[WirePlan, TritonWire] = {}
 
     # The stages ------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class TritonBackend:
         numel = (panels + 2) * places * launch.panel**2
         epsilon = self.bucket.config.orthogonalization_epsilon
         orthogonalize_triton(
-            factors, A, rank, step.iteration, epsilon, self._launches.gram, launch,
+            factors, A, rank, step.number(self._device), epsilon, self._launches.gram, launch,
             X=self._get("X", A.numel() if panels > 1 else 1, torch.float64),
             grams=self._get("grams", numel, torch.float64)[:numel].view(panels + 2, places, launch.panel**2),
             finite=self._finite, out=out,

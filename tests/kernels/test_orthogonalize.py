@@ -58,8 +58,9 @@ def orthogonalize(
     # Within one panel no workspace of the factors' size is needed.
     X = bucket.rows(torch.float64) if panels > 1 else Memory([1], torch.float64, device)
     out = bucket.first if in_place else bucket.rows()
+    number = torch.tensor(step, device=device)
     orthogonalize_triton(
-        factors, bucket.first.flat, bucket.rank, step, epsilon, bucket.launches.gram, bucket.launches.orthogonalize,
+        factors, bucket.first.flat, bucket.rank, number, epsilon, bucket.launches.gram, bucket.launches.orthogonalize,
         X=X.flat, grams=grams.flat.view(panels + 2, places, panel**2), finite=bucket.finite, out=out.flat,
     )  # fmt: skip
     assert all(memory.guarded() for memory in (bucket.first, X, grams, out))

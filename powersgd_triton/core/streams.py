@@ -1,0 +1,70 @@
+"""The CUDA streams on which an engine works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+HIGH_PRIORITY = -1
+"""Kernels of a compression are short and other workers wait for their results."""
+
+
+class Streams:
+    """One stream a device, on which all of an engine's work runs, whichever streams its callers use.
+
+    The engine's memory is allocated, used and freed on this stream only. So kernels that use the same memory run in
+    the order in which the host enqueued them, and the allocator does not hand out memory that is still in use. Without
+    it, a hook on a framework's stream and a ``state_dict()`` on the main stream could use an error buffer at once.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def on(self, *devices: torch.device, join: bool = True) -> Iterator[None]:
+        """Make the engine's streams, and their devices, current within this block. CPU devices have no streams.
+
+        The work inside starts after everything that the caller's streams were given before.
+
+        Args:
+            devices: Devices of the tensors that the work uses.
+            join: Whether the caller's streams wait for the work. The host never waits. Without it, the caller must
+                record the stream on the tensors that it passes, and wait for the results in another way.
+        """
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                if has_streams(device):
+                    stack.enter_context(self._on(device, join))
+            yield
+
+    def everywhere(self) -> contextlib.AbstractContextManager[None]:
+        """Make the engine's streams current on all devices on which it has worked."""
+        return self.on(*self._own)
+
+    @contextlib.contextmanager
+    def _on(self, device: torch.device, join: bool) -> Iterator[None]:
+        caller = torch.cuda.current_stream(device)
+        if device not in self._own:
+            self._own[device] = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        own = self._own[device]
+        if own != caller:
+            own.wait_stream(caller)
+        try:
+            # Also makes the device the current one, on which Triton launches kernels.
+            with torch.cuda.stream(own):
+                yield
+        finally:
+            if own != caller and join:
+                caller.wait_stream(own)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether work on the device is captured in a CUDA graph instead of run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether work on the device is enqueued on streams."""
+    return device.type == "cuda"

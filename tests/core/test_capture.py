@@ -1,0 +1,160 @@
+"""Steps in CUDA graphs: replays do what further steps do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.layout.layout import Layout
+from tests.support.checks import same_bits
+
+SHAPES: list[dict[str, tuple[int, ...]]] = [
+    {"weight": (20, 17), "bias": (7,)},
+    {"other": (9, 12), "same": (9, 12), "scale": (3,)},
+]
+EAGER = 2
+
+
+class Training:
+    """Steps of two buckets whose gradients stay where they are, as they do in a graph."""
+
+    def __init__(self, device: torch.device, **fields: Any) -> None:
+        self.config = PowerSGDConfig(rank=2, min_compression_rate=0.1, backend="triton", **fields)
+        self.layouts = [Layout.build(shapes, self.config) for shapes in SHAPES]
+        self.engine = Engine(self.config, Communicator(), lambda: SHAPES[0] | SHAPES[1])
+        self.gradients = [{n: torch.zeros(s, device=device) for n, s in shapes.items()} for shapes in SHAPES]
+        self.device = device
+
+    def fill(self, number: int) -> None:
+        """New gradients. Some are zero, so that directions are drawn, and those of one step are not finite."""
+        generator = torch.Generator().manual_seed(number)
+        for gradients in self.gradients:
+            for gradient in gradients.values():
+                gradient.copy_(torch.randn(gradient.shape, generator=generator))
+        if number % 2:
+            self.gradients[1]["same"].zero_()
+        if number == 3:
+            self.gradients[1]["other"][3, 3] = float("nan")
+
+    def enqueue(self) -> None:
+        for index, layout in enumerate(self.layouts):
+            self.engine.begin(layout, self.device, last=index == len(self.layouts) - 1)
+            self.engine.average(layout, self.gradients[index])
+
+    def result(self) -> dict[str, Tensor]:
+        """Copies of the averages and errors."""
+        # NaN is not equal to itself.
+        found = {name: tensor.cpu().nan_to_num(nan=1e9) for part in self.gradients for name, tensor in part.items()}
+        return found | {f"error of {n}": e.cpu() for n, e in self.engine.memory.error(self.engine.step).items()}
+
+    def memory(self) -> list[Tensor]:
+        errors = [matrix.error for matrix in self.engine.memory.matrices.values() if matrix.error is not None]
+        return [*errors, *(tensor for part in self.gradients for tensor in part.values())]
+
+    def eager(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+        results = []
+        for number in numbers:
+            self.fill(number)
+            self.enqueue()
+            results.append(self.result())
+        return results
+
+    def capture(self) -> Callable[[], None]:
+        """Capture a step; return what replays it."""
+        if self.device.type == "cpu":
+            from tests.support.graphs import captured
+
+            with captured(self.memory()) as fake:
+                self.enqueue()
+            return fake.replay
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.enqueue()
+        return graph.replay
+
+    def replays(self, replay: Callable[[], None], numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+        results = []
+        for number in numbers:
+            self.fill(number)
+            replay()
+            results.append(self.result())
+        return results
+
+
+FIELDS: list[dict[str, Any]] = [{}, {"error_feedback": False, "warm_start": False}]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
+    """Also after one that is not finite, after looking at the error, and with steps that are not captured between."""
+    expected = Training(device, **fields).eager(range(8))
+    training = Training(device, **fields)
+    found = training.eager(range(EAGER))
+    replay = training.capture()
+    found += training.replays(replay, range(EAGER, 5))
+    found += training.eager([5])
+    # A step that is captured later goes on, too.
+    again = training.capture()
+    found += training.replays(again, [6])
+    found += training.replays(replay, [7])
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert same_bits(one, other), step
+
+
+def test_nothing_is_lost_by_a_capture_that_fails(device: torch.device):
+    expected = Training(device).eager(range(4))
+    training = Training(device)
+    training.eager(range(EAGER))
+    whole = training.layouts
+    training.layouts = [whole[0], Layout.build(SHAPES[1], training.config)]
+    with pytest.raises(RuntimeError, match="the same bucket in the step before"):
+        training.capture()
+    training.layouts = whole
+    for one, other in zip(training.eager(range(EAGER, 4)), expected[EAGER:], strict=True):
+        # A step that is interrupted makes new buckets, which subtracts the last product in another order.
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"algorithm": "alternating"}, "alternating"),
+        ({"check_every": 5}, "check_every=0"),
+        ({"start_iter": 3}, "first 3 steps are exact"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_captured(fields: dict[str, Any], match: str, device: torch.device):
+    training = Training(device, **fields)
+    training.eager(range(EAGER))
+    with pytest.raises(RuntimeError, match=match):
+        training.capture()
+    assert training.engine.step.iteration == EAGER
+    assert not training.engine.step.keys
+
+
+def test_a_loss_scale_cannot_be_captured(device: torch.device):
+    from powersgd_triton.ops.step import LossScale
+
+    training = Training(device)
+    training.eager(range(EAGER))
+    training.engine.step.loss_scale = LossScale(lambda: 2.0)
+    with pytest.raises(RuntimeError, match="loss scale"):
+        training.capture()
+
+
+def test_the_first_step_cannot_be_captured(device: torch.device):
+    training = Training(device)
+    training.engine.begin(training.layouts[0], device)
+    training.engine.step.forget()
+    with pytest.raises(RuntimeError, match="in the step before it"):
+        training.capture()

@@ -1,0 +1,145 @@
+"""The streams on which an engine works, whatever streams its callers use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.backend import Backend
+from tests.support.checks import same_bits
+from tests.support.streams import FakeStream, StreamMachine, stream_machine
+
+SHAPES = {"weight": (24, 20), "other": (16, 12), "bias": (7,)}
+CONFIGS = {
+    "standard": PowerSGDConfig(rank=2),
+    "alternating": PowerSGDConfig(rank=2, algorithm="alternating"),
+    "planned": PowerSGDConfig(compression=3, replan_every=1, wire_dtype="fp32"),
+}
+
+
+class Training:
+    """One worker whose hook runs on a framework's stream, and which saves and loads on the main stream."""
+
+    def __init__(self, machine: StreamMachine, config: PowerSGDConfig) -> None:
+        self.machine, self.hook, self.main = machine, FakeStream(), machine.current
+        self.layout = Layout.build(SHAPES, config)
+        self.engine = Engine(config, Communicator(), lambda: SHAPES)
+        # Frameworks keep gradients until the main stream has waited.
+        self._gradients: list[dict[str, Tensor]] = []
+
+    def step(self) -> None:
+        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        self._gradients.append(gradients)
+        self.hook.wait_stream(self.main)
+        with self.machine.on(self.hook):
+            assert self.engine.begin(self.layout, torch.device("cpu"), last=True)
+            self.engine.average(self.layout, gradients)
+
+    def join(self) -> None:
+        """What frameworks do after the backward pass."""
+        self.main.wait_stream(self.hook)
+        self._gradients.clear()
+
+
+def train(machine: StreamMachine, config: PowerSGDConfig) -> None:
+    """Steps, and between them everything that uses the engine's memory on the main stream."""
+    training = Training(machine, config)
+    engine = training.engine
+    for _ in range(3):
+        training.step()
+        # The main stream has not waited for the hook's.
+        engine.memory.error(engine.step)
+    state = engine.state_dict()
+    training.step()
+    engine.load_state_dict(state, None)
+    for _ in range(2):
+        training.step()
+        training.join()
+    training.step()
+    engine.memory.forget_errors()
+    training.step()
+    engine.load_state_dict(engine.state_dict(), None)
+    training.join()
+    del training, engine, state
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_memory_is_used_in_order(name: str):
+    with stream_machine() as machine:
+        train(machine, CONFIGS[name])
+    assert machine.races == []
+    assert [stream.priority for stream in machine.made] == [-1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_not_on_the_streams_of_the_callers(name: str):
+    """The check finds what went wrong before engines had streams of their own."""
+    with stream_machine(own=False) as machine:
+        train(machine, CONFIGS[name])
+    assert any("freed" in race for race in machine.races)
+    assert any("reads" in race for race in machine.races)
+    assert any("writes" in race for race in machine.races)
+
+
+def test_the_device_of_the_gradients_is_made_current():
+    """Triton launches kernels on the current device. ``torch.cuda.stream`` also makes the stream's device current."""
+    found = []
+    with stream_machine() as machine:
+        training = Training(machine, PowerSGDConfig(rank=2))
+
+        def write(backend: Backend) -> None:
+            found.append(machine.current)
+
+        training.engine.begin(training.layout, torch.device("cpu"), last=True)
+        training.engine.average(training.layout, {n: torch.randn(s) for n, s in SHAPES.items()}, write=write)
+        assert found == machine.made
+        assert machine.made[0].device == torch.device("cpu")
+        assert machine.current is training.main
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_looking_at_the_error_waits_for_the_step(backend: str):
+    """The step is late, and the main stream does not wait for the stream that it comes from."""
+    device, hook = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    errors = []
+    for cycles in (0, 100_000_000):
+        config = PowerSGDConfig(rank=2, backend=backend)
+        layout, engine = Layout.build(SHAPES, config), Engine(config, Communicator(), lambda: SHAPES)
+        generator = torch.Generator(device).manual_seed(0)
+        gradients = {n: torch.randn(s, generator=generator, device=device) for n, s in SHAPES.items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(hook):
+            if cycles:
+                torch.cuda._sleep(cycles)
+            engine.begin(layout, device, last=True)
+            engine.average(layout, gradients)
+        errors.append(engine.memory.error(engine.step))
+        torch.cuda.synchronize()
+    assert same_bits(*errors)
+    assert all(error.any() for error in errors[0].values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_kernels_run_on_the_device_of_the_gradients(backend: str):
+    results = []
+    for current in (1, 0):
+        with torch.cuda.device(current):
+            compressor = Compressor(PowerSGDConfig(rank=2, backend=backend), SHAPES)
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(3):
+                given = {n: torch.randn(shape, generator=generator).to("cuda:1") for n, shape in SHAPES.items()}
+                averages = compressor.decompress(compressor.compress(given))
+            assert isinstance(averages, dict)
+            assert torch.cuda.current_device() == current
+            results.append({**averages, **{f"error of {name}": error for name, error in compressor.error().items()}})
+    assert same_bits(*results)

@@ -1,0 +1,72 @@
+"""Which memory kernels reach from which of their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from powersgd_triton import Compressor
+from tests.support.checks import everything
+from tests.support.device import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="watches the interpreter")
+
+SHAPES = {"weight": (40, 36), "odd": (21, 17), "bias": (7,)}
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
+    """Offsets from an argument have 32 bits on AMD, so only an address can lead to other memory."""
+    compressor = Compressor(everything(3, backend="triton", algorithm=algorithm), SHAPES)
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    run, load, store = executor.__call__, builder.create_masked_load, builder.create_masked_store
+    spaces: list[tuple[int, int]] = []
+    far: set[str] = set()
+    name = ""
+
+    def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal name
+        name, spaces[:] = self.fn.__name__, []
+        for argument in [argument for argument in args if isinstance(argument, torch.Tensor)]:
+            storage = argument.untyped_storage()
+            spaces.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            if argument.dtype == torch.int64:
+                places = set(argument.flatten().tolist())
+                spaces.extend((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.data_ptr() in places)
+        return run(self, *args, **kwargs)
+
+    def look(pointers: Any, mask: Any) -> None:
+        reached = pointers.data[mask.data.astype(bool)]
+        inside = sum(((reached >= first) & (reached < last)).astype(int) for first, last in spaces)
+        if reached.size and not inside.all():
+            far.add(name)
+
+    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        look(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        look(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    # The first step makes the error buffers.
+    compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()})
+    errors = [matrix.error for matrix in compressor._engine.memory.matrices.values() if matrix.error is not None]
+    with (
+        mock.patch.object(executor, "__call__", watched_run),
+        mock.patch.object(builder, "create_masked_load", watched_load),
+        mock.patch.object(builder, "create_masked_store", watched_store),
+    ):
+        # After the last step, which is not finite, error buffers are restored.
+        for value in (1.0, 2.0, float("inf")):
+            gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+            gradients["odd"][3, 3] = value
+            out = {name: torch.empty(shape) for name, shape in SHAPES.items()}
+            tensors = [*gradients.values(), *out.values(), *errors]
+            compressor.decompress(compressor.compress(gradients), out)
+    assert out["odd"].isnan().all()
+    assert not far

@@ -1,0 +1,131 @@
+"""Products are computed in fp32, whatever the user allows for the model's own."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor
+from powersgd_triton.ops import blocks
+from powersgd_triton.ops.ranges import reconstruct_ranges
+from tests.support.checks import everything, same_bits
+
+SHAPES = {"weight": (48, 40), "other": (48, 40), "odd": (33, 29), "bias": (7,)}
+PACKAGE = Path(__file__).resolve().parents[2] / "powersgd_triton"
+
+
+@contextlib.contextmanager
+def autocast() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+@contextlib.contextmanager
+def low_precision() -> Iterator[None]:
+    """On a CPU with bf16 products this has the effect that TF32 has on a GPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def averages(dtype: torch.dtype, device: str = "cpu", **fields: Any) -> dict[str, Tensor]:
+    """Averages, a part of one, and errors after some steps."""
+    compressor = Compressor(everything(3, **{"backend": "torch", **fields}), SHAPES)
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    for step in range(3):
+        gradients = {n: torch.randn(shape, generator=generator).to(device, dtype) for n, shape in SHAPES.items()}
+        compressed = compressor.compress(gradients)
+        part = torch.empty(700, dtype=dtype, device=device)
+        reconstruct_ranges(compressed.backend.bucket, {"weight": (13, part)}, None)
+        rows = torch.empty(800, device=device)
+        reconstruct_ranges(compressed.backend.bucket, {"weight": (40, rows)}, None)
+        averaged = compressor.decompress(compressed)
+        assert isinstance(averaged, dict)
+        found |= {f"{name} {step}": tensor for name, tensor in averaged.items()}
+        found |= {f"part {step}": part, f"rows {step}": rows}
+    return found | {f"error of {name}": tensor for name, tensor in compressor.error().items()}
+
+
+@pytest.mark.parametrize("allowing", [autocast, low_precision])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}], ids=str)
+def test_bits_do_not_depend_on_what_is_allowed(fields: dict[str, Any], dtype: torch.dtype, allowing: Any):
+    expected = averages(dtype, **fields)
+    with allowing():
+        assert same_bits(averages(dtype, **fields), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_bits_do_not_depend_on_what_is_allowed_on_a_gpu(backend: str):
+    expected = averages(torch.float32, "cuda", backend=backend)
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+    try:
+        with torch.autocast("cuda", torch.float16):
+            assert same_bits(averages(torch.float32, "cuda", backend=backend), expected)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("allowed", ["tf32", "none", "ieee"])
+def test_tf32_is_off_in_products_only(allowed: str):
+    """On a CUDA device, whose settings exist without one."""
+    seen = []
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = allowed
+    try:
+        with contextlib.suppress(KeyError), blocks._full_precision(torch.device("cuda", 0)):
+            seen.append(settings.fp32_precision)
+            raise KeyError
+        after = settings.fp32_precision
+    finally:
+        settings.fp32_precision = before
+    assert seen == ["ieee" if allowed == "tf32" else allowed]
+    assert after == allowed
+
+
+def test_products_are_computed_in_one_module():
+    """The functions of ``ops.blocks`` and, on fp64 values, ``orthogonalize_reference`` compute all products."""
+    names = {"mm", "bmm", "matmul", "addmm", "addmm_", "baddbmm", "baddbmm_", "einsum", "addbmm", "mv", "dot", "linear"}
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name in ("kernels", "demo") or path.name in ("blocks.py", "doctor.py"):
+            continue
+        tree = ast.parse(path.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            for node in ast.walk(function):
+                product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+                if product or (isinstance(node, ast.Attribute) and node.attr in names):
+                    found.add(function.name)
+    assert found == {"orthogonalize_reference", "_cholesky"}
+
+
+def test_orthogonalization_has_fp64_products_only():
+    from powersgd_triton.ops.reference import orthogonalize_reference
+
+    dtypes: set[torch.dtype] = set()
+    matmul = Tensor.__matmul__
+
+    def noted(A: Tensor, B: Tensor) -> Tensor:
+        dtypes.update((A.dtype, B.dtype))
+        return matmul(A, B)
+
+    with mock.patch.object(Tensor, "__matmul__", noted):
+        for A in (torch.randn(2, 9, 3), torch.zeros(2, 9, 3)):
+            orthogonalize_reference(A, keys=torch.arange(2), step=0, out=A)
+    assert dtypes == {torch.float64}
