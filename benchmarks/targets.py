@@ -13,7 +13,7 @@ SPEED_UP_SETS = ("resnet-50", "gpt2-124M")
 SHARE_OF_COPY = 0.8
 LARGE = 64_000_000
 ORTHOGONALIZATION_SPEED_UP = 10.0
-LAUNCHES = 12
+LAUNCHES = 14
 LAUNCHES_UP_TO_RANK = 32
 """Beyond, orthogonalization takes several panels."""
 

@@ -67,9 +67,10 @@ class PowerSGDConfig:
         error_feedback: Keep what a step did not send and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
         warm_start: Start each step from the last step's Q. Otherwise each step starts from a new random Q (section 3 of
             the paper).
-        explore_every: Number of steps after which one column of a warm-started basis is replaced by a direction that the
-            basis does not see. Otherwise, a gradient that noise hides from the basis may never be sent
-            (arXiv:2509.11254). 0 never explores, as in the paper. The alternating algorithm does not need it.
+        explore_every: Number of steps after which one column of a warm-started basis is replaced by a direction that
+            the basis does not see. Otherwise, a gradient that noise hides from the basis may never be sent
+            (arXiv:2509.11254). 0 never explores, as in the paper. Without error feedback, and in the alternating
+            algorithm, nothing is explored.
         algorithm: "standard" is the paper's Algorithm 1: P = M Q and Q = Mᵀ P̂, with two all-reduces a step.
             "alternating" multiplies from the left and from the right by turns, with one product and one all-reduce a
             step (Vogels et al. 2020, "Practical Low-Rank Communication Compression in Decentralized Deep Learning",
@@ -104,7 +105,7 @@ class PowerSGDConfig:
     start_iter: int = 0
     error_feedback: bool = True
     warm_start: bool = True
-    explore_every: int = 8
+    explore_every: int = 16
     algorithm: str = "standard"
     iterations: int = 1
     orthogonalization_epsilon: float = 0.0

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.orthogonalize import random_values, stream_of
+from powersgd_triton.kernels.configurations import NUMERICS
+from powersgd_triton.kernels.random_device import random_values, stream_of
 from powersgd_triton.kernels.table import BucketTable
 from powersgd_triton.kernels.table_device import factor_offsets, key_of, matrix_sizes
 
@@ -79,5 +80,5 @@ def explore_triton(
     columns = triton.next_power_of_2(table.rank)
     _explore_kernel[(len(table.matrices),)](
         out, finite, number, table.records, table.Q.records, every, other, carry, smallest,
-        C=columns, ROWS=max(1, BLOCK // columns), num_warps=4,
+        C=columns, ROWS=max(1, BLOCK // columns), num_warps=4, **NUMERICS,
     )  # fmt: skip

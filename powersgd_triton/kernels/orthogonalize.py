@@ -13,32 +13,13 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.gram import gram_triton
+from powersgd_triton.kernels.random_device import random_values, stream_of
 from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
 from powersgd_triton.kernels.table import DEAD_COLUMN, FactorTable
 from powersgd_triton.kernels.table_device import chunks_of, factor_chunk, key_of
 
 NOISE = tl.constexpr(4 * 2.0**-53)
 """Rounding error of an inner product relative to the vectors' norms: a few units, since errors of long sums cancel."""
-
-
-@triton.jit
-def _mix(x):
-    """A bijection of uint32 in which every input bit changes about half of the output bits."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def stream_of(key, step):
-    """The stream of random values of a matrix's key and a step's number; see ``random_directions``."""
-    return _mix(_mix(key) ^ (step * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32))
-
-
-@triton.jit
-def random_values(within, stream):
-    """Values from [−1, 1), which depend only on an element's number ``within`` the factor and on the stream."""
-    return (_mix(_mix(within.to(tl.uint32)) ^ stream) >> 8).to(tl.float32) * 2.0**-23 - 1.0
 
 
 @triton.jit
@@ -148,8 +129,7 @@ def _orthogonalize_kernel(
     inverse_t = tl.trans(inverse)
     usable = alive
     # The step's number is read here, since a launch that is replayed has the same arguments.
-    salt = (tl.load(number) * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32)
-    stream = _mix(_mix(key_of(records, matrix)) ^ salt)
+    stream = stream_of(key_of(records, matrix), tl.load(number))
     square_ok = (ranks < width)[:, None] & (ranks < width)[None, :]
     if FIRST and not KEEP and chunk == first:
         tl.store(transforms + matrix.to(tl.int64) * C * C + square, inverse, square_ok)

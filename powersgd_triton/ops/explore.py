@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.ops.blocks import product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.reference import PASSES, random_directions
 
-CARRY = 0.1
-"""Weight of the old column against a random direction of about √(m/3). If what waits has less than about a tenth of the
+CARRY = 0.05
+"""Weight of the old column against a random direction of about √(m/3). If what waits has less than about a twentieth of the
 old column's norm, the old column prevails, so gradients of rank at most r are still sent completely."""
 
 SMALLEST_REST = 2.0**-8
@@ -37,7 +38,7 @@ def explores(config: PowerSGDConfig, repetition: int) -> bool:
     return warm and config.error_feedback and config.explore_every > 0 and repetition == 0
 
 
-def explore_reference(bucket: Bucket, step: int, *, where: Tensor) -> None:
+def explore_reference(bucket: Bucket, step: int | Tensor, *, where: Tensor) -> None:
     """Replace the last columns of the right bases of those matrices whose turn it is in step ``step``.
 
     A matrix of full rank has nothing to explore. The turns of matrices depend on their keys, so that they differ.
@@ -52,8 +53,8 @@ def explore_reference(bucket: Bucket, step: int, *, where: Tensor) -> None:
             continue
         # Dead columns are redrawn with the keys from ``keys`` on, so that another key gives other directions.
         directions = random_directions(keys + PASSES, step, group.m, 1).to(bases.dtype)
-        inside = bases.mT @ directions
-        rest = directions - bases @ inside
+        inside = product(bases.mT, directions)
+        rest = directions - product(bases, inside)
         size, left = directions.square().sum((1, 2), keepdim=True), rest.square().sum((1, 2), keepdim=True)
         explored = (rest + CARRY * bases[..., -1:]) * (left + CARRY**2).rsqrt()
         usable = where & chosen.view(-1, 1, 1) & (left > SMALLEST_REST * size)

@@ -100,8 +100,8 @@ class TorchBackend:
         if bucket.config.warm_start or not last:
             views, basis = (bucket.left, bucket.P_hat) if sent.left else (bucket.right, bucket.basis)
             _orthogonalize(bucket, views(mean), step, out=views(basis), where=self._finite)
-            if explores(bucket.config, repetition):
-                explore_reference(bucket, step.iteration, where=self._finite)
+            if explores(bucket.config, repetition) and self._finite is not None:
+                explore_reference(bucket, _number(bucket, step), where=self._finite)
         if last:
             self._finish(gradients, step)
 

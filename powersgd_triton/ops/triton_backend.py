@@ -1,4 +1,4 @@
-"""The stages of a step in Triton kernels: at most twelve launches up to rank 32, for any number of matrices.
+"""The stages of a step in Triton kernels: at most 13 launches up to rank 32, for any number of matrices.
 
 A message with factors narrower than fp32 takes three more launches.
 """
@@ -15,6 +15,7 @@ from powersgd_triton.kernels.commit import commit_triton
 from powersgd_triton.kernels.compensate_backproject import compensate_backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.configurations import architecture, select_configuration
+from powersgd_triton.kernels.explore import explore_triton
 from powersgd_triton.kernels.orthogonalize import orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
@@ -23,6 +24,8 @@ from powersgd_triton.layout.layout import products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bucket import Bucket, seed
+from powersgd_triton.ops.explore import CARRY, SMALLEST_REST, explores
+from powersgd_triton.ops.reference import PASSES
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.triton_wire import TritonWire
@@ -102,7 +105,7 @@ class TritonBackend:
             )  # fmt: skip
         return Message(bucket.message_Q, left=False, own=bucket.Q)
 
-    def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
+    def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
         bucket, table, layout = self.bucket, self._table, self.bucket.layout
         projected = self._alternating and not products(bucket.config, step.iteration, 0)[1]
         if projected:
@@ -119,6 +122,11 @@ class TritonBackend:
         # This is needed without warm start too, because it detects non-finite values.
         following = self._get("following", mean.numel())
         self._orthogonalize(factors, mean, step, out=following)
+        if explores(bucket.config, repetition):
+            explore_triton(
+                table, step.number(self._device), self._finite, every=bucket.config.explore_every, other=PASSES,
+                carry=CARRY, smallest=SMALLEST_REST, out=following,
+            )  # fmt: skip
         verdict = step.verdict(self._device)
         commit_triton(
             table, self._pointers(gradients), self._errors(), following if bucket.config.warm_start else None,

@@ -11,7 +11,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 RATE = 0.01
 
 
-def _compressor(shape: tuple[int, int], rank: int, seed: int, explore_every: int = 8) -> Compressor:
+def _compressor(shape: tuple[int, int], rank: int, seed: int, explore_every: int = 16) -> Compressor:
     config = PowerSGDConfig(rank=rank, min_compression_rate=0, seed=seed, explore_every=explore_every)
     return Compressor(config, {"X": shape})
 

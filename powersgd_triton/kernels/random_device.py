@@ -1,0 +1,26 @@
+"""Device functions that draw random numbers: the same numbers as ``random_directions`` of the reference."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _mix(x):
+    """A bijection of uint32 in which every input bit changes about half of the output bits."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def stream_of(key, step):
+    """The stream of random values of a matrix's key, uint32, in a step: all workers draw the same."""
+    return _mix(_mix(key) ^ (step * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32))
+
+
+@triton.jit
+def random_values(within, stream):
+    """fp32 values from [−1, 1), which depend only on an element's number ``within`` the factor and on the stream."""
+    return (_mix(_mix(within.to(tl.uint32)) ^ stream) >> 8).to(tl.float32) * 2.0**-23 - 1.0

@@ -1,0 +1,75 @@
+"""Exploration in the kernel against the reference, and what both promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.kernels.explore import explore_triton
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.explore import CARRY, SMALLEST_REST, explore_reference
+from powersgd_triton.ops.reference import PASSES
+from powersgd_triton.ops.triton_backend import TritonBackend
+
+EVERY = 3
+SHAPES = {"wide": (40, 300), "tall": (90, 33), "twin": (90, 33), "small": (5, 4), "full": (2, 50), "one": (1, 7)}
+
+
+def bucket_of(rank: int, device: torch.device) -> Bucket:
+    """A bucket with orthonormal bases."""
+    config = PowerSGDConfig(rank=rank, min_compression_rate=0, explore_every=EVERY)
+    bucket = Bucket(Layout.build(SHAPES, config), torch.float32, device, config)
+    generator = torch.Generator().manual_seed(rank)
+    for bases in bucket.right(bucket.basis):
+        bases.copy_(torch.linalg.qr(torch.randn(bases.shape, generator=generator))[0])
+    return bucket
+
+
+def explored(bucket: Bucket, step: int, finite: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    """The bases after the reference and after the kernel, one after the other for each matrix."""
+    before, device = bucket.basis.clone(), bucket.basis.device
+    explore_reference(bucket, step, where=torch.tensor(finite, device=device))
+    expected = [basis.clone() for bases in bucket.right(bucket.basis) for basis in bases]
+    bucket.basis.copy_(before)
+    explore_triton(
+        TritonBackend(bucket, {})._table, torch.tensor(step, device=device),
+        torch.tensor(int(finite), dtype=torch.int32, device=device),
+        every=EVERY, other=PASSES, carry=CARRY, smallest=SMALLEST_REST, out=bucket.basis,
+    )  # fmt: skip
+    got = [basis.clone() for bases in bucket.right(bucket.basis) for basis in bases]
+    bucket.basis.copy_(before)
+    return expected, got
+
+
+@pytest.mark.parametrize("rank", [1, 3, 16, 40])
+def test_the_kernel_explores_as_the_reference_does(rank: int, device: torch.device) -> None:
+    bucket = bucket_of(rank, device)
+    old = [basis.clone() for bases in bucket.right(bucket.basis) for basis in bases]
+    segments = [segment for group in bucket.layout.groups for segment in group.segments]
+    changed = dict.fromkeys(SHAPES, 0)
+    for step in range(EVERY):
+        for segment, before, expected, got in zip(segments, old, *explored(bucket, step), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+            assert torch.equal(got[:, :-1], before[:, :-1])
+            changed[segment.name] += not torch.equal(got, before)
+            # Orthonormal, and orthogonal to the old last column but for its share.
+            identity = torch.eye(segment.rank, device=device)
+            torch.testing.assert_close(got.T @ got, identity, rtol=0, atol=2e-5)
+            if not torch.equal(got, before):
+                assert float((got[:, -1] @ before[:, -1]).abs()) <= CARRY * 16
+    for segment in segments:
+        # Once each, unless the basis sees everything. A random direction may lie in the basis of a small matrix.
+        sees_all = segment.rank == min(segment.n, segment.m)
+        assert changed[segment.name] <= 1 - sees_all
+        assert changed[segment.name] == 1 or sees_all or segment.name == "small"
+
+
+def test_nothing_changes_after_a_step_that_is_not_finite(device: torch.device) -> None:
+    bucket = bucket_of(3, device)
+    old = [basis.clone() for bases in bucket.right(bucket.basis) for basis in bases]
+    for step in range(EVERY):
+        for results in explored(bucket, step, finite=False):
+            assert all(torch.equal(before, after) for before, after in zip(old, results, strict=True))
