@@ -21,8 +21,8 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.reference import PASSES, random_directions
 
 CARRY = 0.05
-"""Weight of the old column against a random direction of about √(m/3). If what waits has less than about a twentieth of the
-old column's norm, the old column prevails, so gradients of rank at most r are still sent completely."""
+"""Weight of the old column against a random direction of about √(m/3). If what waits is less than about a twentieth of
+what the old column carries, the old column prevails. So gradients of rank at most r are still sent completely."""
 
 SMALLEST_REST = 2.0**-8
 """If a smaller share of a random direction's squared norm is left, what is left is not orthogonal in fp32. The column
