@@ -61,6 +61,21 @@ class Communicator:
         """Index of this worker among all workers."""
         return dist.get_rank() if self._ready else 0
 
+    def message_device(self, gradients: torch.device | None) -> torch.device:
+        """Return the device for the messages of ``gather``: the CPU, if the group's backend supports it.
+
+        Args:
+            gradients: Device of the gradients. None if it is not known yet: then the current device may be used.
+        """
+        # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
+        pairs = dist.get_backend_config(self.group).split(",") if self._ready else ["cpu"]
+        types = [pair.split(":")[0] for pair in pairs]
+        if "cpu" in types:
+            return torch.device("cpu")
+        if gradients is not None and gradients.type in types:
+            return gradients
+        return torch.device(types[0], torch.get_device_module(types[0]).current_device())
+
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
         if self.world_size == 1 or tensor.numel() == 0:

@@ -123,7 +123,7 @@ def traffic(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
         comms_logger.enabled = False
         expected = None
         if section is not None:
-            layout = next(iter(engine.powersgd._layouts.values()))
+            layout = next(iter(engine.powersgd._engine.peers._layouts.values()))
             expected = 4 * layout.sent_numel(engine.powersgd.config, 1)
     reductions = ("all_reduce", "reduce_scatter_tensor", "reduce")
     gathers = ("all_gather_into_tensor", "all_gather")
