@@ -117,5 +117,10 @@ class Communicator:
 
 def wait(work: dist.Work | None) -> None:
     """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error."""
-    if work is not None:
+    if work is None:
+        return
+    try:
         work.wait()
+    except RuntimeError as error:
+        reasons = "a worker was lost, raised an exception, or alone saved or loaded a state"
+        raise type(error)(f"a sum over the workers failed, for example because {reasons} ({error})") from error

@@ -227,13 +227,12 @@ class Fleet:
         names = tuple(segment.name for segment in run.layout.segments)
         compress = self.engines[0].step.iteration >= self.config.start_iter
         own = self._layouts[names, compress]
-        gradients = {id(engine): one for engine, one in zip(self.engines, given, strict=True)}
-
-        def begin(engine: Engine) -> Backend:
-            engine.begin(names, lambda: own.shapes, device, last=False)
-            return engine.bind(own, gradients[id(engine)])
-
-        backends = self.together(begin)
+        self.together(lambda engine: engine.begin(names, lambda: own.shapes, device, last=False))
+        # As ``Engine.bind``, but one worker after the other, since Triton's interpreter cannot run in threads.
+        backends = [
+            engine.memory.bind(engine.plan.layout(own), gradients, engine.step)
+            for engine, gradients in zip(self.engines, given, strict=True)
+        ]
 
         def write(worker: int, backend: Backend) -> None:
             step, bucket = self.engines[worker].step, backend.bucket
