@@ -130,7 +130,7 @@ class ShardedHandle(Handle):
         Raises:
             ValueError: See ``load_state_dict``.
         """
-        missing = {"error", "factors", "iteration"} - set(state_dict)
+        missing = {"error", "factors", "iteration"} - set(state_dict or ())
         if missing:
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         factors = torch.load(io.BytesIO(state_dict["factors"]), weights_only=True)

@@ -46,8 +46,7 @@ def together(
             be equal on all workers. Replicated facts must be equal on the workers of the communicator's group only,
             since these workers compress the same tensors. If another worker fails, the result is discarded.
         communicator: Collectives of the workers that average with each other, with the ``others``.
-        device: Device of the gradients, if it is known. If the group has no backend for the CPU, messages are sent from
-            there, and the host waits for it.
+        device: Device of the gradients, if it is known. See ``Communicator.gather``.
 
     Returns:
         The result of ``act``.
@@ -118,8 +117,8 @@ def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch
     """Return the tensors of all workers, [workers, …]. Their order may differ between the groups of workers."""
     table = mine.unsqueeze(0)
     for communicator in communicators:
-        table = communicator.gather(table.to(communicator.message_device(device))).flatten(0, 1)
-    return table.cpu()
+        table = communicator.gather(table, device).flatten(0, 1)
+    return table
 
 
 def _difference(found: Mapping[int, Facts]) -> Exception | None:

@@ -61,21 +61,6 @@ class Communicator:
         """Index of this worker among all workers."""
         return dist.get_rank() if self._ready else 0
 
-    def message_device(self, gradients: torch.device | None) -> torch.device:
-        """Return the device for the messages of ``gather``: the CPU, if the group's backend supports it.
-
-        Args:
-            gradients: Device of the gradients. None if it is not known yet: then the current device may be used.
-        """
-        # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
-        pairs = dist.get_backend_config(self.group).split(",") if self._ready else ["cpu"]
-        types = [pair.split(":")[0] for pair in pairs]
-        if "cpu" in types:
-            return torch.device("cpu")
-        if gradients is not None and gradients.type in types:
-            return gradients
-        return torch.device(types[0], torch.get_device_module(types[0]).current_device())
-
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
         if self.world_size == 1 or tensor.numel() == 0:
@@ -101,13 +86,24 @@ class Communicator:
         if self.world_size > 1:
             dist.all_reduce(tensor.view(-1), op=dist.ReduceOp.MIN, group=self.group)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return every worker's ``tensor`` as [workers, …]. All must have the same shape and dtype."""
+    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return every worker's ``tensor`` as [workers, …]. All must have the same shape and dtype.
+
+        The tensors are on the CPU. If the group has no backend for the CPU, they travel from ``device``, by default the
+        current one, and the host waits for it.
+        """
         if self.world_size == 1:
             return tensor.unsqueeze(0)
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor, group=self.group)
-        return torch.stack(gathered)
+        # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
+        types = [pair.split(":")[0] for pair in dist.get_backend_config(self.group).split(",")]
+        if "cpu" in types:
+            device = torch.device("cpu")
+        elif device is None or device.type not in types:
+            device = torch.device(types[0], torch.get_device_module(types[0]).current_device())
+        sent = tensor.to(device)
+        gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
+        dist.all_gather(gathered, sent, group=self.group)
+        return torch.stack(gathered).cpu()
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average ``tensor`` over the workers in place and return it."""

@@ -48,7 +48,7 @@ class Among(Communicator):
         gathered.numpy()[self.index] = tensor.numpy()
         return None  # type: ignore[return-value]
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, _device: torch.device | None = None) -> Tensor:
         return torch.stack([tensor] * WORKERS)
 
 

@@ -84,7 +84,7 @@ class Line(Communicator):
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
         self._note("gather", gathered, tensor)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, _device: torch.device | None = None) -> Tensor:
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         assert self.meeting is not None
