@@ -28,10 +28,10 @@ Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
 
 
 class Peers:
-    """The workers that compress one model, as one of them meets them.
+    """Comparisons with the other workers that compress the same model.
 
-    Each method runs code that may fail on one worker only, and what it does is compared. Unless all workers agree, all
-    raise an error, and nothing has changed.
+    ``layout``, ``bind``, ``check`` and ``read`` run code that may fail on one worker only, and compare what it did.
+    Unless all workers agree, all raise an error, and nothing has changed.
 
     Args:
         config, plan, memory, step: See ``Engine``.
@@ -54,7 +54,7 @@ class Peers:
         self.communicator, self.device = communicator, device
         # The tensors whose facts were compared; None before the first step.
         self._compared: Tensors | None = None
-        # The layouts of buckets, and those of them whose memory was allocated on all workers.
+        # The layouts of buckets by key, and those for which all workers have allocated memory.
         self._layouts: dict[Hashable, Layout] = {}
         self._bound: set[Layout] = set()
 
@@ -97,7 +97,7 @@ class Peers:
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:
         """Return the backend of a bucket. Collective when the bucket comes for the first time.
 
-        A bucket that is new because its ranks were planned anew is not told of: the host of a GPU must not wait.
+        It is not collective if a bucket is new because ranks were planned again, since the host of a GPU must not wait.
         """
 
         def allocate() -> tuple[Backend, Facts, Facts]:

@@ -1,4 +1,4 @@
-"""What one worker meets alone: a refused file, an exception, memory that is not there. The others are told."""
+"""Faults on one worker only: a refused file, an exception, a failed allocation. The other workers are told."""
 
 from __future__ import annotations
 
