@@ -66,8 +66,9 @@ class Problem:
             backend.reconstruct(out, None)
             found.append(backend)
 
-        self.engine.begin(self.layout, next(iter(self.gradients.values())).device, last=True)
-        self.engine.average(self.layout, self.gradients, write=write)
+        device = next(iter(self.gradients.values())).device
+        layout = self.engine.begin("all", lambda: self.layout.shapes, device, last=True)
+        self.engine.average(layout, self.gradients, write=write)
         return found[0]
 
 

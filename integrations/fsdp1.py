@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeParameters, group_of_its_own
-from powersgd_triton.layout.layout import Layout
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
 
@@ -35,16 +35,16 @@ class Unit:
     Attributes:
         name: Name of the unit's module.
         offsets: {parameter's name: first element}.
-        layout: Layout of the same parameters.
+        shapes: {parameter's name: shape}.
         numel: Number of elements without the padding that makes shards equal.
     """
 
-    def __init__(self, module: FullyShardedDataParallel, prefix: str, config: PowerSGDConfig) -> None:
+    def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
         handle: Any = module._handle
         flat = handle.flat_param
         self.name = prefix or "the root module"
         self.offsets: dict[str, int] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
@@ -54,15 +54,46 @@ class Unit:
                     # The elements of a non-contiguous parameter lie in another order than its shape suggests. One
                     # dimension makes it a bypass tensor.
                     shape = tuple(flat._shapes[index])
-                    shapes[name] = shape if flat._contiguities[index] else (math.prod(shape),)
+                    self.shapes[name] = shape if flat._contiguities[index] else (math.prod(shape),)
                     self.offsets[name] = self.numel
                 index += 1
             self.numel += numel
-        self.layout = Layout.build(shapes, config)
+
+
+def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
+    """Return the model's trainable units with FSDP's handles.
+
+    Raises:
+        ValueError: A module is sharded in a way that is not supported, or there are no trainable parameters.
+    """
+    modules = {
+        plain_name(name): module
+        for name, module in fsdp_model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    }
+    for name, module in modules.items():
+        where = f"module {name!r}" if name else "the root module"
+        if module.sharding_strategy in HYBRID:
+            raise ValueError(
+                f"{where} has the strategy {module.sharding_strategy.name}, for which FSDP1 has no communication "
+                "hook; use fully_shard and powersgd_triton.integrations.fsdp2 with replicate_group instead"
+            )
+        if module._comm_hook is not None:
+            raise ValueError(f"{where} has a communication hook already; create one state and register it once")
+        if module.process_group is not fsdp_model.process_group:
+            raise ValueError(f"{where} has another process group than the root module; use one group for all")
+    units: dict[Unit, Any] = {
+        Unit(module, name): module._handle
+        for name, module in modules.items()
+        if module._handle is not None and module._handle.flat_param.requires_grad
+    }
+    if not units:
+        raise ValueError("the model has no trainable parameters; unfreeze them before creating the state")
+    return units
 
 
 class PowerSGDState(ShardedHandle):
-    """The compression of one FSDP1 model's gradients.
+    """The compression of one FSDP1 model's gradients. All workers create it together.
 
     It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size. Factors are
     summed in a process group of the state's own, so that they do not queue behind all-gathers that FSDP has prefetched.
@@ -79,49 +110,33 @@ class PowerSGDState(ShardedHandle):
     """
 
     def __init__(self, fsdp_model: FullyShardedDataParallel, config: PowerSGDConfig) -> None:
-        if not isinstance(config, PowerSGDConfig):
-            raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         if not isinstance(fsdp_model, FullyShardedDataParallel):
             raise TypeError(
                 f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
                 "powersgd_triton.integrations.fsdp2 for fully_shard and …integrations.ddp for DistributedDataParallel"
             )
-        modules = {
-            plain_name(name): module
-            for name, module in fsdp_model.named_modules()
-            if isinstance(module, FullyShardedDataParallel)
-        }
-        for name, module in modules.items():
-            where = f"module {name!r}" if name else "the root module"
-            if module.sharding_strategy in HYBRID:
-                raise ValueError(
-                    f"{where} has the strategy {module.sharding_strategy.name}, for which FSDP1 has no communication "
-                    "hook; use fully_shard and powersgd_triton.integrations.fsdp2 with replicate_group instead"
-                )
-            if module._comm_hook is not None:
-                raise ValueError(f"{where} has a communication hook already; create one state and register it once")
-            if module.process_group is not fsdp_model.process_group:
-                raise ValueError(f"{where} has another process group than the root module; use one group for all")
-        trainable = {
-            name: module
-            for name, module in modules.items()
-            if module._handle is not None and module._handle.flat_param.requires_grad
-        }
-        if not trainable:
-            raise ValueError("the model has no trainable parameters; unfreeze them before creating the state")
         group: Any = fsdp_model.process_group
         device = fsdp_model.compute_device or torch.device("cpu")
-        units = [Unit(module, name, config) for name, module in trainable.items()]
-        shapes = {s.name: s.shape for unit in units for s in unit.layout.segments}
+        communicator = Communicator(group)
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def prepare() -> tuple[tuple[dict[Unit, Any], Engine], Facts, Facts]:
+            if not isinstance(config, PowerSGDConfig):
+                raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+            units = _units(fsdp_model)
+            shapes.update({name: shape for unit in units for name, shape in unit.shapes.items()})
+            return (units, Engine(config, communicator, lambda: shapes, device)), {}, {}
+
+        # A new group is made together, so that no worker may raise an error alone before.
+        units, engine = together("PowerSGDState", prepare, communicator, device)
+        engine.connect(Communicator(group_of_its_own(group, device.type)))
         sharding = WholeParameters(group, DeviceMesh.from_group(group, device.type), lambda: shapes)
-        communicator = Communicator(group_of_its_own(group, device.type))
-        super().__init__(Engine(config, communicator, lambda: shapes), sharding)
+        super().__init__(engine, sharding)
         self._workers, self._worker = sharding.workers, sharding.worker
         self._current: Unit | None = None
-        for unit, module in zip(units, trainable.values(), strict=True):
+        for unit, handle in units.items():
             # FSDP does not tell its hook which unit it reduces. This hook fires just before FSDP's hook and marks the
             # unit. In backward passes without synchronization it fires too, but no hook of FSDP follows.
-            handle: Any = module._handle
             handle.flat_param.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
 
     def _mark(self, unit: Unit, _parameter: Tensor) -> None:
@@ -155,26 +170,26 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     unit = state._unit_of(gradient)
     engine = state._engine
-    if not engine.begin(unit.layout, gradient.device, keys=(unit,)):
+    layout = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
+    if not engine.compressing:
         if output is None:
             engine.average_exactly(gradient)
         else:
             dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=engine.communicator.group)
         return
     views = {
-        s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel].view(s.shape)
-        for s in unit.layout.segments
+        s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel].view(s.shape) for s in layout.segments
     }
     if output is None:
-        engine.average(unit.layout, views)
+        engine.average(layout, views)
         return
     # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
     output.zero_()
     low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
     ranges: dict[str, tuple[int, Tensor]] = {}
-    for segment in unit.layout.segments:
+    for segment in layout.segments:
         offset = unit.offsets[segment.name]
         first, behind = max(offset, low), min(offset + segment.numel, high)
         if first < behind:
             ranges[segment.name] = first - offset, output[first - low : behind - low]
-    engine.average(unit.layout, views, ranges=ranges)
+    engine.average(layout, views, ranges=ranges)

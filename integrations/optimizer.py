@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compressor
 from powersgd_triton.config import PowerSGDConfig
@@ -144,11 +145,12 @@ class PowerSGD(Aggregator):
         """Return the bases and the step, equal on all workers. The gradients hold the errors: save their mean too."""
         return self._compressor.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Continue from a saved state, or from a file that holds one. Collective: call it on all workers.
 
         Raises:
-            ValueError: The state belongs to another model, or has another format. Nothing was changed.
+            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
         self._compressor.load_state_dict(state_dict)
 

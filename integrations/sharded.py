@@ -27,8 +27,11 @@ class Sharding(Protocol):
     def place(self, name: str, error: Tensor) -> DTensor:
         """Return a mean error as a DTensor with the parameter's shape and sharding."""
 
-    def take(self, name: str, error: DTensor) -> Tensor:
-        """Return the matrix [n, m] that this worker compresses: the inverse of ``place``."""
+    def fetch(self, error: DTensor) -> Tensor:
+        """Return the rows of an error that this worker needs. Possibly collective."""
+
+    def take(self, name: str, rows: Tensor) -> Tensor:
+        """Return the matrix [n, m] that this worker compresses. With ``fetch`` it is the inverse of ``place``."""
 
     def shard(self) -> tuple[int, int]:
         """Return (index of this worker's shard, number of shards), counting shards with factors of their own."""
@@ -78,16 +81,56 @@ class ShardedHandle(Handle):
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
-        """Continue from a saved state of any mesh and rank. ``dcp.load`` calls this method.
+        """Continue from a saved state of any mesh and rank. Collective. ``dcp.load`` calls this method.
 
         Args:
             state_dict: Result of ``state_dict``.
             rename: {saved name: name here}. With ``dcp.load``, use ``renamed`` instead.
 
         Raises:
-            ValueError: The state belongs to another model, or has another format. Nothing was changed.
+            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        missing = {"error", "factors", "iteration"} - set(state_dict)
+        together = self._engine.peers.together
+        rename = rename or {}
+        # Fetching errors may be collective, so that no worker may refuse its state alone before.
+        nearest, errors = together("load_state_dict", lambda: (self._checked(state_dict, rename), {}, {}))
+        saved_names = {new: old for old, new in rename.items()}
+        fetched = {
+            name: self._sharding.fetch(errors[saved_names.get(name, name)])
+            for name in (self._matrices() if self.config.error_feedback else ())
+        }
+
+        def read() -> tuple[dict[str, Any], dict[str, Size]]:
+            tensors: dict[str, Size] = {}
+            matrices: dict[str, dict[str, Tensor]] = {}
+            for name, shape in self._matrices().items():
+                rank = compressed_rank(shape, self.config, name)
+                tensors[name] = (*matrix_shape(shape), rank)
+                error = self._sharding.take(name, fetched[name]).float() if name in fetched else None
+                if rank == 0 and error is not None and error.any():
+                    matrices[name] = {"error": error}
+                if rank:
+                    parts = {key: part[:, :rank] for key, part in nearest["matrices"].get(name, {}).items()}
+                    if "basis" not in parts:
+                        parts["basis"] = _random_basis(shape, rank)
+                    matrices[name] = parts if error is None else {**parts, "error": error}
+            return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
+
+        self._engine.load_state_dict(read)
+
+    def _checked(
+        self, state_dict: Mapping[str, Any], rename: Mapping[str, str]
+    ) -> tuple[dict[str, Any], Mapping[str, DTensor]]:
+        """Check a saved state as far as that is not collective.
+
+        Returns:
+            The factors of the saved shard that is nearest to this worker's, as a saved state; and the saved errors.
+
+        Raises:
+            ValueError: See ``load_state_dict``.
+        """
+        missing = {"error", "factors", "iteration"} - set(state_dict or ())
         if missing:
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         factors = torch.load(io.BytesIO(state_dict["factors"]), weights_only=True)
@@ -97,37 +140,28 @@ class ShardedHandle(Handle):
         shards = factors["shards"]
         # The saved shard that contained the first rows of this worker's shard. It is the same on all replicas.
         index = worker * len(shards) // workers
-        nearest, plan = shards[index], factors["plans"][index] if "plans" in factors else {}
-        saved_names = {new: old for old, new in (rename or {}).items()}
-        plan = {key: {(rename or {}).get(n, n): value for n, value in part.items()} for key, part in plan.items()}
-        tensors: dict[str, Size] = {}
-        matrices: dict[str, dict[str, Tensor]] = {}
-        for name, shape in self._matrices().items():
-            rank, saved = compressed_rank(shape, self.config, name), saved_names.get(name, name)
-            tensors[name] = (*matrix_shape(shape), rank)
-            error = None
-            if self.config.error_feedback:
+        plan = factors["plans"][index] if "plans" in factors else {}
+        # A left basis has the rows of a shard, so it only fits the same number of shards.
+        keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
+        nearest = {
+            "format_version": FORMAT_VERSION,
+            "iteration": state_dict["iteration"],
+            "matrices": {
+                rename.get(name, name): {key: parts[key] for key in keys if key in parts}
+                for name, parts in shards[index].items()
+            },
+            "plan": {key: {rename.get(n, n): value for n, value in part.items()} for key, part in plan.items()},
+        }
+        saved_names = {new: old for old, new in rename.items()}
+        if self.config.error_feedback:
+            for name in self._matrices():
+                saved = saved_names.get(name, name)
                 if saved not in state_dict["error"]:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
-                error = self._sharding.take(name, state_dict["error"][saved]).float()
-                if rank == 0 and error.any():
-                    matrices[name] = {"error": error}
-            if rank:
-                bases = {key: part[:, :rank].contiguous() for key, part in nearest.get(saved, {}).items()}
-                # A left basis has the rows of a shard, so it only fits the same number of shards.
-                parts = bases if len(shards) == workers else {}
-                parts["basis"] = bases["basis"] if "basis" in bases else _random_basis(shape, rank)
-                matrices[name] = parts if error is None else {**parts, "error": error}
-        self._engine.load_state_dict(
-            {
-                "format_version": FORMAT_VERSION,
-                "iteration": state_dict["iteration"],
-                "tensors": tensors,
-                "matrices": matrices,
-                "plan": plan,
-            },
-            tensors,
-        )
+                error = state_dict["error"][saved]
+                if not isinstance(error, DTensor):
+                    raise ValueError(f"the saved error of {saved!r} must be a DTensor; got {type(error).__name__}")
+        return nearest, state_dict["error"]
 
     def renamed(self, names: Mapping[str, str]) -> Renamed:
         """Return this state for ``dcp.load`` of a checkpoint in which parameters have other names.
@@ -198,8 +232,11 @@ class WholeParameters:
             local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
         )  # fmt: skip
 
-    def take(self, name: str, error: DTensor) -> Tensor:
-        return error.full_tensor().reshape(matrix_shape(self._shapes()[name]))
+    def fetch(self, error: DTensor) -> Tensor:
+        return error.full_tensor()
+
+    def take(self, name: str, rows: Tensor) -> Tensor:
+        return rows.reshape(matrix_shape(self._shapes()[name]))
 
     def shard(self) -> tuple[int, int]:
         return 0, 1

@@ -4,7 +4,7 @@ from powersgd_triton import checkpoint
 saved = state.state_dict()                      # collective: on all workers
 if worker == 0:
     checkpoint.save(saved, "powersgd.pt")       # or "powersgd.safetensors"
-state.load_state_dict(checkpoint.load("powersgd.pt"))
+state.load_state_dict("powersgd.pt")            # collective: on all workers
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+StateDict = Mapping[str, Any] | str | os.PathLike[str]
+"""Result of a ``state_dict()``, or the path of a file that holds it."""
 
 FORMAT = "powersgd_triton state"
 SAFETENSORS = ".safetensors"
@@ -53,6 +56,11 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         torch.save({FORMAT: text, "checksum": checksum, "tensors": tensors}, file)
         content = file.getvalue()
     _write(path, content)
+
+
+def opened(state_dict: StateDict) -> Any:
+    """Return a saved state. A path is read with ``load``."""
+    return load(state_dict) if isinstance(state_dict, (str, os.PathLike)) else state_dict
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

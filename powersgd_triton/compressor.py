@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
@@ -85,16 +86,16 @@ class Compressor(Handle):
             if isinstance(tensor, Tensor):
                 _check_dtype(name, tensor)
                 self._kinds[name] = (tensor.dtype, tensor.device)
-        self._compressing = Layout.build(shapes, config)
         self._exact = Layout.build(shapes, config, compress=False)
-        super().__init__(Engine(config, Communicator(group), lambda: shapes))
+        device = next((device for _, device in self._kinds.values()), None)
+        super().__init__(Engine(config, Communicator(group), lambda: shapes, device))
         # Whether the averages of the last step have been written. Only the first ``decompress`` may change the verdict.
         self._written = False
 
     @property
     def layout(self) -> Layout:
         """The tensors that are compressed, and their shapes as matrices."""
-        return self._engine.plan.layout(self._compressing)
+        return self._engine.layout()
 
     def compress(self, gradients: Gradients) -> Compressed:
         """Average this step's gradients over the workers, in compressed form. Collective.
@@ -114,7 +115,9 @@ class Compressor(Handle):
         self._kinds = {name: (tensor.dtype, tensor.device) for name, tensor in named.items()}
         engine, step = self._engine, self._engine.step
         device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
-        layout = self._compressing if engine.begin(self._compressing, device, last=True) else self._exact
+        layout = engine.begin("all", lambda: self._exact.shapes, device, last=True)
+        if not engine.compressing:
+            layout = self._exact
         if not layout.segments:
             engine.end_step()
             nothing = TorchBackend(Bucket(layout, torch.float32, device, self.config))
@@ -152,7 +155,7 @@ class Compressor(Handle):
             dtype = compressed.backend.bucket.message_P.dtype
             out = {
                 segment.name: torch.empty(segment.shape, dtype=kind[0], device=kind[1])
-                for segment in self._compressing.segments
+                for segment in self._exact.segments
                 for kind in [self._kinds.get(segment.name, (dtype, compressed.verdict.device))]
             }
         named = self._named(out, same_dtype=False)
@@ -214,8 +217,7 @@ class Compressor(Handle):
 
         E is what this worker has not sent yet. The result is empty without error feedback.
         """
-        shapes = {segment.name: segment.shape for segment in self._compressing.segments}
-        return {name: error.view(shapes[name]) for name, error in super().error().items()}
+        return {name: error.view(self._exact.shapes[name]) for name, error in super().error().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error over workers, the bases and the step. Collective: call it on all workers.
@@ -226,14 +228,15 @@ class Compressor(Handle):
         return self._engine.state_dict()
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+        self, state_dict: StateDict, *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadReport:
-        """Continue from a saved state of any world size and rank.
+        """Continue from a saved state of any world size and rank. Collective: call it on all workers.
 
         When a tensor is no longer compressed, its remaining error is added to its next gradient.
 
         Args:
-            state_dict: Result of ``state_dict``.
+            state_dict: Result of ``state_dict``, or the path of a file that ``checkpoint.save`` has written. With a
+                path, a file that one worker cannot read is an error on all workers.
             strict: Refuse a state that has matrices of other tensors, or lacks matrices of these. Otherwise load what
                 fits.
             rename: {name in the state: name here}.
@@ -242,15 +245,16 @@ class Compressor(Handle):
             What was used of the state, and what was not.
 
         Raises:
-            ValueError: The state belongs to another model, or has another format. Nothing was changed.
+            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
         return self._engine.load_state_dict(
-            state_dict, sizes(self._engine.tensors(), self.config), strict=strict, rename=rename
+            lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)), strict=strict, rename=rename
         )
 
     def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
         """Return gradients by name. Check their names, shapes, device and, with ``same_dtype``, their dtypes."""
-        layout = self._compressing
+        layout = self._exact
         if isinstance(gradients, Tensor):
             if gradients.dim() != 1 or gradients.numel() != layout.numel:
                 raise ValueError(

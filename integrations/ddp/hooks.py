@@ -3,13 +3,14 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.compressor import GRADIENT_DTYPES
+from powersgd_triton.core.peers import Shapes
 from powersgd_triton.integrations.ddp.names import memory_shape
 from powersgd_triton.integrations.ddp.pickles import check_owner
 from powersgd_triton.integrations.ddp.state import PowerSGDState
@@ -33,18 +34,16 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
         RuntimeError: A loaded checkpoint does not fit the model, or a collective failed.
     """
     parameters = bucket.parameters()
-    names = state._names.of(bucket.index(), parameters)
-    layout = state._layouts.get(names)
-    if layout is None:
-        shapes = zip(names, (memory_shape(parameter) for parameter in parameters), strict=True)
-        layout = state._layouts[names] = Layout.build(shapes, state.config)
-    segments = layout.segments
-    return _average(
-        state,
-        bucket,
-        layout,
-        lambda: {s.name: g.view(s.shape) for s, g in zip(segments, bucket.gradients(), strict=True)},
-    )
+
+    def shapes() -> dict[str, tuple[int, ...]]:
+        names = state._names.of(bucket.index(), parameters)
+        return {name: memory_shape(parameter) for name, parameter in zip(names, parameters, strict=True)}
+
+    def gradients(layout: Layout) -> dict[str, Tensor]:
+        return {s.name: g.view(s.shape) for s, g in zip(layout.segments, bucket.gradients(), strict=True)}
+
+    # The state keeps the parameters, so that no other tensor gets the address of one of them.
+    return _average(state, bucket, tuple(map(id, parameters)), shapes, gradients)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -69,37 +68,35 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         )
     if state.config.planned or callable(state.config.rank):
         raise ValueError("batched_powerSGD_hook has one matrix a bucket: give one rank, not ranks for each parameter")
-    layout, buffer = _square_layout(state, bucket), bucket.buffer()
-    return _average(
-        state,
-        bucket,
-        layout,
-        lambda: {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments},
-    )
-
-
-def _square_layout(state: PowerSGDState, bucket: GradBucket) -> Layout:
-    """Return a layout with a bucket of L elements as a matrix of ⌈√L⌉ columns and the remaining elements."""
-    numel = bucket.buffer().numel()
-    names = (SQUARE.format(bucket.index()), REST.format(bucket.index()))
-    layout = state._layouts.get(names)
-    if layout is not None and layout.numel != numel and state.iter >= state.config.start_iter:
+    buffer = bucket.buffer()
+    index, numel = bucket.index(), buffer.numel()
+    before = state._numels.get(index, numel)
+    if before != numel and state.iter >= state.config.start_iter:
         raise RuntimeError(
-            f"bucket {bucket.index()} had {layout.numel} elements and now has {numel}; batched_powerSGD_hook needs "
-            "buckets that stay the same, powerSGD_hook does not"
+            f"bucket {index} had {before} elements and now has {numel}; batched_powerSGD_hook needs buckets that stay "
+            "the same, powerSGD_hook does not"
         )
-    if layout is None or layout.numel != numel:
+    state._numels[index] = numel
+
+    def shapes() -> dict[str, tuple[int, ...]]:
         columns = math.isqrt(max(0, numel - 1)) + 1
         rows = numel // columns
-        shapes = zip(names, ((rows, columns), (numel - rows * columns,)), strict=True)
-        layout = state._layouts[names] = Layout.build(shapes, state.config)
-    return layout
+        return {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
+
+    def gradients(layout: Layout) -> dict[str, Tensor]:
+        return {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
+
+    return _average(state, bucket, (index, numel), shapes, gradients)
 
 
 def _average(
-    state: PowerSGDState, bucket: GradBucket, layout: Layout, gradients: Callable[[], dict[str, Tensor]]
+    state: PowerSGDState,
+    bucket: GradBucket,
+    key: Hashable,
+    shapes: Shapes,
+    gradients: Callable[[Layout], dict[str, Tensor]],
 ) -> torch.futures.Future[torch.Tensor]:
-    """Pass a bucket to the engine. ``gradients`` returns its gradients by name, as views of its buffer."""
+    """Pass a bucket to the engine. ``gradients`` returns the gradients of a layout by name, as views of the buffer."""
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
     if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
@@ -111,14 +108,14 @@ def _average(
         if buffer.is_cuda:
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        compressing = engine.begin(layout, buffer.device, keys=(bucket.index(),), last=last)
+        layout = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
         step, first = state.iter, bucket.index() == 0
-        if not compressing:
+        if not engine.compressing:
             engine.average_exactly(buffer, done=lambda: future.set_result(buffer))
         else:
             if step == state.config.start_iter == 0 and first:
                 logger.info("Start to apply PowerSGD after %s iterations.", step)
-            views = gradients()
+            views = gradients(layout)
 
             def write(backend: Backend) -> None:
                 backend.reconstruct(views, engine.step.overflow(buffer.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +30,11 @@ class ParameterNames:
         self._seen: set[str] = set()
         self._buckets: Record = []
         self._expected: Record = []
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the parameters. None if they are numbered."""
+        return next((parameter.device for parameter in self._names), None) if self._module is not None else None
 
     def of(self, index: int, parameters: Iterable[Tensor]) -> tuple[str, ...]:
         """Return the names of a bucket's parameters."""

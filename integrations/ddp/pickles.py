@@ -34,12 +34,15 @@ def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
 
 
 def restore(engine: Engine, saved: dict[str, Any]) -> None:
-    """Load a pickle's content into an engine that was made with the pickle's configuration and buckets."""
+    """Load a pickle's content into an engine that was made with the pickle's configuration and buckets.
+
+    Not collective. The workers compare what they have loaded before their next step.
+    """
     logger.warning(
         "NOTE: Process group will be set to a default group (i.e. the world size). "
         "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
     )
-    engine.load_state_dict(saved["core"], None, owner=saved["worker"])
+    engine.adopt(*engine.peers.parsed(saved["core"], None, owner=saved["worker"]))
     engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig, RankFunction
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
-from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.saved_state import LoadReport, Size
 from powersgd_triton.integrations.ddp import pickles
-from powersgd_triton.integrations.ddp.names import ParameterNames
-from powersgd_triton.layout.layout import Layout
+from powersgd_triton.integrations.ddp.names import ParameterNames, Record
 from powersgd_triton.ranks.report import RankReport
 
 logger = logging.getLogger("powersgd_triton.integrations.ddp")
@@ -136,9 +136,10 @@ class PowerSGDState(Handle):
 
     def _set_up(self, config: PowerSGDConfig, names: ParameterNames, process_group: dist.ProcessGroup | None) -> None:
         # Without ``module=`` the model is not known before its gradients come.
-        super().__init__(Engine(config, Communicator(process_group), lambda: names.shapes() or {}))
+        super().__init__(Engine(config, Communicator(process_group), lambda: names.shapes() or {}, names.device))
         self._names = names
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        # The number of elements of each bucket of ``batched_powerSGD_hook``.
+        self._numels: dict[int, int] = {}
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -187,14 +188,15 @@ class PowerSGDState(Handle):
         return {**self._engine.state_dict(), "buckets": self._names.record()}
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+        self, state_dict: StateDict, *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadReport:
-        """Continue from a saved state of any world size, bucket size and rank.
+        """Continue from a saved state of any world size, bucket size and rank. Collective: call it on all workers.
 
         When a parameter is no longer compressed, its remaining error is added to its next gradient.
 
         Args:
-            state_dict: Result of ``state_dict``.
+            state_dict: Result of ``state_dict``, or the path of a file that ``checkpoint.save`` has written. With a
+                path, a file that one worker cannot read is an error on all workers.
             strict: Refuse a state that has matrices of other parameters, or lacks matrices of these. Otherwise load
                 what fits.
             rename: {parameter's name in the state: name in the module given as ``module=``}.
@@ -203,14 +205,21 @@ class PowerSGDState(Handle):
             What was used of the state, and what was not. Without ``module=``, the rest is matched in the first step.
 
         Raises:
-            ValueError: The state belongs to another model, or has another format. Nothing was changed.
+            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        if not isinstance(state_dict, Mapping) or "buckets" not in state_dict:
-            raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
-        record = self._names.check(state_dict["buckets"], strict=strict, rename=rename)
-        # A state with matrices but without a record comes from batched_powerSGD_hook, which does not know parameters.
-        sizes = self._names.sizes(self.config) if record or not state_dict.get("matrices") else None
-        report = self._engine.load_state_dict(state_dict, sizes, strict=strict, rename=rename)
+        record: Record = []
+
+        def read() -> tuple[Any, Mapping[str, Size] | None]:
+            saved = opened(state_dict)
+            if not isinstance(saved, Mapping) or "buckets" not in saved:
+                raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
+            record[:] = self._names.check(saved["buckets"], strict=strict, rename=rename)
+            # A state with matrices but without a record comes from batched_powerSGD_hook, which does not know
+            # parameters.
+            return saved, self._names.sizes(self.config) if record or not saved.get("matrices") else None
+
+        report = self._engine.load_state_dict(read, strict=strict, rename=rename)
         self._names.expect(record)
         return report
 

@@ -23,8 +23,11 @@ try:
 except ImportError as error:
     raise ImportError("DeepSpeed is not installed; run pip install 'powersgd_triton[deepspeed]'") from error
 
+import torch
 import torch.distributed as dist
 
+from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints
 from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
@@ -80,23 +83,33 @@ def enable(engine: Any) -> DeepSpeedState | None:
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:
         return state
-    section = section_of(engine)
-    if section is None:
-        refuse([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
-    config, enabled, problems = read_section(section)
-    if not enabled and not problems:
+
+    def prepare() -> tuple[tuple[DeepSpeedState, str] | None, Facts, Facts]:
+        section = section_of(engine)
+        if section is None:
+            refuse([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
+        config, enabled, problems = read_section(section)
+        if not enabled and not problems:
+            return None, {"enabled": False}, {}
+        refuse(problems + engine_problems(engine))
+        try:
+            state = DeepSpeedState(config, engine, averaging_group(engine))
+        except ValueError as error:
+            raise refusal([str(error)]) from None
+        return (state, describe(engine, state)), {"enabled": True}, {}
+
+    # The other workers would wait in the first step for one that has refused its configuration.
+    prepared = together("deepspeed.enable", prepare, Communicator(), torch.device(engine.device))
+    if prepared is None:
         _say('powersgd: off, the section has "enabled": false')
         return None
-    refuse(problems + engine_problems(engine))
-    try:
-        state = engine.powersgd = DeepSpeedState(config, engine, averaging_group(engine))
-    except ValueError as error:
-        raise refusal([str(error)]) from None
+    state, line = prepared
+    engine.powersgd = state
     state.attach(loss_scale_source(engine))
     seam_class(engine)(engine, state)
     _attach_guard(engine, state)
     attach_checkpoints(engine, state)
-    _say(describe(engine, state))
+    _say(line)
     return state
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.checkpoint import save as save_file
+from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
 logger = logging.getLogger("powersgd_triton")
+T = TypeVar("T")
 
 FILE = "powersgd_pp{stage:02d}_tp{slice:02d}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
@@ -35,16 +39,22 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
     @functools.wraps(load)
     def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         weights_only = _argument(load, "load_module_only", (load_dir, tag, *args), kwargs)
-        folder = None if weights_only else _folder(engine, load_dir, tag)
-        saved = None if folder is None else _read(engine, state, folder)
-        # Checked before DeepSpeed changes the model.
+
+        def find() -> tuple[tuple[Path | None, Any], Facts, Facts]:
+            folder = None if weights_only else _folder(engine, load_dir, tag)
+            saved = None if folder is None else _read(engine, state, folder)
+            return (folder, saved), {"has a PowerSGD state": saved is not None}, {}
+
+        # Read and checked on all workers before DeepSpeed changes the model, which is collective.
+        folder, saved = _together("load_checkpoint", find, engine)
+        loaded = None
         if saved is not None:
-            state.check(saved)
+            loaded = _together("load_checkpoint", lambda: (state.read(lambda: saved), {}, {}), engine)
         found = load(load_dir, tag, *args, **kwargs)
         if found[0] is None:
             return found
-        if saved is not None:
-            state.load_state_dict(saved)
+        if loaded is not None:
+            state.adopt(*loaded)
         else:
             if not weights_only:
                 logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", folder)
@@ -56,10 +66,21 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
 
 def _write(engine: Any, state: DeepSpeedState, folder: Path) -> None:
     saved = state.state_dict()
-    if dist.get_rank(state.group) == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        stage, part = _place(engine)
-        save_file(saved, folder / FILE.format(stage=stage, slice=part))
+
+    def write() -> tuple[None, Facts, Facts]:
+        if dist.get_rank(state.group) == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            stage, part = _place(engine)
+            save_file(saved, folder / FILE.format(stage=stage, slice=part))
+        return None, {}, {}
+
+    # DeepSpeed's own save is collective.
+    _together("save_checkpoint", write, engine)
+
+
+def _together(call: str, act: Callable[[], tuple[T, Facts, Facts]], engine: Any) -> T:
+    """Run ``act`` on the workers of all pipeline stages, see ``agreement.together``."""
+    return together(call, act, Communicator(), torch.device(engine.device))
 
 
 def _read(engine: Any, state: DeepSpeedState, folder: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed.comm
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.layout.layout import Layout, sizes
+from powersgd_triton.layout.layout import sizes
 
 
 @dataclasses.dataclass
@@ -61,8 +62,8 @@ class DeepSpeedState(Handle):
             if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
         }
         # DeepSpeed's collectives, so that its communication logger counts the factors.
-        super().__init__(Engine(config, Communicator(group, collectives=deepspeed.comm), lambda: self.shapes))
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        communicator = Communicator(group, collectives=deepspeed.comm)
+        super().__init__(Engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
 
     # A step -----------------------------------------------------------------------------------------------------
@@ -91,11 +92,6 @@ class DeepSpeedState(Handle):
         """Write ``factor`` times the averages over the workers to the gradients, or to their parts."""
         if not gradients:
             return
-        names = tuple(gradient.name for gradient in gradients)
-        layout = self._layouts.get(names)
-        if layout is None:
-            shapes = ((gradient.name, gradient.shape) for gradient in gradients)
-            layout = self._layouts[names] = Layout.build(shapes, self.config)
         views = {gradient.name: gradient.tensor.view(gradient.shape) for gradient in gradients}
         targets = [g.tensor.view(-1) if g.part is None else g.part[1] for g in gradients]
         ranges = {
@@ -105,7 +101,11 @@ class DeepSpeedState(Handle):
         }
         whole = all(gradient.part is None for gradient in gradients)
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
-        self._engine.begin(layout, gradients[0].tensor.device)
+        layout = self._engine.begin(
+            tuple(gradient.name for gradient in gradients),
+            lambda: {gradient.name: gradient.shape for gradient in gradients},
+            gradients[0].tensor.device,
+        )
         self._engine.average(layout, views, ranges=None if whole else ranges)
         if factor != 1.0:
             for target in targets:
@@ -145,19 +145,22 @@ class DeepSpeedState(Handle):
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> LoadReport:
-        """Continue from a saved state of any number of workers and any rank.
+    def load_state_dict(self, state_dict: StateDict) -> LoadReport:
+        """Continue from a saved state of any number of workers and any rank, or from a file. Collective.
 
         Raises:
-            ValueError: The state belongs to another model, or has another format. Nothing was changed.
+            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        return self._engine.load_state_dict(state_dict, self._sizes())
+        return self.adopt(*self.read(lambda: opened(state_dict)))
 
-    def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise what ``load_state_dict`` would raise, before anything is loaded."""
-        feedback = self.config.error_feedback
-        saved = SavedState.parse(state_dict, needs_errors=feedback)
-        saved.compare(self._sizes(), complete=True, strict=True, feedback=feedback)
+    def read(self, read: Callable[[], Any]) -> tuple[SavedState, LoadReport]:
+        """Check a saved state on all workers as ``load_state_dict`` does, before anything is loaded. Collective."""
+        return self._engine.peers.read(lambda: (read(), self._sizes()))
+
+    def adopt(self, saved: SavedState, report: LoadReport) -> LoadReport:
+        """Continue from the result of ``read``. Not collective."""
+        return self._engine.adopt(saved, report)
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, custom_reduce_scatter
-from powersgd_triton.integrations.fsdp2.units import find_units
+from powersgd_triton.integrations.fsdp2.units import Unit, find_units, shard_group
 
 __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
 
@@ -26,7 +28,9 @@ __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
 def apply_powersgd(
     model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None = None
 ) -> HybridShardState | FullShardState:
-    """Compress the gradients of a model to which ``fully_shard`` was applied. Call it once, before the first step.
+    """Compress the gradients of a model to which ``fully_shard`` was applied. Collective.
+
+    Call it once, before the first step.
 
     With ``replicate_group`` (HSDP), shard the model on the mesh's shard dimension only. FSDP reduce-scatters inside the
     shard group as usual. Each worker's shard of the gradients is averaged over the replicas in compressed form.
@@ -49,17 +53,25 @@ def apply_powersgd(
             called before, or the configuration's budget is too small. The message says what to do. Nothing was changed.
         RuntimeError: This version of torch is too old, or the group cannot be used.
     """
-    if not isinstance(config, PowerSGDConfig):
-        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
-    _check_torch("set_all_reduce_hook" if replicate_group is not None else "set_custom_reduce_scatter")
-    units = find_units(model, config, replicate_group)
-    if replicate_group is None:
-        flat = FullShardState(config, units)
+    groups = [shard_group(model)] if replicate_group is None else [replicate_group, shard_group(model)]
+
+    def prepare() -> tuple[tuple[list[Unit], HybridShardState | FullShardState], Facts, Facts]:
+        if not isinstance(config, PowerSGDConfig):
+            raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+        _check_torch("set_all_reduce_hook" if replicate_group is not None else "set_custom_reduce_scatter")
+        units = find_units(model, replicate_group)
+        if replicate_group is None:
+            return (units, FullShardState(config, units)), {}, {}
+        return (units, HybridShardState(model, config, units, replicate_group)), {}, {}
+
+    # Collectives follow, so that no worker may raise an error alone.
+    units, state = together("apply_powersgd", prepare, Communicator(groups[0], groups[1:]))
+    if isinstance(state, FullShardState):
+        state.use_own_group()
         for unit in units:
-            unit.module.set_custom_reduce_scatter(custom_reduce_scatter(flat, unit))
-        return flat
-    state = HybridShardState(model, config, units, replicate_group)
-    broadcast_from_first(model, replicate_group)
+            unit.module.set_custom_reduce_scatter(custom_reduce_scatter(state, unit))
+        return state
+    broadcast_from_first(model, groups[0])
     for unit in units:
         unit.module.set_all_reduce_hook(functools.partial(state._all_reduce, unit))
     return state

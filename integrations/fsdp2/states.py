@@ -22,7 +22,7 @@ from powersgd_triton.integrations.sharded import (
     group_of_its_own,
     rows_of,
 )
-from powersgd_triton.layout.layout import matrix_shape
+from powersgd_triton.layout.layout import Layout, matrix_shape
 
 
 class HybridShardState(ShardedHandle):
@@ -92,10 +92,10 @@ class HybridShardState(ShardedHandle):
             self._note_overflow(output)
 
     def _average(self, unit: Unit, buffer: Tensor) -> None:
-        engine, layout = self._engine, unit.layout(padded=True)
+        engine = self._engine
+        layout = _begin(engine, unit, buffer.device, padded=True)
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
-        whole = layout.numel == buffer.numel()
-        if not engine.begin(layout, buffer.device, keys=(unit,)) or not whole:
+        if not engine.compressing or layout.numel != buffer.numel():
             engine.average_exactly(buffer)
             return
         engine.average(layout, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
@@ -121,11 +121,13 @@ class Shards:
             shape=parameter.shape, stride=contiguous_stride(parameter.shape),
         )  # fmt: skip
 
-    def take(self, name: str, error: DTensor) -> Tensor:
+    def fetch(self, error: DTensor) -> Tensor:
+        return error.to_local()
+
+    def take(self, name: str, rows: Tensor) -> Tensor:
         n, m = matrix_shape(shapes(self._units, padded=True)[name])
-        local = error.to_local()
-        matrix = local.new_zeros(n, m)
-        matrix[: local.shape[0]] = local.reshape(-1, m)
+        matrix = rows.new_zeros(n, m)
+        matrix[: rows.shape[0]] = rows.reshape(-1, m)
         return matrix
 
     def shard(self) -> tuple[int, int]:
@@ -148,8 +150,14 @@ class FullShardState(ShardedHandle):
             return shapes(units, padded=False)
 
         self._whole = WholeParameters(group, mesh, whole_shapes)
-        communicator = Communicator(group_of_its_own(group, mesh.device_type))
-        super().__init__(Engine(config, communicator, whole_shapes), self._whole)
+        super().__init__(Engine(config, Communicator(group), whole_shapes), self._whole)
+        self._group, self._device_type = group, mesh.device_type
+        # For each layout of whole parameters, that of this worker's rows.
+        self._padded: dict[Layout, Layout] = {}
+
+    def use_own_group(self) -> None:
+        """Sum factors in a process group of the state's own, if all workers take part. Collective."""
+        self._engine.connect(Communicator(group_of_its_own(self._group, self._device_type)))
 
     @torch.no_grad()
     def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
@@ -157,18 +165,19 @@ class FullShardState(ShardedHandle):
 
         ``sent`` is [workers, shard]. A shard has the rows of each parameter that belong to one worker, padded.
         """
-        padded = unit.layout(padded=True)
         worker, workers = self._whole.worker, self._whole.workers
-        compressing = self._engine.begin(padded, output.device, keys=(unit,))
+        layout = _begin(self._engine, unit, output.device, padded=False)
+        padded = self._padded.get(layout)
+        if padded is None:
+            padded = self._padded[layout] = Layout.build(unit.shapes(padded=True), self.config, compress=False)
         if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 f"expected a sum or a mean over workers, but FSDP asks for {how['op']}; if you use "
                 "set_gradient_divide_factor, call set_force_sum_reduction_for_comms(True) on the same modules"
             )
-        if not compressing or padded.numel != output.numel():
+        if not self._engine.compressing or padded.numel != output.numel():
             default(output_tensor=output, input_tensor=sent, **how)
             return
-        layout = unit.layout(padded=False)
         shards = sent.view(workers, -1)
         memory = sent.new_empty(layout.numel)
         gradients: dict[str, Tensor] = {}
@@ -189,7 +198,13 @@ class FullShardState(ShardedHandle):
 
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of all trainable parameters: of this worker's padded shards, or of whole parameters."""
-    return {s.name: s.shape for unit in units for s in unit.layout(padded=padded).segments}
+    return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
+
+
+def _begin(engine: Engine, unit: Unit, device: torch.device, *, padded: bool) -> Layout:
+    # Parameters of a unit may be frozen and unfrozen.
+    key = (unit, *unit.parameters)
+    return engine.begin(key, lambda: unit.shapes(padded=padded), device, keys=(unit,))
 
 
 def custom_reduce_scatter(state: FullShardState, unit: Unit) -> Any:

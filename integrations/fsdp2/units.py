@@ -9,9 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.layout.layout import Layout
 
 ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'
 
@@ -25,14 +23,12 @@ class Unit:
         shard_group: Process group of the reduce-scatter.
     """
 
-    def __init__(self, module: FSDPModule, parameter_group: Any, names: dict[int, str], config: PowerSGDConfig) -> None:
+    def __init__(self, module: FSDPModule, parameter_group: Any, names: dict[int, str]) -> None:
         self.module = module
         self.parameter_group = parameter_group
         self.shard_group: dist.ProcessGroup = parameter_group.mesh_info.shard_process_group
-        self._config = config
         # The order in which FSDP packs gradients, which differs from that of named_parameters().
         self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
-        self._layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}
 
     @property
     def parameters(self) -> dict[str, DTensor]:
@@ -43,37 +39,58 @@ class Unit:
             if parameter.sharded_param.requires_grad
         }
 
-    def layout(self, *, padded: bool) -> Layout:
-        """Return the layout of this worker's padded rows of the trainable parameters, or of whole parameters."""
+    def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of whole parameters."""
         parameters = self.parameters
-        names = tuple(parameters)
-        if names not in self._layouts:
-            sizes = {name: tuple(p.shape) for name, p in parameters.items()}
-            if any(p.device_mesh.ndim > 1 for p in parameters.values()):
-                # With tensor parallelism on dim 0, FSDP shards only this worker's part of a parameter.
-                by_name = dict(zip(self._names, self.parameter_group.fsdp_params, strict=True))
-                sizes = {name: tuple(by_name[name]._orig_size) for name in names}
-            workers = dist.get_world_size(self.shard_group)
-            shards = {name: (-(-size[0] // workers), *size[1:]) for name, size in sizes.items()}
-            self._layouts[names] = (Layout.build(shards, self._config), Layout.build(sizes, self._config))
-        return self._layouts[names][0 if padded else 1]
+        sizes = {name: tuple(p.shape) for name, p in parameters.items()}
+        if any(p.device_mesh.ndim > 1 for p in parameters.values()):
+            # With tensor parallelism on dim 0, FSDP shards only this worker's part of a parameter.
+            by_name = dict(zip(self._names, self.parameter_group.fsdp_params, strict=True))
+            sizes = {name: tuple(by_name[name]._orig_size) for name in parameters}
+        if not padded:
+            return sizes
+        workers = dist.get_world_size(self.shard_group)
+        return {name: (-(-size[0] // workers), *size[1:]) for name, size in sizes.items()}
 
 
-def find_units(model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
+def _parameter_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP's objects for the parameters of one module."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
+def shard_group(model: nn.Module) -> dist.ProcessGroup:
+    """Return the process group over which the model's first unit is sharded.
+
+    Raises:
+        ValueError: No module is sharded.
+    """
+    for module in model.modules():
+        for group in _parameter_groups(module):
+            found: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
+            if found is not None:
+                return found
+    raise ValueError(
+        "the model has no sharded parameters; apply torch.distributed.fsdp.fully_shard to it first. "
+        "If it is replicated, use DistributedDataParallel and integrations.ddp"
+    )
+
+
+def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
     """Return the model's units that have parameters.
 
     Raises:
-        ValueError: There are none, or one of them is sharded in a way that is not supported.
+        ValueError: A unit is sharded in a way that is not supported.
     """
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     units: list[Unit] = []
     for path, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        groups = _parameter_groups(module)
         where = f"module {path!r}" if path else "the root module"
         if len(groups) > 1:
             raise ValueError(
@@ -83,11 +100,9 @@ def find_units(model: nn.Module, config: PowerSGDConfig, replicate_group: dist.P
         for group in groups:
             if not any(unit.parameter_group is group for unit in units):
                 _check(group, where, names, replicate_group)
-                units.append(Unit(module, group, names, config))
+                units.append(Unit(module, group, names))
     if len({tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}) > 1:
         raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
-    if not units:
-        raise ValueError("the model has no sharded parameters; apply torch.distributed.fsdp.fully_shard to it first")
     return units
 
 

@@ -1,93 +1,151 @@
-"""Checks that all workers agree on configuration, tensors, step and factors."""
+"""Workers tell each other what they do, with which facts, and whether it failed, before a collective follows."""
 
 from __future__ import annotations
 
 import collections
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 
+T = TypeVar("T")
 Facts = Mapping[str, Any]
 SHOWN = 3
 """Number of differences that an error lists for each worker."""
 
+LONGEST = 2000
+"""Number of characters of an exception that other workers are told."""
+
+CALL, FAILED = "call", "failed"
+"""Facts about what a worker is doing, and about its exception: [whether it is a ValueError, its text]."""
+
 
 class DisagreementError(RuntimeError):
-    """Workers differ in something that must be equal. It is raised on all workers."""
+    """Workers differ in something that must be equal, or only some of them failed. It is raised on all workers."""
 
 
-def compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device) -> None:
-    """Compare facts of all workers that compress one model. Collective. Sends 40 bytes a worker if all agree.
+def together(
+    call: str,
+    act: Callable[[], tuple[T, Facts, Facts]],
+    communicator: Communicator,
+    device: torch.device | None = None,
+) -> T:
+    """Run code that may fail on one worker only, and compare facts. Unless all agree, all raise an error. Collective.
+
+    Use it for code before a collective: the other workers would wait for a worker that raised an exception. It sends 40
+    bytes a worker if all agree.
 
     Args:
-        common: {fact: value} that must be equal on all workers. JSON must be able to express the values.
-        replicated: {fact: value} that must be equal on the workers of the communicator's group only. These workers
-            compress the same tensors.
+        call: What is done. Workers that do different things at the same time disagree.
+        act: Returns (result, common, replicated). Both are facts {name: value} that JSON can express. Common facts must
+            be equal on all workers. Replicated facts must be equal on the workers of the communicator's group only,
+            since these workers compress the same tensors. If another worker fails, the result is discarded.
         communicator: Collectives of the workers that average with each other, with the ``others``.
-        device: Device of the messages. The host waits for it.
+        device: Device of the gradients, if it is known. See ``Communicator.gather``.
+
+    Returns:
+        The result of ``act``.
 
     Raises:
-        DisagreementError: Facts differ. The message names the workers and the facts. Raised on all workers.
+        Exception: What ``act`` raised on this worker.
+        ValueError: ``act`` raised a ValueError on other workers. The message names them and their reasons.
+        DisagreementError: ``act`` raised another exception on other workers, or facts differ.
+        RuntimeError: The other workers could not be reached, for example because they did not call this function.
     """
-    if not communicator.others:
-        _check({**common, **replicated}, [communicator], device)
-        return
+    own: Exception | None = None
+    facts: list[Facts] = [{}, {}]
+    failed = None
     try:
-        _check(replicated, [communicator], device)
-        found = None
-    except DisagreementError as error:
-        found = str(error)
-    # The other groups must learn of a difference too, so that all workers raise an error.
-    _check({**common, "replicas": found}, [communicator, *communicator.others], device)
-    if found is not None:
-        raise DisagreementError(found)
+        result, *facts = act()
+        json.dumps(facts)
+    except Exception as error:
+        own, facts = error, [{}, {}]
+        failed = [isinstance(error, ValueError), f"{type(error).__name__}: {error}"[:LONGEST]]
+    try:
+        common, replicated = ({CALL: call, FAILED: failed, **found} for found in facts)
+        try:
+            _compare(common, replicated, communicator, device)
+        except (DisagreementError, ValueError):
+            if own is None:
+                raise
+        except RuntimeError as error:
+            lost = f"{call} is collective, but this worker could not reach all others; do all workers take part?"
+            raise own or RuntimeError(f"{lost} ({error})") from error
+        if own is not None:
+            raise own
+        return result
+    finally:
+        # An exception that is kept in its own traceback would keep everything else in it alive.
+        del own
 
 
-def _check(facts: Facts, communicators: Sequence[Communicator], device: torch.device) -> None:
+def _compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None) -> None:
+    if not communicator.others:
+        error = _difference(_found({**common, **replicated}, [communicator], device))
+    else:
+        inside = _difference(_found(replicated, [communicator], device))
+        # The other groups must learn of a difference too, so that all workers raise an error.
+        common = {**common, "replicas": None if inside is None else str(inside)}
+        error = _difference(_found(common, [communicator, *communicator.others], device)) or inside
+    if error is not None:
+        raise error
+
+
+def _found(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, Facts]:
+    """Return the facts of all workers, {worker: facts}. Empty if they are equal."""
     text = json.dumps(facts, sort_keys=True).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64)
-    mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)]), digest]).to(device)
-    table = _gathered(mine, communicators).cpu()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:24]), dtype=torch.int64)
+    mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)]), digest])
+    table = _gathered(mine, communicators, device)
     if bool((table[:, 1:] == table[0, 1:]).all()):
-        return
+        return {}
     padded = torch.zeros(int(table[:, 1].max()), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = _gathered(padded.to(device), communicators).cpu()
-    found = {
+    texts = _gathered(padded, communicators, device)
+    return {
         worker: json.loads(bytes(row[:length].tolist()))
-        for (worker, length), row in zip(table[:, :2].tolist(), texts, strict=True)
+        for (worker, length), row in sorted(zip(table[:, :2].tolist(), texts, strict=True), key=lambda pair: pair[0])
     }
-    raise DisagreementError(_difference(found))
 
 
-def _gathered(mine: Tensor, communicators: Sequence[Communicator]) -> Tensor:
+def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch.device | None) -> Tensor:
     """Return the tensors of all workers, [workers, …]. Their order may differ between the groups of workers."""
     table = mine.unsqueeze(0)
     for communicator in communicators:
-        table = communicator.gather(table).flatten(0, 1)
+        table = communicator.gather(table, device).flatten(0, 1)
     return table
 
 
-def _difference(found: Mapping[int, Facts]) -> str:
-    """Return a message that names the workers that differ from the majority, and the facts that differ."""
-    wordings = {worker: json.dumps(facts, sort_keys=True) for worker, facts in sorted(found.items())}
+def _difference(found: Mapping[int, Facts]) -> Exception | None:
+    """Return an error that names the workers that failed, or those that differ from the majority, and in what."""
+    if not found:
+        return None
+    failures = {worker: facts[FAILED] for worker, facts in found.items() if facts[FAILED]}
+    if failures:
+        text = "; ".join(
+            f"{found[worker][CALL]} failed on worker {worker}: {text}" for worker, (_, text) in failures.items()
+        )
+        return ValueError(text) if all(refused for refused, _ in failures.values()) else DisagreementError(text)
+    wordings = {worker: json.dumps(facts, sort_keys=True) for worker, facts in found.items()}
     usual = collections.Counter(wordings.values()).most_common(1)[0][0]
     model = next(worker for worker, wording in wordings.items() if wording == usual)
     expected = found[model]
     lines = []
-    for worker, facts in sorted(found.items()):
+    for worker, facts in found.items():
         keys = sorted(key for key in {*facts, *expected} if facts.get(key, "none") != expected.get(key, "none"))
+        if CALL in keys:
+            # What comes at different times cannot be compared.
+            keys = [CALL]
         if keys:
             listed = [f"{key}: {facts.get(key, 'none')} instead of {expected.get(key, 'none')}" for key in keys[:SHOWN]]
             more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
             lines.append(f"worker {worker} differs from worker {model} in {'; '.join(listed)}{more}")
-    return "workers do not agree: " + "\n".join(lines)
+    return DisagreementError("workers do not agree: " + "\n".join(lines))
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -86,13 +86,24 @@ class Communicator:
         if self.world_size > 1:
             dist.all_reduce(tensor.view(-1), op=dist.ReduceOp.MIN, group=self.group)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return every worker's ``tensor`` as [workers, …]. All must have the same shape and dtype."""
+    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return every worker's ``tensor`` as [workers, …]. All must have the same shape and dtype.
+
+        The tensors are on the CPU. If the group has no backend for the CPU, they travel from ``device``, by default the
+        current one, and the host waits for it.
+        """
         if self.world_size == 1:
             return tensor.unsqueeze(0)
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor, group=self.group)
-        return torch.stack(gathered)
+        # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
+        types = [pair.split(":")[0] for pair in dist.get_backend_config(self.group).split(",")]
+        if "cpu" in types:
+            device = torch.device("cpu")
+        elif device is None or device.type not in types:
+            device = torch.device(types[0], torch.get_device_module(types[0]).current_device())
+        sent = tensor.to(device)
+        gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
+        dist.all_gather(gathered, sent, group=self.group)
+        return torch.stack(gathered).cpu()
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average ``tensor`` over the workers in place and return it."""
@@ -102,5 +113,10 @@ class Communicator:
 
 def wait(work: dist.Work | None) -> None:
     """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error."""
-    if work is not None:
+    if work is None:
+        return
+    try:
         work.wait()
+    except RuntimeError as error:
+        reasons = "a worker was lost, raised an exception, or alone saved or loaded a state"
+        raise type(error)(f"a sum over the workers failed, for example because {reasons} ({error})") from error

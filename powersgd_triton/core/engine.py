@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import compare
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.comm.exchange import sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core import capture
-from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, rank_facts
+from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.memory import Memory
-from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
+from powersgd_triton.core.peers import Peers, Read, Shapes
+from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.ranges import reconstruct_ranges
@@ -31,14 +31,15 @@ class Engine:
     """Averages one model's gradients over the workers, in compressed form, bucket by bucket.
 
     An adapter translates its framework's gradients into buckets. For each bucket it calls ``begin``, and then
-    ``average``, or an exact average if ``begin`` returned False. Only the engine begins, ends and voids steps, checks
-    that the workers agree, and plans ranks. All workers must pass the same buckets in the same order, since the order
-    of the buckets is the order of the collectives.
+    ``average``, or an exact average if the step is not ``compressing``. Only the engine begins, ends and voids steps,
+    checks that the workers agree, and plans ranks. All workers must pass the same buckets in the same order, since the
+    order of the buckets is the order of the collectives.
 
     Args:
         config: Configuration of the compression.
         communicator: Collectives of the workers that average with each other.
         tensors: Returns {name: shape} of all tensors that this worker compresses or averages and that are known so far.
+        device: Device of the gradients. None if it is not known before they come.
 
     Raises:
         TypeError: ``config`` is not a configuration.
@@ -46,47 +47,68 @@ class Engine:
 
     Attributes:
         memory: Errors and bases by name.
+        peers: The workers, and what was compared with them.
         plan: The ranks in force, if ranks are planned.
         step: State of the step under way.
         numel: [elements before, after compression] over all buckets given to ``run`` so far.
     """
 
-    def __init__(self, config: PowerSGDConfig, communicator: Communicator, tensors: Callable[[], Tensors]) -> None:
+    def __init__(
+        self,
+        config: PowerSGDConfig,
+        communicator: Communicator,
+        tensors: Callable[[], Tensors],
+        device: torch.device | None = None,
+    ) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
-        self.config, self.communicator, self.tensors = config, communicator, tensors
+        self.config, self.tensors = config, tensors
         self.plan, self.step = RankPlan(config), Step()
         if config.planned:
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)
-        # Where and of which tensors the workers' facts were compared; None before the first step.
-        self._compared: tuple[torch.device, Tensors] | None = None
+        self.peers = Peers(config, communicator, tensors, self.plan, self.memory, self.step, device)
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
         self.numel = [0, 0]
 
+    @property
+    def communicator(self) -> Communicator:
+        """Collectives of the workers that average with each other."""
+        return self.peers.communicator
+
+    @property
+    def compressing(self) -> bool:
+        """Whether the step is compressed. The first ``config.start_iter`` steps are exact."""
+        return self.step.iteration >= self.config.start_iter
+
     def begin(
-        self, layout: Layout, device: torch.device, *, keys: Iterable[Hashable] = (), last: bool | None = None
-    ) -> bool:
-        """Add a bucket to the open step, or to a new one. Collective at the first call.
+        self,
+        key: Hashable,
+        shapes: Shapes,
+        device: torch.device,
+        *,
+        keys: Iterable[Hashable] = (),
+        last: bool | None = None,
+    ) -> Layout:
+        """Add a bucket to the open step, or to a new one. Collective when the bucket comes for the first time.
 
         Args:
-            layout: The bucket's tensors. The same bucket must always have the same object.
+            key: What identifies the bucket's tensors.
+            shapes: Returns {name: shape} of the bucket's tensors. It is called once for each key.
             device: Device of its gradients.
             keys: What comes once in a step: when a key comes again, a new step begins. Default: the tensors' names.
             last: Whether the bucket is the step's last one. None if the adapter does not know. The step then ends when
                 a key comes again, or with ``end_step``.
 
         Returns:
-            Whether to compress the bucket. The first ``config.start_iter`` steps are exact.
+            The bucket's layout.
 
         Raises:
             DisagreementError: Workers have different configurations or tensors. Nothing was changed.
             RuntimeError: The step is captured in a CUDA graph, which is not possible for it. Nothing was changed.
+            Exception: The tensors cannot be laid out, on this worker or on another one. Nothing was changed.
         """
-        if self._compared is None:
-            tensors = self.tensors() or {segment.name: segment.shape for segment in layout.segments}
-            self._check_agreement(device, tensors, factors=False)
-            self._compared = device, tensors
+        layout = self.peers.layout(key, shapes, device)
         keys = frozenset(keys) or layout.names
         if not self.step.keys.isdisjoint(keys):
             self.finish()
@@ -96,22 +118,32 @@ class Engine:
         capture.start(self.config, self.memory, self.step, layout, device)
         self.step.keys |= keys
         self.step.last = last
-        return self.step.iteration >= self.config.start_iter
+        return layout
 
-    def run(self, layout: Layout, gradients: Mapping[str, Tensor], write: Callable[[Backend], None]) -> Iterator[None]:
+    def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:
+        """Return the backend of a bucket. Collective when the bucket comes for the first time.
+
+        If memory for it cannot be allocated, the step is void.
+        """
+        try:
+            with self.memory.streams.on(next(iter(gradients.values())).device):
+                return self.peers.bind(layout, gradients)
+        except BaseException:
+            self._void()
+            raise
+
+    def run(
+        self, backend: Backend, gradients: Mapping[str, Tensor], write: Callable[[Backend], None]
+    ) -> Iterator[None]:
         """Run one bucket's part of a step (Vogels et al. 2019, Algorithms 1, 2). Yield while a collective is under way.
 
         Args:
-            layout: The bucket's tensors.
+            backend: Result of ``bind``.
             gradients: {name: contiguous tensor}. They must not change before ``write`` is called.
             write: Function that is called last, with the bucket's backend, which can then reconstruct the averages.
         """
         config, step, communicator = self.config, self.step, self.communicator
-        step.workers = communicator.world_size
-        # Planned ranks enter a layout only here. A new plan makes a new layout and therefore a new bucket, which takes
-        # over the errors and the columns of the bases that fit.
-        layout = self.plan.layout(layout)
-        backend = self.memory.bind(layout, gradients, step)
+        step.workers, layout = communicator.world_size, backend.bucket.layout
         self.numel[0] += layout.numel
         self.numel[1] += layout.sent_numel(config, step.iteration)
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
@@ -151,7 +183,7 @@ class Engine:
         """Average a bucket's gradients in compressed form. End the step if the bucket is its last one.
 
         Args:
-            layout: The layout given to ``begin``.
+            layout: Result of ``begin``, or another layout of the same tensors.
             gradients: {name: contiguous tensor}. Overwritten with the averages; do not use them before.
             ranges: Parts of the averages to write, see ``reconstruct_ranges``. The gradients then stay as they are.
             write: Function to call instead of writing, with the bucket's backend, which then has the averaged factors.
@@ -167,7 +199,7 @@ class Engine:
             else:
                 reconstruct_ranges(backend.bucket, ranges, step.overflow(device))
 
-        self._advance(self.run(layout, gradients, write or reconstruct), device)
+        self._advance(self.run(self.bind(layout, gradients), gradients, write or reconstruct), device)
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
@@ -216,12 +248,12 @@ class Engine:
         Raises:
             DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
         """
-        step, device = self.step, self._compared[0] if self._compared is not None else None
+        step, device = self.step, self.peers.device
         with self.memory.streams.everywhere():
             if step.keys and device is not None:
                 if applied is False:
                     step.verdict(device).zero_()
-                elif applied is None and step.iteration >= self.config.start_iter:
+                elif applied is None and self.compressing:
                     # Workers that share sums have the same verdict. Workers of ``others`` may have seen another
                     # gradient overflow. If the step is uneven, each worker knows only whether its own part of the
                     # averages fits.
@@ -230,8 +262,8 @@ class Engine:
             step.end()
             # Counted by ``ended``: the iteration is one of the things in which workers may differ.
             every = self.config.check_every
-            if every and step.ended % every == 0 and self._compared is not None:
-                self._check_agreement(*self._compared, factors=True)
+            if every and step.ended % every == 0:
+                self.peers.check()
             if self.config.planned:
                 self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
 
@@ -253,14 +285,7 @@ class Engine:
         if self.step.keys:
             self._void()
         self.step.ended = 0
-        self.communicator, self._compared = communicator, None
-
-    def _check_agreement(self, device: torch.device, tensors: Tensors, *, factors: bool) -> None:
-        """Check that all workers agree, with ``factors`` also on the bits of their factors. Collective."""
-        common = common_facts(self.config, tensors, self.step.iteration)
-        replicated = rank_facts(self.config, tensors, self.plan)
-        replicated |= factor_facts(self.memory.buckets()) if factors else {}
-        compare(common, replicated, self.communicator, device)
+        self.peers.connect(communicator)
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
         """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
@@ -268,37 +293,38 @@ class Engine:
         return self.memory.save(self.step, mean or self.communicator.mean).to_dict(self.config)
 
     def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        tensors: Mapping[str, Size] | None,
-        *,
-        strict: bool = True,
-        rename: Mapping[str, str] | None = None,
-        owner: tuple[int, int] | None = None,
+        self, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadReport:
-        """Continue from a saved state. A matrix takes over its part when its gradient comes for the first time.
+        """Continue from a saved state. Collective. Unless all workers load the same, none of them does.
 
         Args:
-            state_dict: Result of ``state_dict``. Its rank may differ.
-            tensors: Size of every tensor. None if not all are known; the tensors seen so far are then used.
+            read: Returns the result of ``state_dict``, whose rank may differ, and the size of every tensor. If not all
+                are known, the sizes are None, and the tensors seen so far are used. What it raises on one worker is
+                an error on all.
             strict: Whether the state and this model must have the same matrices.
             rename: {saved name: name here}.
-            owner: (index, world size) of the worker whose own errors the state holds. None if it holds mean errors.
 
         Returns:
             What was used of the state, and what was not.
 
         Raises:
-            ValueError: The state has another format, or belongs to another configuration or model. Nothing was changed.
+            ValueError: A worker's state has another format, or belongs to another configuration or model. Nothing was
+                changed.
+            DisagreementError: Workers have read different states, or do not all load one. Nothing was changed.
         """
-        known, feedback = self.memory.sizes if tensors is None else tensors, self.config.error_feedback
-        saved = SavedState.parse(state_dict, needs_errors=feedback, rename=rename)
-        report = saved.compare(known, complete=tensors is not None, strict=strict, feedback=feedback)
+        return self.adopt(*self.peers.read(read, strict=strict, rename=rename))
+
+    def adopt(self, saved: SavedState, report: LoadReport) -> LoadReport:
+        """Continue from a state that was checked. A matrix takes over its part when its gradient comes first.
+
+        A step that is open is dropped, since the state replaces everything.
+        """
         self.plan.load_state_dict(saved.plan)
         self.step.iteration = saved.iteration
         self.step.forget()
         self._under_way.clear()
-        self.memory.load(saved.used(report, strict=strict, owner=owner))
+        self.memory.load(saved)
+        self.peers.forget()
         logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
         return report
 

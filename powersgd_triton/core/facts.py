@@ -7,7 +7,8 @@ from typing import Any
 
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank
+from powersgd_triton.core.saved_state import SavedState
+from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
 
@@ -20,8 +21,13 @@ def common_facts(config: PowerSGDConfig, tensors: Tensors, iteration: int) -> di
     return {
         "iteration": iteration,
         **{f"config.{field}": value for field, value in config.to_dict().items()},
-        **{f"shape of {name!r}": list(shape) for name, shape in tensors.items()},
+        **shape_facts(tensors),
     }
+
+
+def shape_facts(tensors: Tensors) -> dict[str, Any]:
+    """Return the shapes of tensors."""
+    return {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
 
 
 def rank_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
@@ -29,8 +35,30 @@ def rank_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict
     ranks = plan.ranks
     if callable(config.rank):
         ranks = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
-    facts: dict[str, Any] = {f"rank of {name!r}": rank for name, rank in ranks.items()}
+    facts: dict[str, Any] = {_rank_of(name): rank for name, rank in ranks.items()}
     return {**facts, **({"ranks are planned from": plan.planned_from} if config.planned else {})}
+
+
+def layout_facts(config: PowerSGDConfig, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the shapes of a bucket's tensors, and the ranks that a function has given them."""
+    ranks = {_rank_of(s.name): s.rank for s in layout.segments} if callable(config.rank) else {}
+    return shape_facts(layout.shapes), ranks
+
+
+def saved_facts(saved: SavedState) -> dict[str, Any]:
+    """Return what must be equal where a state is loaded. The errors are not in it, since only their mean matters."""
+    facts: dict[str, Any] = {f"saved size of {name!r}": list(size) for name, size in saved.tensors.items()}
+    for name, parts in saved.matrices.items():
+        facts[f"saved parts of {name!r}"] = {
+            key: list(part.shape) if key == "error" else int(fingerprint(part)) for key, part in parts.items()
+        }
+    if saved.iteration or facts:
+        facts |= {"saved iteration": saved.iteration, "strict": saved.strict, "saved plan": saved.plan}
+    return facts
+
+
+def _rank_of(name: str) -> str:
+    return f"rank of {name!r}"
 
 
 def factor_facts(buckets: Iterable[Bucket]) -> dict[str, Any]:

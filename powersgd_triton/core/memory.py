@@ -65,6 +65,7 @@ class Memory:
         streams: Streams on which all of this memory is allocated and used.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.
+        loaded: A loaded state. The parts of a matrix leave it when the matrix is in a bucket for the first time.
     """
 
     def __init__(self, config: PowerSGDConfig, plan: RankPlan) -> None:
@@ -74,8 +75,7 @@ class Memory:
         self.sizes: dict[str, Size] = {}
         # The backend of the bucket that each tensor was in last.
         self._backends: dict[str, Backend] = {}
-        # A loaded state. The parts of a matrix are removed from it when the matrix is in a bucket for the first time.
-        self._loaded = SavedState()
+        self.loaded = SavedState()
         # Errors of tensors that are no longer compressed, each with the verdict of the step that added it, if any.
         self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._before_capture: dict[Bucket, tuple[Tensor | None, Product]] = {}
@@ -87,7 +87,7 @@ class Memory:
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Backend:
         """Return the backend of the bucket with this layout. A new bucket takes over the errors and bases.
 
-        Its factors are fp64 if a gradient is fp64, else fp32.
+        Its factors are fp64 if a gradient is fp64, else fp32. If an allocation fails, no error and no basis is lost.
 
         Raises:
             RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
@@ -97,8 +97,8 @@ class Memory:
         if known is not None:
             return known
         for segment in layout.compressed:
-            saved = self._loaded.tensors
-            if self._loaded.strict and segment.name not in saved and segment.name not in self.matrices:
+            saved = self.loaded.tensors
+            if self.loaded.strict and segment.name not in saved and segment.name not in self.matrices:
                 raise RuntimeError(
                     f"the loaded state has no matrix named {segment.name!r}; it has {listing(saved)}. "
                     "Was it saved for another model or with another configuration?"
@@ -120,10 +120,11 @@ class Memory:
             self._backends[segment.name] = backend
         for segment in layout.bypass:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
-            if segment.name in self._loaded.matrices and not compressed_rank(segment.shape, self._config, segment.name):
-                parts = self._loaded.matrices.pop(segment.name)
+            if segment.name in self.loaded.matrices and not compressed_rank(segment.shape, self._config, segment.name):
+                parts = self.loaded.matrices[segment.name]
                 if "error" in parts and self._config.error_feedback:
                     self._remaining[segment.name] = parts["error"].to(device), None
+                del self.loaded.matrices[segment.name]
         return backend
 
     def _known(self, layout: Layout) -> Backend | None:
@@ -174,14 +175,16 @@ class Memory:
                 own = {key: views[position][index] for key, views in bases.items()}
                 error = bucket.M[position][index] if bucket.M is not None else None
                 earlier = self.matrices.get(segment.name)
-                self.matrices[segment.name] = Matrix(error, own, bucket)
                 if earlier is not None:
                     complete &= _fill(own, earlier.bases, functools.partial(self._plan.kept_columns, segment.name))
-                loaded = self._loaded.matrices.pop(segment.name, None)
+                loaded = self.loaded.matrices.get(segment.name)
                 if loaded is not None:
                     complete &= _fill(own, loaded, functools.partial(self._plan.kept_columns, segment.name))
                     if error is not None:
                         error.copy_(loaded["error"])
+                # Last, so that a failed allocation loses nothing.
+                self.matrices[segment.name] = Matrix(error, own, bucket)
+                self.loaded.matrices.pop(segment.name, None)
         if not complete:
             backend.orthogonalize_bases(step)
 
@@ -267,7 +270,7 @@ class Memory:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
         if not self._config.error_feedback:
             return {}
-        errors = {name: parts["error"].clone() for name, parts in self._loaded.matrices.items()}
+        errors = {name: parts["error"].clone() for name, parts in self.loaded.matrices.items()}
         errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
         return errors | self._errors(step)
 
@@ -289,7 +292,7 @@ class Memory:
             if matrix.bucket.applied is not None:
                 # Nothing is to be subtracted any more, also in the replay of a step.
                 matrix.bucket.applied.zero_()
-        for parts in self._loaded.matrices.values():
+        for parts in self.loaded.matrices.values():
             if "error" in parts:
                 parts["error"].zero_()
         self._remaining = {}
@@ -299,7 +302,7 @@ class Memory:
     @on_its_streams
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
-        loaded, errors = self._loaded, self._errors(step, wide=True)
+        loaded, errors = self.loaded, self._errors(step, wide=True)
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in loaded.matrices.items()}
         if loaded.own:
             for name in sorted(name for name, parts in matrices.items() if "error" in parts):
@@ -319,11 +322,7 @@ class Memory:
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
         self.matrices, self.sizes, self._backends, self._remaining = {}, {}, {}, {}
-        with self.streams.on(*{part.device for parts in saved.matrices.values() for part in parts.values()}):
-            matrices = {
-                name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()
-            }
-        self._loaded = dataclasses.replace(saved, matrices=matrices)
+        self.loaded = saved
 
     def claim(self, worker: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
         """Drop loaded errors that belong to another worker. Call it before they are used.
@@ -334,10 +333,10 @@ class Memory:
         Returns:
             (index, world size) of the worker whose errors were dropped. None if none were dropped.
         """
-        owner = self._loaded.owner
+        owner = self.loaded.owner
         if owner is None:
             return None
-        self._loaded = dataclasses.replace(self._loaded, owner=None)
+        self.loaded = dataclasses.replace(self.loaded, owner=None)
         if owner == worker():
             return None
         self.forget_errors()

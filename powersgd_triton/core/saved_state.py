@@ -164,12 +164,16 @@ class SavedState:
         )
 
     def used(self, report: LoadReport, *, strict: bool, owner: tuple[int, int] | None) -> SavedState:
-        """Return this state without the matrices that ``report`` lists as unused or added."""
+        """Return a copy of this state without the matrices that ``report`` lists as unused or added."""
         left_out = {*report.unused, *report.added}
         return dataclasses.replace(
             self,
             tensors={name: size for name, size in self.tensors.items() if name not in left_out},
-            matrices={name: parts for name, parts in self.matrices.items() if name not in left_out},
+            matrices={
+                name: {key: part.clone() for key, part in parts.items()}
+                for name, parts in self.matrices.items()
+                if name not in left_out
+            },
             strict=strict and bool(self.matrices),
             own=owner is not None,
             owner=owner,

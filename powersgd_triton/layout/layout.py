@@ -192,6 +192,10 @@ class Layout:
         return frozenset(segment.name for segment in self.segments)
 
     @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {segment.name: segment.shape for segment in self.segments}
+
+    @functools.cached_property
     def numel(self) -> int:
         return sum(segment.numel for segment in self.segments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core import peers
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
@@ -19,27 +21,25 @@ CPU = torch.device("cpu")
 SHAPES = dict.fromkeys("abc", (12, 10))
 
 
-def engine_for(**fields: Any) -> tuple[Engine, dict[str, Layout]]:
-    """One process's engine, and a bucket for each tensor."""
-    engine = Engine(everything(2, **fields), Communicator(), lambda: SHAPES)
-    return engine, {name: Layout.build({name: shape}, engine.config) for name, shape in SHAPES.items()}
+def engine_for(**fields: Any) -> Engine:
+    """One process's engine, which gets each tensor in a bucket of its own."""
+    return Engine(everything(2, **fields), Communicator(), lambda: SHAPES)
 
 
 def gradient(seed: int) -> Tensor:
     return torch.randn(12, 10, generator=torch.Generator().manual_seed(seed))
 
 
-def give(engine: Engine, layout: Layout, tensor: Tensor, **how: Any) -> list[str]:
+def give(engine: Engine, name: str, tensor: Tensor, **how: Any) -> list[str]:
     """One bucket; the names of the tensors that were written, which may happen later."""
     written: list[str] = []
-    (name,) = layout.names
     gradients = {name: tensor.clone()}
 
     def write(backend: Backend) -> None:
         backend.reconstruct(gradients, None)
         written.append(name)
 
-    engine.begin(layout, CPU, **how)
+    layout = engine.begin(name, lambda: {name: SHAPES[name]}, CPU, **how)
     engine.average(layout, gradients, write=write)
     return written
 
@@ -50,34 +50,32 @@ def errors(engine: Engine) -> dict[str, Tensor]:
 
 def test_a_first_bucket_voids_an_interrupted_step_though_its_tensors_are_others():
     """DDP may be wrapped anew after an exception, with the parameters in other buckets."""
-    engine, layouts = engine_for()
-    give(engine, layouts["a"], gradient(0), keys=(0,), last=False)
-    written = [
-        give(engine, layouts[name], gradient(1), keys=(index,), last=name == "c") for index, name in enumerate("bac")
-    ]
+    engine = engine_for()
+    give(engine, "a", gradient(0), keys=(0,), last=False)
+    written = [give(engine, name, gradient(1), keys=(index,), last=name == "c") for index, name in enumerate("bac")]
     assert written == [["b"], ["a"], ["c"]], "a bucket of the new step was dropped"
     assert engine.step.iteration == 1
 
 
 @pytest.mark.parametrize("fields", [{}, {"error_feedback": False}], ids=str)
 def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
-    def steps(engine: Engine, layouts: dict[str, Layout]) -> list[Tensor]:
+    def steps(engine: Engine) -> list[Tensor]:
         for seed in range(3, 6):
             for name in "abc":
-                give(engine, layouts[name], gradient(seed), keys=(name,), last=name == "c")
+                give(engine, name, gradient(seed), keys=(name,), last=name == "c")
         return [*errors(engine).values(), *(part for m in engine.memory.matrices.values() for part in m.bases.values())]
 
-    interrupted, layouts = engine_for(**fields)
+    interrupted = engine_for(**fields)
     for name in "abc":
-        give(interrupted, layouts[name], gradient(1), keys=(name,), last=name == "c")
+        give(interrupted, name, gradient(1), keys=(name,), last=name == "c")
     saved = interrupted.state_dict()
     abandoned = gradient(2)
     abandoned[0, 0] = torch.nan
-    stale = give(interrupted, layouts["a"], abandoned, keys=("a",), last=False)
-    interrupted.load_state_dict(saved, None)
-    fresh, layouts_of_fresh = engine_for(**fields)
-    fresh.load_state_dict(saved, None)
-    for one, other in zip(steps(interrupted, layouts), steps(fresh, layouts_of_fresh), strict=True):
+    stale = give(interrupted, "a", abandoned, keys=("a",), last=False)
+    interrupted.load_state_dict(lambda: (saved, None))
+    fresh = engine_for(**fields)
+    fresh.load_state_dict(lambda: (saved, None))
+    for one, other in zip(steps(interrupted), steps(fresh), strict=True):
         assert torch.equal(one, other)
     assert stale == [], "an abandoned bucket was written"
 
@@ -85,21 +83,21 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
 @pytest.mark.parametrize("start_iter", [0, 10])
 def test_a_step_that_is_not_applied_stays_in_the_error(start_iter: int):
     """Also where an adapter compresses before the engine has counted ``start_iter`` steps, as DeepSpeed's may."""
-    engine, layouts = engine_for(start_iter=start_iter)
-    give(engine, layouts["a"], gradient(0))
+    engine = engine_for(start_iter=start_iter)
+    give(engine, "a", gradient(0))
     engine.end_step(applied=False)
     assert torch.equal(errors(engine)["a"], gradient(0))
 
 
 def test_a_unit_begins_a_step_though_other_tensors_of_it_are_trained():
     """FSDP2 may freeze one parameter of a unit and unfreeze another one."""
-    engine, layouts = engine_for()
+    engine = engine_for()
     scale = 1.0
     engine.step.loss_scale = LossScale(lambda: scale)
-    give(engine, layouts["a"], gradient(0), keys=("unit",))
+    give(engine, "a", gradient(0), keys=("unit",))
     assert engine.step.iteration == 0
     scale = 2.0
-    give(engine, layouts["b"], gradient(1), keys=("unit",))
+    give(engine, "b", gradient(1), keys=("unit",))
     assert engine.step.iteration == 1
     bucket = engine.memory.matrices["b"].bucket
     assert bucket.scale is not None
@@ -107,20 +105,26 @@ def test_a_unit_begins_a_step_though_other_tensors_of_it_are_trained():
 
 
 def test_checks_are_counted_anew_with_other_workers(monkeypatch: pytest.MonkeyPatch):
-    checks: list[bool] = []
-    monkeypatch.setattr(Engine, "_check_agreement", lambda *_, factors: checks.append(factors))
-    engine, layouts = engine_for(check_every=2)
+    calls: list[str] = []
+
+    def together(call: str, act: Callable[[], tuple[Any, Any, Any]], *_: Any) -> Any:
+        calls.append(call)
+        return act()[0]
+
+    monkeypatch.setattr(peers, "together", together)
+    new = ["a step", "the allocation for a bucket"]
+    engine = engine_for(check_every=2)
     for step in range(3):
-        give(engine, layouts["a"], gradient(step), last=True)
-    assert checks == [False, True]
+        give(engine, "a", gradient(step), last=True)
+    assert calls == [*new, "a check"]
     engine.connect(Communicator())
     for step in range(2):
-        give(engine, layouts["a"], gradient(step), last=True)
-    assert checks == [False, True, False, True]
+        give(engine, "a", gradient(step), last=True)
+    assert calls == [*new, "a check"] * 2
 
 
 def test_a_verdict_is_read_once_for_all_remaining_errors(monkeypatch: pytest.MonkeyPatch):
-    engine, _ = engine_for()
+    engine = engine_for()
     names = [str(index) for index in range(20)]
     saved = {
         "format_version": 2,
@@ -128,8 +132,8 @@ def test_a_verdict_is_read_once_for_all_remaining_errors(monkeypatch: pytest.Mon
         "tensors": {name: [6, 1, 0] for name in names},
         "matrices": {name: {"error": torch.ones(6, 1)} for name in names},
     }
-    engine.load_state_dict(saved, dict.fromkeys(names, (6, 1, 0)))
-    layout = Layout.build(dict.fromkeys(names, (6, 1)), engine.config, compress=False)
+    engine.load_state_dict(lambda: (saved, dict.fromkeys(names, (6, 1, 0))))
+    exact = Layout.build(dict.fromkeys(names, (6, 1)), engine.config, compress=False)
     reads: list[int] = []
     original = Tensor.__bool__
 
@@ -138,8 +142,8 @@ def test_a_verdict_is_read_once_for_all_remaining_errors(monkeypatch: pytest.Mon
         return original(tensor)
 
     for step in range(2):
-        engine.begin(layout, CPU, last=True)
+        engine.begin("all", lambda: exact.shapes, CPU, last=True)
         if step:
             monkeypatch.setattr(Tensor, "__bool__", counting)
-        engine.average(layout, {name: torch.zeros(6, 1) for name in names})
+        engine.average(exact, {name: torch.zeros(6, 1) for name in names})
     assert len(reads) < len(names)

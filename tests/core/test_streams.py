@@ -10,7 +10,6 @@ from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
 from tests.support.checks import same_bits
 from tests.support.streams import FakeStream, StreamMachine, stream_machine
@@ -28,7 +27,6 @@ class Training:
 
     def __init__(self, machine: StreamMachine, config: PowerSGDConfig) -> None:
         self.machine, self.hook, self.main = machine, FakeStream(), machine.current
-        self.layout = Layout.build(SHAPES, config)
         self.engine = Engine(config, Communicator(), lambda: SHAPES)
         # Frameworks keep gradients until the main stream has waited.
         self._gradients: list[dict[str, Tensor]] = []
@@ -38,8 +36,8 @@ class Training:
         self._gradients.append(gradients)
         self.hook.wait_stream(self.main)
         with self.machine.on(self.hook):
-            assert self.engine.begin(self.layout, torch.device("cpu"), last=True)
-            self.engine.average(self.layout, gradients)
+            layout = self.engine.begin("all", lambda: SHAPES, torch.device("cpu"), last=True)
+            self.engine.average(layout, gradients)
 
     def join(self) -> None:
         """What frameworks do after the backward pass."""
@@ -57,16 +55,16 @@ def train(machine: StreamMachine, config: PowerSGDConfig) -> None:
         engine.memory.error(engine.step)
     state = engine.state_dict()
     training.step()
-    engine.load_state_dict(state, None)
+    engine.load_state_dict(lambda: (state, None))
     for _ in range(2):
         training.step()
         training.join()
     training.step()
     engine.memory.forget_errors()
     training.step()
-    engine.load_state_dict(engine.state_dict(), None)
+    saved = engine.state_dict()
+    engine.load_state_dict(lambda: (saved, None))
     training.join()
-    del training, engine, state
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -96,8 +94,8 @@ def test_the_device_of_the_gradients_is_made_current():
         def write(backend: Backend) -> None:
             found.append(machine.current)
 
-        training.engine.begin(training.layout, torch.device("cpu"), last=True)
-        training.engine.average(training.layout, {n: torch.randn(s) for n, s in SHAPES.items()}, write=write)
+        layout = training.engine.begin("all", lambda: SHAPES, torch.device("cpu"), last=True)
+        training.engine.average(layout, {n: torch.randn(s) for n, s in SHAPES.items()}, write=write)
         assert found == machine.made
         assert machine.made[0].device == torch.device("cpu")
         assert machine.current is training.main
@@ -112,14 +110,14 @@ def test_looking_at_the_error_waits_for_the_step(backend: str):
     errors = []
     for cycles in (0, 100_000_000):
         config = PowerSGDConfig(rank=2, backend=backend)
-        layout, engine = Layout.build(SHAPES, config), Engine(config, Communicator(), lambda: SHAPES)
+        engine = Engine(config, Communicator(), lambda: SHAPES)
         generator = torch.Generator(device).manual_seed(0)
         gradients = {n: torch.randn(s, generator=generator, device=device) for n, s in SHAPES.items()}
         torch.cuda.synchronize()
         with torch.cuda.stream(hook):
             if cycles:
                 torch.cuda._sleep(cycles)
-            engine.begin(layout, device, last=True)
+            layout = engine.begin("all", lambda: SHAPES, device, last=True)
             engine.average(layout, gradients)
         errors.append(engine.memory.error(engine.step))
         torch.cuda.synchronize()

@@ -125,8 +125,7 @@ def keep_books(workers: int, mode: str, dtype: torch.dtype, steps: int) -> None:
                     size[name] += total([owed(engine, segment)[1] for engine in fleet.engines]).view(segment.shape)
         if step in case.saves:
             saved = fleet.together(lambda engine: engine.state_dict())
-            for engine, one in zip(fleet.engines, saved, strict=True):
-                engine.load_state_dict(one, None)
+            fleet.load(saved)
     errors = fleet.errors()
     assert isinstance(config.rank, int)
     roundings = 4 * config.rank * config.iterations + workers + 8

@@ -10,7 +10,6 @@ import torch
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import LossScale
 from tests.support.checks import everything
 from tests.support.faults import table
@@ -77,22 +76,21 @@ def test_what_an_interrupted_step_sent_is_owed_at_once(algorithm: str, scale: fl
     shapes = dict.fromkeys("abc", (12, 10))
     engine = Engine(everything(algorithm=algorithm), Communicator(), lambda: shapes)
     engine.step.loss_scale = LossScale(lambda: scale)
-    layouts = {name: Layout.build({name: shape}, engine.config) for name, shape in shapes.items()}
     owed: dict[str, torch.Tensor] = {}
     torch.manual_seed(0)
     for end in (True, False):
         before = engine.memory.error(engine.step)
-        given = {name: torch.randn(12, 10) for name in layouts}
-        for name, layout in layouts.items():
-            engine.begin(layout, torch.device("cpu"), last=end and name == "c")
+        given = {name: torch.randn(12, 10) for name in shapes}
+        for name, shape in shapes.items():
+            layout = engine.begin(name, lambda: {name: shape}, torch.device("cpu"), last=end and name == "c")  # noqa: B023
             engine.average(layout, {name: given[name] * (scale or 1.0)})
         if not end:
-            owed = {name: before[name] + given[name] for name in layouts}
+            owed = {name: before[name] + given[name] for name in shapes}
     saved = engine.state_dict()
     for name, expected in owed.items():
         assert torch.equal(engine.memory.error(engine.step)[name], expected)
         assert torch.equal(saved["matrices"][name]["error"], expected)
     # The first bucket of the next step voids the one that was interrupted.
-    engine.begin(layouts["a"], torch.device("cpu"), last=False)
+    engine.begin("a", lambda: {}, torch.device("cpu"), last=False)
     for name, expected in owed.items():
         assert torch.equal(engine.memory.error(engine.step)[name], expected)

@@ -140,6 +140,7 @@ def wrong_use(worker: int, world_size: int) -> dict[str, str]:
         "not FSDP": complaint(PowerSGDState, nn.Linear(2, 2), RANK_2),
         "frozen": complaint(PowerSGDState, wrapped(frozen), RANK_2),
         "no config": complaint(PowerSGDState, applied, {"rank": 2}),
+        "one worker": complaint(PowerSGDState, wrapped(Net()), {"rank": 2} if worker == 1 else RANK_2),
     }
     return found
 
@@ -190,6 +191,7 @@ def test_exact_averaging_until_start_iter() -> None:
         ("not FSDP", ["TypeError", "Linear", "integrations.fsdp2"]),
         ("frozen", ["ValueError", "no trainable parameters"]),
         ("no config", ["TypeError", "PowerSGDConfig", "dict"]),
+        ("one worker", ["TypeError", "PowerSGDConfig", "dict"]),
     ],
 )
 def test_wrong_use_is_explained(attempt: str, parts: list[str]) -> None:

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.integrations.sharded import ShardedHandle
 from powersgd_triton.layout.layout import compressed_rank
 from tests.support.fsdp1_training import compressed, train_fsdp1
 from tests.support.sharded_training import (
@@ -244,6 +247,45 @@ def refused(worker: int, world_size: int) -> dict[str, str]:
     }
 
 
+def refused_by_one(worker: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """The file of one worker is damaged, in mid-run. All are told, and go on as if there had been no attempt."""
+    config = PowerSGDConfig(rank=2, min_compression_rate=1, algorithm="alternating")
+    builds: dict[str, Callable[[], tuple[Any, Any]]] = {
+        "hybrid": lambda: hybrid(Net(), hybrid_mesh(2, 2), config),
+        "full": lambda: full_shard(Net(), full_mesh(4), config),
+        "fsdp1": lambda: compressed(Net(), config),
+    }
+    original = ShardedHandle._checked
+
+    def damaged(self: Any, *args: Any) -> Any:
+        if worker == 1:
+            raise ValueError("the file is damaged")
+        return original(self, *args)
+
+    found = {}
+    for mode, build in builds.items():
+        (module, state), (other, untouched) = build(), build()
+        with folder(worker) as path:
+            gradients(module, worker, 0)
+            gradients(other, worker, 0)
+            dcp_save({"powersgd": state}, checkpoint_id=path)
+            gradients(module, worker, 1)
+            gradients(other, worker, 1)
+            with mock.patch.object(ShardedHandle, "_checked", damaged):
+                said = complaint(dcp_load, {"powersgd": state}, checkpoint_id=path)
+        difference = [
+            float((ours - theirs).abs().max())
+            for step in range(2, 4)
+            for ours, theirs in zip(
+                gradients(module, worker, step).values(), gradients(other, worker, step).values(), strict=True
+            )
+        ]
+        found[mode] = {"said": said, "difference": max(difference), "iteration": state.iteration - untouched.iteration}
+        other_step = {**state.state_dict(), "iteration": state.iteration + (worker == 1)}
+        found[mode]["different"] = complaint(state.load_state_dict, other_step)
+    return found
+
+
 @functools.cache
 def four() -> dict[str, list[Any]]:
     warnings.filterwarnings("ignore")
@@ -253,6 +295,7 @@ def four() -> dict[str, list[Any]]:
         "modes": between_modes,
         "renamed": renamed,
         "refused": refused,
+        "refused by one": refused_by_one,
     }
     return in_one_group(cases, 4)
 
@@ -296,6 +339,17 @@ def test_parameters_that_were_renamed() -> None:
         assert found["difference"] == 0
         assert found["iteration"] == 3
         assert "'neck.weight' is not a trainable parameter" in found["wrong"]
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "full", "fsdp1"])
+def test_a_state_that_one_worker_refuses_changes_nothing(mode: str) -> None:
+    own = "ValueError: the file is damaged"
+    for worker, results in enumerate(outcome(four(), "refused by one")):
+        found = results[mode]
+        assert found["said"] == (own if worker == 1 else f"ValueError: load_state_dict failed on worker 1: {own}")
+        assert found["difference"] == 0
+        assert found["iteration"] == 0
+        assert found["different"].startswith("DisagreementError: workers do not agree: worker 1 differs from worker 0")
 
 
 def test_foreign_states_are_refused() -> None:

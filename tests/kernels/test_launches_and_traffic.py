@@ -13,7 +13,6 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.layout.layout import Layout
 from tests.support.checks import everything, gradients
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
@@ -48,7 +47,7 @@ class Among(Communicator):
         gathered.numpy()[self.index] = tensor.numpy()
         return None  # type: ignore[return-value]
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, _device: torch.device | None = None) -> Tensor:
         return torch.stack([tensor] * WORKERS)
 
 
@@ -66,11 +65,11 @@ def steps(
 
     named = {str(index): shape for index, shape in enumerate(shapes)}
     config = everything(rank, backend="triton", **fields)
-    engine, layout = Engine(config, communicator or Communicator(), lambda: named), Layout.build(named, config)
+    engine = Engine(config, communicator or Communicator(), lambda: named)
     activities = []
     for seed in range(number):
         now = gradients(seed, named)
-        engine.begin(layout, torch.device("cpu"), last=True)
+        layout = engine.begin("all", lambda: named, torch.device("cpu"), last=True)
         with watched(run_kernels=run_kernels) as activity:
             engine.average(layout, now)
         activities.append(activity)
@@ -106,13 +105,13 @@ def test_a_step_that_is_not_finite_takes_no_more_launches():
 
     named = {"w": (40, 36)}
     config = everything(2, backend="triton")
-    engine, layout = Engine(config, Communicator(), lambda: named), Layout.build(named, config)
+    engine = Engine(config, Communicator(), lambda: named)
     kernels = []
     # The first step draws the bases as well.
     for value in (0.0, 0.0, float("inf")):
         now = gradients(0, named)
         now["w"][3, 3] = value
-        engine.begin(layout, torch.device("cpu"), last=True)
+        layout = engine.begin("all", lambda: named, torch.device("cpu"), last=True)
         with watched() as activity:
             engine.average(layout, now)
         assert now["w"].isnan().all() == (value != 0)

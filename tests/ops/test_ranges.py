@@ -8,7 +8,6 @@ import torch
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.layout.layout import Layout
 
 SHAPES = {"a": (12, 7), "bias": (9,), "b": (12, 7), "c": (5, 3, 4), "small": (2, 2)}
 # Whole, a part of a row, parts of two rows, rows, nothing, the end.
@@ -17,12 +16,11 @@ RANGES = [(0, 84), (9, 12), (5, 9), (14, 28), (20, 20), (80, 84)]
 
 def reduced(dtype: torch.dtype, ranges: dict | None) -> dict[str, torch.Tensor]:
     config = PowerSGDConfig(rank=2, min_compression_rate=1)
-    layout = Layout.build(SHAPES, config)
-    assert {segment.name for segment in layout.compressed} == {"a", "b", "c"}
     generator = torch.Generator().manual_seed(0)
     gradients = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
     engine = Engine(config, Communicator(), lambda: SHAPES)
-    engine.begin(layout, torch.device("cpu"), last=True)
+    layout = engine.begin("all", lambda: SHAPES, torch.device("cpu"), last=True)
+    assert {segment.name for segment in layout.compressed} == {"a", "b", "c"}
     engine.average(layout, gradients, ranges=ranges)
     return gradients
 

@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from tests.support.deepspeed_training import (
     token_loss,
     train,
 )
+from tests.support.small import complaint
 
 Errors = dict[str, Tensor]
 
@@ -123,7 +125,7 @@ def traffic(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
         comms_logger.enabled = False
         expected = None
         if section is not None:
-            layout = next(iter(engine.powersgd._layouts.values()))
+            layout = next(iter(engine.powersgd._engine.peers._layouts.values()))
             expected = 4 * layout.sent_numel(engine.powersgd.config, 1)
     reductions = ("all_reduce", "reduce_scatter_tensor", "reduce")
     gathers = ("all_gather_into_tensor", "all_gather")
@@ -366,6 +368,31 @@ def commit_order(stage: int, folder: str) -> dict[str, bool]:
             found["refused"] = "head.weight" in str(error)
         found["unchanged"] = _largest(_weights(engine), before) == 0
     return found
+
+
+def one_file_refused(stage: int, folder: str) -> dict[str, Any]:
+    """In mid-run, one worker cannot read the state's file. Then all of them can."""
+
+    def read(path: Any) -> Any:
+        if dist.get_rank() == 1 and damaged:
+            raise ValueError("the file is damaged")
+        return checkpoint.load(path)
+
+    case = Case("", stage, {})
+    with engine_for(case, {**RANK_4, "algorithm": "alternating"}) as engine:
+        losses(engine, range(1))
+        engine.save_checkpoint(folder, "one")
+        losses(engine, range(1, 4))
+        before, errors = _weights(engine), mean_errors(engine)
+        with mock.patch("powersgd_triton.integrations.deepspeed.checkpoints.load_file", read):
+            damaged = True
+            said = complaint(engine.load_checkpoint, folder, "one")
+            unchanged = _largest(_weights(engine), before) == 0 and engine.powersgd.iteration == 4
+            unchanged &= all(torch.equal(error, errors[name]) for name, error in mean_errors(engine).items())
+            losses(engine, range(4, 6))
+            damaged = False
+            engine.load_checkpoint(folder, "one")
+        return {"said": said, "unchanged": unchanged, "iteration": engine.powersgd.iteration}
 
 
 def weights_only(folder: str) -> dict[str, float]:

@@ -32,7 +32,7 @@ def owed(engine: Engine, segment: Segment) -> tuple[Tensor, Tensor]:
     """
     matrix = engine.memory.matrices.get(segment.name)
     if matrix is None:
-        restored = engine.memory._loaded.matrices.get(segment.name, {}).get("error")
+        restored = engine.memory.loaded.matrices.get(segment.name, {}).get("error")
         E = torch.zeros(segment.n, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
         return E, E.abs()
     assert matrix.error is not None
@@ -108,8 +108,7 @@ class Follower:
             self.read()
         if number in case.saves and self.mean_in_range():
             saved = self.fleet.together(lambda engine: engine.state_dict())
-            for engine, one in zip(engines, saved, strict=True):
-                engine.load_state_dict(one, None)
+            self.fleet.load(saved)
             self.following = {} if self.config.error_feedback else self.following
 
     # Outputs --------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Line(Communicator):
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
         self._note("gather", gathered, tensor)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, _device: torch.device | None = None) -> Tensor:
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         assert self.meeting is not None
@@ -204,6 +204,11 @@ class Fleet:
         with ThreadPoolExecutor(len(self.engines)) as pool:
             return list(pool.map(run, self._lines, self.engines))
 
+    def load(self, saved: Sequence[Any]) -> None:
+        """Each worker loads its own."""
+        states = {id(engine): one for engine, one in zip(self.engines, saved, strict=True)}
+        self.together(lambda engine: engine.load_state_dict(lambda: (states[id(engine)], None)))
+
     def errors(self) -> list[Values]:
         """Each worker's E."""
         return [engine.memory.error(engine.step) for engine in self.engines]
@@ -222,8 +227,12 @@ class Fleet:
         names = tuple(segment.name for segment in run.layout.segments)
         compress = self.engines[0].step.iteration >= self.config.start_iter
         own = self._layouts[names, compress]
-        self.together(lambda engine: engine.begin(own, device, last=False))
-        backends: list[Backend | None] = [None] * len(given)
+        self.together(lambda engine: engine.begin(names, lambda: own.shapes, device, last=False))
+        # As ``Engine.bind``, but one worker after the other, since Triton's interpreter cannot run in threads.
+        backends = [
+            engine.memory.bind(engine.plan.layout(own), gradients, engine.step)
+            for engine, gradients in zip(self.engines, given, strict=True)
+        ]
 
         def write(worker: int, backend: Backend) -> None:
             step, bucket = self.engines[worker].step, backend.bucket
@@ -236,18 +245,15 @@ class Fleet:
             run.verdicts.append(step.verdict(device))
 
         generators = [
-            engine.run(own, gradients, functools.partial(write, worker))
-            for worker, (engine, gradients) in enumerate(zip(self.engines, given, strict=True))
+            engine.run(backend, own_gradients, functools.partial(write, worker))
+            for worker, (engine, backend, own_gradients) in enumerate(zip(self.engines, backends, given, strict=True))
         ]
 
         def stage(worker: int) -> bool:
             going_on = next(generators[worker], self) is not self
-            backend = backends[worker]
-            if backend is None:
-                backend = backends[worker] = self.engines[worker].memory._backends[names[0]]
-            bucket = backend.bucket
+            bucket = backends[worker].bucket
             if worker == 0:
-                run.backend = backend
+                run.backend = backends[worker]
                 run.bases.append((bucket.P_hat.clone(), bucket.basis.clone()))
             else:
                 assert_same_bits((bucket.P_hat, bucket.basis), run.bases[-1])

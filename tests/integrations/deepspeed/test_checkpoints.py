@@ -38,6 +38,7 @@ def pair(folder: Path) -> Any:
     ]
     work += [("resume offload", jobs.resume, (2, str(folder / "resume-offload"), OFFLOAD, True))]
     work += [(f"commit {stage}", jobs.commit_order, (stage, str(folder / f"commit-{stage}"))) for stage in (0, 3)]
+    work += [(f"refused {stage}", jobs.one_file_refused, (stage, str(folder / f"refused-{stage}"))) for stage in (0, 2)]
     work += [("save", jobs.save, (0, str(folder / "of-2"), {}))]
     work += [("another rank", jobs.load, (0, str(folder / "of-2"), {}, RANK_2_LESS))]
     work += [("weights only", jobs.weights_only, (str(folder / "of-2"),))]
@@ -68,6 +69,15 @@ def test_resuming_gives_the_same_losses(pair: Any, stage: Any) -> None:
 def test_the_state_is_there_before_the_checkpoint_is_the_latest(pair: Any, stage: int) -> None:
     for found in result(pair, f"commit {stage}"):
         assert found == {"first": True, "latest": True, "refused": True, "unchanged": True}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_file_that_one_worker_cannot_read_changes_nothing(pair: Any, stage: int) -> None:
+    own = "ValueError: the file is damaged"
+    for worker, found in enumerate(result(pair, f"refused {stage}")):
+        assert found["said"] == (own if worker == 1 else f"ValueError: load_checkpoint failed on worker 1: {own}")
+        assert found["unchanged"]
+        assert found["iteration"] == 1
 
 
 def check_errors(saved: list[Any], loaded: list[Any]) -> None:

@@ -139,6 +139,7 @@ def wrong_use(worker: int, world_size: int) -> dict[str, str]:
     fully_shard(on_dim_1, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(1))
     with torch.device("meta"):
         on_meta = Net()
+    wrong: Any = {"rank": 2}
     attempts = {
         "meta": lambda: apply_powersgd(sharded(on_meta, mesh["shard"]), RANK_2, replicate_group=group),
         "twice": lambda: apply_powersgd(applied, RANK_2, replicate_group=group),
@@ -148,7 +149,8 @@ def wrong_use(worker: int, world_size: int) -> dict[str, str]:
             sharded(Net(), mesh["shard"]), RANK_2, replicate_group=mesh["shard"].get_group()
         ),
         "not sharded": lambda: apply_powersgd(Net(), RANK_2, replicate_group=group),
-        "no config": lambda: apply_powersgd(sharded(Net(), mesh["shard"]), {"rank": 2}, group),  # type: ignore[arg-type]
+        "no config": lambda: apply_powersgd(sharded(Net(), mesh["shard"]), wrong, group),
+        "one worker": lambda: apply_powersgd(sharded(Net(), mesh["shard"]), wrong if worker == 1 else RANK_2, group),
         "dim 1": lambda: apply_powersgd(on_dim_1, RANK_2, replicate_group=group),
     }
     return {name: complaint(attempt) for name, attempt in attempts.items()}
@@ -244,6 +246,7 @@ def test_tensor_parallelism_on_dim_0() -> None:
         ("shard group", ["ValueError", "replicate_group has the workers", 'mesh["replicate"]']),
         ("not sharded", ["ValueError", "fully_shard"]),
         ("no config", ["TypeError", "PowerSGDConfig", "dict"]),
+        ("one worker", ["TypeError", "PowerSGDConfig", "dict"]),
         ("meta", ["ValueError", "meta device", "before apply_powersgd"]),
         ("dim 1", ["ValueError", "dim 0", "'weight'"]),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.support.distributed import run_cases
-from tests.support.faults import episodes, peers
+from tests.support.faults import alone, episodes, peers
 from tests.support.faults.episodes import Fault, Tally
 
 PAGE = Path("docs", "faults.md")
@@ -26,6 +26,7 @@ SKIPPED = (
 )
 GOES_ON = "an ordinary step"
 REFUSED = "ValueError, and the running state is unchanged"
+REFUSED_BY_ALL = "ValueError on all workers, and the running states are unchanged"
 TOLD = "DisagreementError on all workers, before anything is sent"
 REGROUP = (
     "an exception in the other workers, whose errors keep their gradients; "
@@ -82,6 +83,29 @@ FAULTS = [
     Fault("a saved file cut off", REFUSED, episodes.truncated),
     Fault("a file that is something else", REFUSED, episodes.foreign_file),
     Fault("a saved state of another model or format", REFUSED, episodes.foreign_state),
+    Fault("a saved file that only one worker cannot read", REFUSED_BY_ALL, alone.file_refused),
+    Fault(
+        "workers that load different states",
+        "DisagreementError on all workers, and the running states are unchanged",
+        alone.different_states,
+    ),
+    Fault(
+        "a worker that loads a state alone, while the others step or save",
+        "an exception with the reason on all workers, within the group's timeout; no error is lost",
+        alone.loads_alone,
+    ),
+    Fault(
+        "a rank function that fails on one worker",
+        "its exception there, and one that quotes it in the other workers, before anything is sent",
+        alone.rank_function,
+        early=True,
+    ),
+    Fault(
+        "no memory for a bucket on one worker",
+        "its exception there, and one that quotes it in the other workers; "
+        "nothing is applied, and gradients that were compressed stay in E",
+        alone.no_memory,
+    ),
     Fault("a worker with another configuration", TOLD, peers.other_configuration),
     Fault("a worker at another step", TOLD, peers.other_iteration),
     Fault("a worker with other tensors", TOLD, peers.other_tensors),

@@ -129,8 +129,9 @@ class Trainer:
             "start_powerSGD_iter": 0,
             "algorithm": setting.algorithm,
             "error_dtype": setting.error_dtype,
+            "module": self.model,
         }
-        state = PowerSGDState(None, module=self.model, **{**options, **fields})
+        state = PowerSGDState(None, **{**options, **fields})
         if setting.scaled:
             state.attach(self.scaler)
         return state
