@@ -14,7 +14,7 @@ from powersgd_triton.comm.agreement import compare
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.comm.exchange import sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core import capture
+from powersgd_triton.core.capture import Capture
 from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, rank_facts
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
@@ -59,6 +59,7 @@ class Engine:
         if config.planned:
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)
+        self._capture = Capture(config, self.memory, self.step)
         # Where and of which tensors the workers' facts were compared; None before the first step.
         self._compared: tuple[torch.device, Tensors] | None = None
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
@@ -93,7 +94,7 @@ class Engine:
             if self.step.keys:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
-        capture.start(self.config, self.memory, self.step, layout, device)
+        self._capture.start(layout, device)
         self.step.keys |= keys
         self.step.last = last
         return self.step.iteration >= self.config.start_iter
@@ -245,7 +246,7 @@ class Engine:
         self._under_way.clear()
         with self.memory.streams.everywhere():
             # Workers of other groups may not have heard of it and end the step, which is collective.
-            self.step.void(stays_open=bool(self.communicator.others), captured=self.memory.undo_capture())
+            self.step.void(stays_open=bool(self.communicator.others), captured=self._capture.undo())
         self.memory.drop_buckets()
 
     def connect(self, communicator: Communicator) -> None:
