@@ -35,6 +35,7 @@ from powersgd_triton.kernels import (
     commit,
     compensate_backproject,
     compensate_project,
+    explore,
     gram,
     orthogonalize,
     pack,
@@ -57,7 +58,7 @@ RANKS = (4, 16, 32, 64)
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
 MODULES = (
     *(compensate_project, compensate_backproject, backproject, reconstruct),
-    *(pack, commit, gram, subtract, orthogonalize, wire),
+    *(pack, commit, explore, gram, subtract, orthogonalize, wire),
 )
 
 
@@ -137,6 +138,9 @@ def _launches(
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=grams, finite=flag, out=factor,
+            )  # fmt: skip
+            explore.explore_triton(
+                table, count, flag, every=16, other=4, carry=0.05, smallest=2**-8, out=factor
             )  # fmt: skip
     yield from _different(recorded, label)
 

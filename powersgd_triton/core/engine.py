@@ -13,7 +13,7 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.comm.exchange import sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core import capture
+from powersgd_triton.core.capture import Capture
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.peers import Peers, Read, Shapes
@@ -68,6 +68,7 @@ class Engine:
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)
         self.peers = Peers(config, communicator, tensors, self.plan, self.memory, self.step, device)
+        self._capture = Capture(config, self.memory, self.step)
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
         self.numel = [0, 0]
 
@@ -115,7 +116,7 @@ class Engine:
             if self.step.keys:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
-        capture.start(self.config, self.memory, self.step, layout, device)
+        self._capture.start(layout, device)
         self.step.keys |= keys
         self.step.last = last
         return layout
@@ -277,7 +278,7 @@ class Engine:
         self._under_way.clear()
         with self.memory.streams.everywhere():
             # Workers of other groups may not have heard of it and end the step, which is collective.
-            self.step.void(stays_open=bool(self.communicator.others), captured=self.memory.undo_capture())
+            self.step.void(stays_open=bool(self.communicator.others), captured=self._capture.undo())
         self.memory.drop_buckets()
 
     def connect(self, communicator: Communicator) -> None:

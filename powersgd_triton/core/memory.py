@@ -6,25 +6,21 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size, listing
-from powersgd_triton.core.streams import Streams
+from powersgd_triton.core.streams import Streams, on_its_streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
-from powersgd_triton.ops.bucket import Bucket, Product
+from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 
 logger = logging.getLogger("powersgd_triton")
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,19 +37,6 @@ class Matrix:
     error: Tensor | None
     bases: Parts
     bucket: Bucket
-
-
-def on_its_streams(
-    method: Callable[Concatenate[Memory, _Arguments], _Result],
-) -> Callable[Concatenate[Memory, _Arguments], _Result]:
-    """Run a method of ``Memory`` on the streams on which the memory is used, whatever stream the caller is on."""
-
-    @functools.wraps(method)
-    def run(memory: Memory, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        with memory.streams.everywhere():
-            return method(memory, *arguments, **named)
-
-    return run
 
 
 class Memory:
@@ -78,7 +61,6 @@ class Memory:
         self.loaded = SavedState()
         # Errors of tensors that are no longer compressed, each with the verdict of the step that added it, if any.
         self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._before_capture: dict[Bucket, tuple[Tensor | None, Product]] = {}
         self._workspace: Workspace = {}
         self._choices: set[tuple[str, str]] = set()
 
@@ -243,18 +225,6 @@ class Memory:
             else:
                 self._remaining[name] = error, None
         return {name: error for name, (error, _) in self._remaining.items()}
-
-    def note_capture(self, *, captured: bool) -> None:
-        """Note what is pending before a step, if the step is ``captured``."""
-        buckets = {matrix.bucket for matrix in self.matrices.values()} if captured else set()
-        self._before_capture = {bucket: (bucket.applied, bucket.product) for bucket in buckets}
-
-    def undo_capture(self) -> bool:
-        """Restore what was pending before the last step, if it was captured: nothing has run. Return whether it was."""
-        before, self._before_capture = self._before_capture, {}
-        for bucket, (applied, product) in before.items():
-            bucket.applied, bucket.product = applied, product
-        return bool(before)
 
     def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
         """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""

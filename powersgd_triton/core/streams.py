@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -58,6 +60,30 @@ class Streams:
         finally:
             if own != caller and join:
                 caller.wait_stream(own)
+
+
+class HasStreams(Protocol):
+    """An object whose memory is used on the streams of an engine."""
+
+    streams: Streams
+
+
+_Owner = TypeVar("_Owner", bound=HasStreams)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def on_its_streams(
+    method: Callable[Concatenate[_Owner, _Arguments], _Result],
+) -> Callable[Concatenate[_Owner, _Arguments], _Result]:
+    """Run a method on the streams of its object, whatever stream the caller is on."""
+
+    @functools.wraps(method)
+    def run(owner: _Owner, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        with owner.streams.everywhere():
+            return method(owner, *arguments, **named)
+
+    return run
 
 
 def is_captured(device: torch.device) -> bool:

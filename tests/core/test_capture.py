@@ -13,6 +13,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from tests.support.checks import same_bits
+from tests.support.device import INTERPRETED
 
 SHAPES: list[dict[str, tuple[int, ...]]] = [
     {"weight": (20, 17), "bias": (7,)},
@@ -106,6 +107,17 @@ def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
     found += training.replays(replay, [7])
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert same_bits(one, other), step
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
+def test_a_captured_step_makes_two_launches_more():
+    from tests.support.graphs import captured
+
+    training = Training(torch.device("cpu"))
+    training.eager(range(EAGER))
+    with captured(training.memory()) as graph:
+        training.enqueue()
+    assert len(graph.work) == 2 + 12 * len(SHAPES)
 
 
 def test_nothing_is_lost_by_a_capture_that_fails(device: torch.device):

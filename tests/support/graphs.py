@@ -20,17 +20,20 @@ class FakeGraph(TorchDispatchMode):
 
     Args:
         memory: Tensors that kernels reach through addresses.
+
+    Attributes:
+        work: What a replay runs: one function for each launch.
     """
 
     def __init__(self, memory: list[torch.Tensor]) -> None:
         super().__init__()
-        self._work: list[Callable[[], None]] = []
+        self.work: list[Callable[[], None]] = []
         self._before = {tensor.untyped_storage()._cdata: (tensor, tensor.clone()) for tensor in memory}
         self._new: set[int] = set()
         self._in_kernel = False
 
     def replay(self) -> None:
-        for work in self._work:
+        for work in self.work:
             work()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,14 +52,14 @@ class FakeGraph(TorchDispatchMode):
                     place.copy_(value)
 
         if new or func._schema.is_mutable:
-            self._work.append(work)
+            self.work.append(work)
         return result
 
     def note_kernel(self, run: Callable[[], None], arguments: Any) -> None:
-        self._save(arguments)
-        self._work.append(run)
+        self.work.append(run)
         self._in_kernel = True
         try:
+            self._save(arguments)
             run()
         finally:
             self._in_kernel = False
