@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Iterator
 
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from powersgd_triton.compressor import GRADIENT_DTYPES
-from powersgd_triton.integrations.ddp.names import memory_shape
+from powersgd_triton.integrations.ddp.names import shape_of
 from powersgd_triton.integrations.ddp.pickles import check_owner
-from powersgd_triton.integrations.ddp.state import PowerSGDState
+from powersgd_triton.integrations.ddp.state import PowerSGDState, torchs_logger
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
-
-logger = logging.getLogger("powersgd_triton.integrations.ddp")
+from powersgd_triton.ops.gradients import DTYPES
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of the remaining elements."""
@@ -37,14 +34,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     names = state._names.of(bucket.index(), parameters)
     layout = state._layouts.get(names)
     if layout is None:
-        shapes = zip(names, (memory_shape(parameter) for parameter in parameters), strict=True)
+        shapes = zip(names, map(shape_of, parameters), strict=True)
         layout = state._layouts[names] = Layout.build(shapes, state.config)
-    segments = layout.segments
     return _average(
-        state,
-        bucket,
-        layout,
-        lambda: {s.name: g.view(s.shape) for s, g in zip(segments, bucket.gradients(), strict=True)},
+        state, bucket, layout, lambda: dict(zip(names, state._views.of(bucket.buffer(), parameters), strict=True))
     )
 
 
@@ -98,11 +91,11 @@ def _square_layout(state: PowerSGDState, bucket: GradBucket) -> Layout:
 
 
 def _average(
-    state: PowerSGDState, bucket: GradBucket, layout: Layout, gradients: Callable[[], dict[str, Tensor]]
+    state: PowerSGDState, bucket: GradBucket, layout: Layout, views: Callable[[], dict[str, Tensor]]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Pass a bucket to the engine. ``gradients`` returns its gradients by name, as views of its buffer."""
+    """Pass a bucket to the engine. ``views`` returns its gradients by name, as views of its buffer."""
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
-    if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
+    if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
     with _side_stream(state, buffer) as future:
@@ -112,18 +105,22 @@ def _average(
             engine.average_exactly(buffer, done=lambda: future.set_result(buffer))
         else:
             if step == state.config.start_iter == 0 and first:
-                logger.info("Start to apply PowerSGD after %s iterations.", step)
-            views = gradients()
+                torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
+            places = views()
+            # This copies a gradient that is not contiguous, such as one in channels_last.
+            gradients = {s.name: places[s.name].reshape(s.shape) for s in layout.segments}
 
             def write(backend: Backend) -> None:
-                backend.reconstruct(views, engine.step.overflow(buffer.device))
+                backend.reconstruct(gradients, engine.step.overflow(buffer.device))
+                for name, gradient in gradients.items():
+                    if gradient.data_ptr() != places[name].data_ptr():
+                        places[name].copy_(gradient.view(places[name].shape))
                 future.set_result(buffer)
 
-            engine.average(layout, views, write=write)
-            if last and step >= state.next_stats_report:
-                _log_statistics(state, step)
+            engine.average(layout, gradients, write=write)
+            _log(state, layout, bucket, step)
         if last and state.iter == state.config.start_iter:
-            logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
+            torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
 
 
@@ -143,13 +140,24 @@ def _side_stream(state: PowerSGDState, buffer: Tensor) -> Iterator[torch.futures
         yield torch.futures.Future(devices=[buffer.device])
 
 
-def _log_statistics(state: PowerSGDState, step: int) -> None:
-    rate, before, after = state.compression_stats()
-    logger.info(
-        "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-        step,
-        before,
-        after,
-        rate,
-    )
-    state.next_stats_report = step + state.compression_stats_logging_frequency
+def _log(state: PowerSGDState, layout: Layout, bucket: GradBucket, step: int) -> None:
+    """Log what torch's hook logs: a bucket's memory when it is compressed for the first time, and statistics."""
+    index, layout = bucket.index(), state._engine.plan.layout(layout)
+    new = index not in state._logged
+    state._logged.add(index)
+    if new and state.config.error_feedback:
+        length = sum(segment.numel for segment in layout.compressed)
+        torchs_logger.info("A zero tensor of length %s that represents local error is created.", length)
+    if bucket.is_last() and step >= state.next_stats_report:
+        rate, before, after = state.compression_stats()
+        message = "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s"
+        torchs_logger.info(message, step, before, after, rate)
+        state.next_stats_report = step + state.compression_stats_logging_frequency
+    if new and state.config.warm_start:
+        square = layout.segments[0]
+        if square.name == SQUARE.format(index):
+            message = "Initializing low-rank tensors P and Q, each of which has a shape of %s x %s."
+            torchs_logger.info(message, square.m, square.rank)
+        else:
+            message = "Allocating contiguous memory of length %s for Ps, and of length %s for Qs, respectively."
+            torchs_logger.info(message, layout.p_numel, layout.q_numel)

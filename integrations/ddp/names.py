@@ -10,7 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Size
+from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
+from powersgd_triton.ops.gradients import real_shape
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
 """Names and shapes of the parameters in each bucket of the first backward pass."""
@@ -25,7 +27,7 @@ class ParameterNames:
         self._module = module
         self._names: dict[Tensor, str] = {}
         if module is not None:
-            self._names = {parameter: name for name, parameter in module.named_parameters()}
+            self._names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
         self._seen: set[str] = set()
         self._buckets: Record = []
         self._expected: Record = []
@@ -38,19 +40,31 @@ class ParameterNames:
         try:
             names = tuple(self._names[parameter] for parameter in parameters)
         except KeyError:
-            raise RuntimeError(
-                "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
-                "give the model that DistributedDataParallel wraps"
-            ) from None
+            raise self._unknown(parameters) from None
         if not self._seen.issuperset(names):
             self._seen.update(names)
-            self._buckets.append([(n, memory_shape(p)) for n, p in zip(names, parameters, strict=True)])
+            self._buckets.append([(n, shape_of(p)) for n, p in zip(names, parameters, strict=True)])
         return names
+
+    def _unknown(self, parameters: list[Tensor]) -> RuntimeError:
+        """Return the error for a bucket with a parameter that the module did not have when the state was made."""
+        assert self._module is not None
+        now = {parameter: name for name, parameter in self._module.named_parameters()}
+        added = [now[parameter] for parameter in parameters if parameter in now and parameter not in self._names]
+        if added:
+            return RuntimeError(
+                f"the parameter {added[0]!r} was added to the model after PowerSGDState was created; create the state "
+                "and wrap the model in DistributedDataParallel when the model is complete"
+            )
+        return RuntimeError(
+            "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
+            "give the model that DistributedDataParallel wraps"
+        )
 
     def _number(self, index: int, parameters: list[Tensor]) -> None:
         names = [str(len(self._names) + position) for position in range(len(parameters))]
         if self._expected:
-            shapes = [memory_shape(parameter) for parameter in parameters]
+            shapes = [shape_of(parameter) for parameter in parameters]
             saved = self._expected[index] if index < len(self._expected) else []
             if [shape for _, shape in saved] != shapes:
                 raise RuntimeError(
@@ -65,7 +79,7 @@ class ParameterNames:
         """Return the shapes of all trainable parameters by name. None if parameters are numbered."""
         if self._module is None:
             return None
-        return {name: memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
+        return {name: shape_of(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
 
     def sizes(self, config: PowerSGDConfig) -> dict[str, Size] | None:
         """Return (n, m, rank) of the same parameters."""
@@ -141,9 +155,6 @@ def _is_parameter(name: Any, shape: tuple[Any, ...]) -> bool:
     return isinstance(name, str) and all(isinstance(size, int) for size in shape)
 
 
-def memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return a gradient's sizes in the order of DDP's bucket memory, which is that of the parameter if it is dense."""
-    if parameter.is_contiguous():
-        return tuple(parameter.shape)
-    laid_out = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
-    return tuple(laid_out.shape if laid_out.is_contiguous() else parameter.shape)
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape as which a parameter's gradient is compressed or averaged."""
+    return real_shape(parameter.shape, parameter.dtype)

@@ -17,10 +17,12 @@ from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.ddp import pickles
 from powersgd_triton.integrations.ddp.names import ParameterNames
+from powersgd_triton.integrations.ddp.views import BucketViews
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ranks.report import RankReport
 
-logger = logging.getLogger("powersgd_triton.integrations.ddp")
+torchs_logger = logging.getLogger("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+"""Logger of torch's class and hooks. What they log is logged there too, so that a program's filters still apply."""
 
 
 class _TorchsDefault(int):
@@ -111,7 +113,7 @@ class PowerSGDState(Handle):
                 **options,
             }
         )
-        logger.info(
+        torchs_logger.info(
             "PowerSGD config: matrix_approximation_rank = %s; start_powerSGD_iter = %s; "
             "min_compression_rate = %s; orthogonalization_epsilon = %s; use_error_feedback = %s; warm_start = %s; "
             "random_seed = %s; compression_stats_logging_frequency = %s; batch_tensors_with_same_shape = %s",
@@ -140,6 +142,9 @@ class PowerSGDState(Handle):
         super().__init__(Engine(config, Communicator(process_group), lambda: names.shapes() or {}))
         self._names = names
         self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._views = BucketViews()
+        # Indices of the buckets whose memory was logged.
+        self._logged: set[int] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
