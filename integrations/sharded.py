@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
-from powersgd_triton.core.saved_state import FORMAT_VERSION, Size
+from powersgd_triton.core.saved_state import FORMAT_VERSION, Size, check_version
 from powersgd_triton.layout.layout import compressed_rank, matrix_shape
 from powersgd_triton.ops.reference import note_overflow
 
@@ -90,9 +91,8 @@ class ShardedHandle(Handle):
         missing = {"error", "factors", "iteration"} - set(state_dict)
         if missing:
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
-        factors = torch.load(io.BytesIO(state_dict["factors"]), weights_only=True)
-        if factors["version"] != FORMAT_VERSION:
-            raise ValueError(f"expected factors of format {FORMAT_VERSION}; got {factors['version']!r}")
+        factors = unpickled(state_dict["factors"])
+        check_version(factors["version"])
         worker, workers = self._sharding.shard()
         shards = factors["shards"]
         # The saved shard that contained the first rows of this worker's shard. It is the same on all replicas.

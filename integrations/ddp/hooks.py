@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.integrations.ddp.names import shape_of
-from powersgd_triton.integrations.ddp.pickles import check_owner
-from powersgd_triton.integrations.ddp.state import PowerSGDState, torchs_logger
+from powersgd_triton.integrations.ddp.pickles import check_owner, torchs_logger
+from powersgd_triton.integrations.ddp.state import PowerSGDState
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.gradients import DTYPES

@@ -18,7 +18,7 @@ class Place:
     """How one gradient lies in DDP's bucket.
 
     Attributes:
-        bucket: Strides of the gradient in the bucket, see ``normal``.
+        bucket: Strides of the gradient in the bucket, see ``strides_of``.
         parameter: Strides that the parameter had when this was found out.
         shown: Whether ``parameter.grad`` showed it.
         final: Whether it holds until the parameter's strides change.
@@ -55,7 +55,9 @@ class BucketViews:
         """
         numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
         if sum(numels) != buffer.numel():
-            raise RuntimeError(f"expected a bucket with the {sum(numels)} elements of its parameters; got {len(buffer)}")
+            raise RuntimeError(
+                f"expected a bucket with the {sum(numels)} elements of its parameters; got {len(buffer)}"
+            )
         pieces = buffer.split(numels)
         return [self._view(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
@@ -74,14 +76,10 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
     Raises:
         RuntimeError: The gradient is not in the bucket.
     """
-    own, gradient = memory_strides(parameter), parameter.grad
-    likely = [own, normal(parameter.shape, torch.empty(parameter.shape, device="meta").stride())]
-    if parameter.dim() in MEMORY_FORMATS:
-        other = torch.empty(parameter.shape, device="meta", memory_format=MEMORY_FORMATS[parameter.dim()])
-        likely.append(normal(parameter.shape, other.stride()))
-    if before is not None:
-        likely.insert(0, before.bucket)
-    likely = list(dict.fromkeys(likely))
+    gradient = parameter.grad
+    likely = [strides_of(parameter.shape, order) for order in memory_orders(parameter)]
+    own = likely[0]
+    likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), *likely]))
 
     def place(strides: Strides, *, shown: bool, final: bool) -> Place:
         # While these are not the parameter's own strides, DDP may rebuild its buckets and change them.
@@ -90,7 +88,7 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
     if len(likely) == 1 or gradient is None or gradient.layout != torch.strided:
         return place(likely[0], shown=False, final=len(likely) == 1)
     if gradient.data_ptr() == piece.data_ptr():
-        return place(normal(gradient.shape, gradient.stride()), shown=True, final=True)
+        return place(strides_of(gradient.shape, memory_order(gradient)), shown=True, final=True)
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient.resolve_conj())
     gradient = gradient.detach().to(piece.dtype)
@@ -110,18 +108,35 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
 
 
 def _strided(piece: Tensor, parameter: Tensor, strides: Strides) -> Tensor:
+    """Return a gradient with these strides in its part of the bucket."""
     if parameter.is_complex():
         return piece.as_strided((*parameter.shape, 2), (*(2 * stride for stride in strides), 1))
     return piece.as_strided(parameter.shape, strides)
 
 
-def memory_strides(parameter: Tensor) -> Strides:
-    """Return the strides of a parameter's view in a bucket that is built now, see ``normal``."""
-    laid_out = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
-    dense = parameter if laid_out.is_contiguous() else torch.empty(parameter.shape, device="meta")
-    return normal(parameter.shape, dense.stride())
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions in the order of memory. That of the shape if the tensor is contiguous or not dense."""
+    dimensions = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return dimensions
+    order = tuple(sorted(dimensions, key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else dimensions
 
 
-def normal(shape: Sequence[int], strides: Sequence[int]) -> Strides:
-    """Return strides with 0 for dimensions of one element, whose strides do not matter."""
-    return tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True))
+def memory_orders(parameter: Tensor) -> list[tuple[int, ...]]:
+    """Return orders that a parameter's gradient may have in a bucket: its own, that of the shape, and channels_last."""
+    like = [parameter, torch.empty(parameter.shape, device="meta")]
+    if parameter.dim() in MEMORY_FORMATS:
+        memory_format = MEMORY_FORMATS[parameter.dim()]
+        like.append(torch.empty(parameter.shape, device="meta", memory_format=memory_format))
+    return [memory_order(tensor) for tensor in like]
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int]) -> Strides:
+    """Return the strides of a dense tensor. Those of dimensions with one element do not matter and are 0."""
+    step, strides = 1, [0] * len(shape)
+    for dimension in reversed(order):
+        if shape[dimension] > 1:
+            strides[dimension] = step
+            step *= shape[dimension]
+    return tuple(strides)

@@ -252,7 +252,10 @@ class Memory:
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
         self.matrices, self.sizes, self._backends, self._remaining = {}, {}, {}, {}
-        matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in saved.matrices.items()}
+        # Detached, since a part may require a gradient.
+        matrices = {
+            name: {key: part.detach().clone() for key, part in parts.items()} for name, parts in saved.matrices.items()
+        }
         self._loaded = dataclasses.replace(saved, matrices=matrices)
 
     def claim(self, worker: Callable[[], tuple[int, int]], step: Step) -> tuple[int, int] | None:

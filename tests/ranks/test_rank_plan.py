@@ -158,7 +158,7 @@ def test_a_function_gives_ranks():
 
 @pytest.mark.parametrize(("given", "error"), [(2.5, TypeError), (None, TypeError), (True, TypeError), (-1, ValueError)])
 def test_what_a_function_gives_is_checked(given: Any, error: type[Exception]):
-    with pytest.raises(error, match=r"the rank of 'steep', \(60, 80\), must be .*; the function gave"):
+    with pytest.raises(error, match=r"the rank of 'steep', \(60, 80\), must be .*; got"):
         Compressor(PowerSGDConfig(rank=lambda *_: given), SHAPES)
 
 

@@ -1,0 +1,89 @@
+"""Saved states of format 2, which version 0.1.0 wrote.
+
+They differ from later ones for parameters that are not contiguous, such as those in channels_last: shapes, errors and
+bases have the order of DDP's bucket, which is that of the parameter's memory. And the names of parameters of compiled
+modules contain ``_orig_mod``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from powersgd_triton.core.saved_state import FORMAT_VERSION, is_part
+from powersgd_triton.integrations.ddp.names import Record, parsed, shape_of
+from powersgd_triton.integrations.ddp.views import memory_orders
+from powersgd_triton.integrations.names import plain_name
+from powersgd_triton.layout.layout import matrix_shape
+
+
+def upgraded(state: Mapping[str, Any], parameters: Mapping[str, Tensor], rename: Mapping[str, str]) -> dict[str, Any]:
+    """Return a state of format 2 as one of the present format.
+
+    The file does not say in which order a parameter was. It is the order that the parameter has now, if the saved shape
+    fits; else that of the shape or of channels_last, whichever fits.
+
+    Args:
+        state: Result of ``PowerSGDState.state_dict``.
+        parameters: The model's parameters by name.
+        rename: {saved name: name in the model}.
+
+    Raises:
+        ValueError: Two parameters of the state would have the same name.
+    """
+    record = parsed(state["buckets"])
+    names = [name for bucket in record for name, _ in bucket]
+    if len({plain_name(name) for name in names}) < len(names):
+        raise ValueError("two parameters of the saved state have the same name without '_orig_mod'")
+    result = {key: _renamed(value) if key in ("tensors", "matrices") else value for key, value in state.items()}
+    if isinstance(state.get("plan"), Mapping):
+        result["plan"] = {key: _renamed(part) for key, part in state["plan"].items()}
+    buckets: Record = []
+    for bucket in record:
+        buckets.append([])
+        for saved_name, saved_shape in bucket:
+            name, shape = plain_name(saved_name), saved_shape
+            parameter = parameters.get(rename.get(name, name))
+            order = None if parameter is None else _order(parameter, saved_shape)
+            if parameter is not None and order is not None:
+                shape = shape_of(parameter)
+                _reorder(result, name, saved_shape, order)
+            buckets[-1].append((name, shape))
+    # The digest is that of the saved names and sizes.
+    result.pop("fingerprint", None)
+    return {**result, "buckets": buckets, "format_version": FORMAT_VERSION}
+
+
+def _renamed(part: Any) -> Any:
+    return {plain_name(name): value for name, value in part.items()} if isinstance(part, Mapping) else part
+
+
+def _order(parameter: Tensor, saved: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the order of dimensions in which a parameter was saved. None if no order fits."""
+    fitting = (o for o in memory_orders(parameter) if tuple(parameter.shape[dimension] for dimension in o) == saved)
+    return next(fitting, None)
+
+
+def _reorder(state: dict[str, Any], name: str, saved: tuple[int, ...], order: Sequence[int]) -> None:
+    """Put a matrix, which was saved with the shape ``saved``, into the order of its parameter's shape."""
+    parts, back = state["matrices"].get(name), sorted(range(len(order)), key=order.__getitem__)
+    if order == tuple(range(len(order))) or not isinstance(parts, Mapping):
+        return
+    n, m = matrix_shape(saved)
+    rows, columns = matrix_shape([saved[dimension] for dimension in back])
+    turned = dict(parts)
+    # What does not have the matrix's size stays, and is refused later.
+    if "error" in parts and is_part(parts["error"], (n, m)):
+        turned["error"] = parts["error"].reshape(saved).permute(back).reshape(rows, columns)
+    if order[0] == 0:
+        if "basis" in parts and is_part(parts["basis"], (m, None)):
+            basis = parts["basis"].reshape(*saved[1:], -1)
+            turned["basis"] = basis.permute(*(d - 1 for d in back[1:]), len(saved) - 1).reshape(m, -1)
+    else:
+        # Rows and columns are exchanged, so that the bases do not fit. Without them, only the error is loaded.
+        turned = {key: part for key, part in turned.items() if key == "error"}
+        state["tensors"] = {**state["tensors"], name: [rows, columns, 0]}
+    matrices = {key: value for key, value in state["matrices"].items() if key != name}
+    state["matrices"] = {**matrices, **({name: turned} if turned else {})}
