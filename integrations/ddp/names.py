@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import FORMAT_VERSION, Size
-from powersgd_triton.integrations.ddp.views import memory_order
+from powersgd_triton.integrations.memory_order import memory_order
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.gradients import real_shape

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Strides = tuple[int, ...]
+from powersgd_triton.integrations.memory_order import Strides, memory_order, strides_of
+
 MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Memory formats other than contiguous, by the number of dimensions."""
 
@@ -114,15 +115,6 @@ def _strided(piece: Tensor, parameter: Tensor, strides: Strides) -> Tensor:
     return piece.as_strided(parameter.shape, strides)
 
 
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions in the order of memory. That of the shape if the tensor is contiguous or not dense."""
-    dimensions = tuple(range(tensor.dim()))
-    if tensor.is_contiguous():
-        return dimensions
-    order = tuple(sorted(dimensions, key=tensor.stride, reverse=True))
-    return order if tensor.permute(order).is_contiguous() else dimensions
-
-
 def memory_orders(parameter: Tensor) -> list[tuple[int, ...]]:
     """Return orders that a parameter's gradient may have in a bucket: its own, that of the shape, and channels_last."""
     like = [parameter, torch.empty(parameter.shape, device="meta")]
@@ -130,13 +122,3 @@ def memory_orders(parameter: Tensor) -> list[tuple[int, ...]]:
         memory_format = MEMORY_FORMATS[parameter.dim()]
         like.append(torch.empty(parameter.shape, device="meta", memory_format=memory_format))
     return [memory_order(tensor) for tensor in like]
-
-
-def strides_of(shape: Sequence[int], order: Sequence[int]) -> Strides:
-    """Return the strides of a dense tensor. Those of dimensions with one element do not matter and are 0."""
-    step, strides = 1, [0] * len(shape)
-    for dimension in reversed(order):
-        if shape[dimension] > 1:
-            strides[dimension] = step
-            step *= shape[dimension]
-    return tuple(strides)

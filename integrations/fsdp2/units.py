@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.gradients import real_shape
 
 ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'
 
@@ -55,7 +56,12 @@ class Unit:
                 sizes = {name: tuple(by_name[name]._orig_size) for name in names}
             workers = dist.get_world_size(self.shard_group)
             shards = {name: (-(-size[0] // workers), *size[1:]) for name, size in sizes.items()}
-            self._layouts[names] = (Layout.build(shards, self._config), Layout.build(sizes, self._config))
+
+            def layout(shapes: dict[str, tuple[int, ...]]) -> Layout:
+                real = {name: real_shape(shape, parameters[name].dtype) for name, shape in shapes.items()}
+                return Layout.build(real, self._config)
+
+            self._layouts[names] = layout(shards), layout(sizes)
         return self._layouts[names][0 if padded else 1]
 
 
