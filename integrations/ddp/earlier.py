@@ -23,7 +23,7 @@ def upgraded(state: Mapping[str, Any], parameters: Mapping[str, Tensor], rename:
     """Return a state of format 2 as one of the present format.
 
     The file does not say in which order a parameter was. It is the order that the parameter has now, if the saved shape
-    fits; else that of the shape or of channels_last, whichever fits.
+    fits; else that of the shape, of channels_last, or of a transposed matrix, whichever fits.
 
     Args:
         state: Result of ``PowerSGDState.state_dict``.
@@ -62,7 +62,8 @@ def _renamed(part: Any) -> Any:
 
 def _order(parameter: Tensor, saved: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the order of dimensions in which a parameter was saved. None if no order fits."""
-    fitting = (o for o in memory_orders(parameter) if tuple(parameter.shape[dimension] for dimension in o) == saved)
+    orders = memory_orders(parameter) + [(1, 0)] * (parameter.dim() == 2)
+    fitting = (o for o in orders if tuple(parameter.shape[dimension] for dimension in o) == saved)
     return next(fitting, None)
 
 

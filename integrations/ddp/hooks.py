@@ -36,9 +36,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     if layout is None:
         shapes = zip(names, map(shape_of, parameters), strict=True)
         layout = state._layouts[names] = Layout.build(shapes, state.config)
-    return _average(
-        state, bucket, layout, lambda: dict(zip(names, state._views.of(bucket.buffer(), parameters), strict=True))
-    )
+    return _average(state, bucket, layout, lambda views: dict(zip(names, views, strict=True)))
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -68,7 +66,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         state,
         bucket,
         layout,
-        lambda: {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments},
+        lambda _: {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments},
     )
 
 
@@ -91,31 +89,42 @@ def _square_layout(state: PowerSGDState, bucket: GradBucket) -> Layout:
 
 
 def _average(
-    state: PowerSGDState, bucket: GradBucket, layout: Layout, views: Callable[[], dict[str, Tensor]]
+    state: PowerSGDState,
+    bucket: GradBucket,
+    layout: Layout,
+    named: Callable[[list[Tensor]], dict[str, Tensor]],
 ) -> torch.futures.Future[torch.Tensor]:
-    """Pass a bucket to the engine. ``views`` returns its gradients by name, as views of its buffer."""
+    """Pass a bucket to the engine. ``named`` returns the layout's tensors, given views of the gradients."""
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
     with _side_stream(state, buffer) as future:
+        views = state._views.of(buffer, bucket.parameters())
+
+        def finish() -> None:
+            for held, read in views:
+                if read is not held:
+                    read.copy_(held.clone())
+            future.set_result(buffer)
+
         compressing = engine.begin(layout, buffer.device, keys=(bucket.index(),), last=last)
         step, first = state.iter, bucket.index() == 0
         if not compressing:
-            engine.average_exactly(buffer, done=lambda: future.set_result(buffer))
+            engine.average_exactly(buffer, done=finish)
         else:
             if step == state.config.start_iter == 0 and first:
                 torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
-            places = views()
+            places = named([held for held, _ in views])
             # This copies a gradient that is not contiguous, such as one in channels_last.
-            gradients = {s.name: places[s.name].reshape(s.shape) for s in layout.segments}
+            gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in layout.segments}
 
             def write(backend: Backend) -> None:
                 backend.reconstruct(gradients, engine.step.overflow(buffer.device))
                 for name, gradient in gradients.items():
                     if gradient.data_ptr() != places[name].data_ptr():
                         places[name].copy_(gradient.view(places[name].shape))
-                future.set_result(buffer)
+                finish()
 
             engine.average(layout, gradients, write=write)
             _log(state, layout, bucket, step)

@@ -20,12 +20,14 @@ class Place:
 
     Attributes:
         bucket: Strides of the gradient in the bucket, see ``strides_of``.
+        result: Strides with which DDP reads the average from the bucket.
         parameter: Strides that the parameter had when this was found out.
         shown: Whether ``parameter.grad`` showed it.
         final: Whether it holds until the parameter's strides change.
     """
 
     bucket: Strides
+    result: Strides
     parameter: Strides
     shown: bool
     final: bool
@@ -37,7 +39,8 @@ class BucketViews:
     DDP makes a view for each parameter when it builds its buckets, and again when it rebuilds them after the first
     step. A view has the parameter's strides if the parameter is dense, else it is contiguous. So a gradient's elements
     are in the order in which the parameter lies in memory. If ``model.to(memory_format=…)`` changes the parameter
-    later, its view stays as it was until the buckets are rebuilt.
+    later, its view stays as it was until the buckets are rebuilt. But DDP reads the hook's result with the parameter's
+    present strides, unless gradients are views of the buckets (``gradient_as_bucket_view=True``).
 
     A hook does not see these views (``bucket.gradients()`` ignores strides). It sees ``parameter.grad``, which is the
     view itself or has the same values.
@@ -46,8 +49,8 @@ class BucketViews:
     def __init__(self) -> None:
         self._places: dict[Tensor, Place] = {}
 
-    def of(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of a bucket's gradients, in the bucket's real dtype.
+    def of(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return two views of each gradient: of what the bucket holds, and of what DDP will read. Usually they are one.
 
         A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
 
@@ -62,13 +65,15 @@ class BucketViews:
         pieces = buffer.split(numels)
         return [self._view(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
-    def _view(self, piece: Tensor, parameter: Tensor) -> Tensor:
+    def _view(self, piece: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
         if parameter.dim() < 2:
-            return piece.view(parameter.shape) if not parameter.is_complex() else piece.view(*parameter.shape, 2)
+            view = piece.view(parameter.shape) if not parameter.is_complex() else piece.view(*parameter.shape, 2)
+            return view, view
         place = self._places.get(parameter)
         if place is None or not place.final or place.parameter != parameter.stride():
             place = self._places[parameter] = _find(piece, parameter, place)
-        return _strided(piece, parameter, place.bucket)
+        view = _strided(piece, parameter, place.bucket)
+        return view, (view if place.result == place.bucket else _strided(piece, parameter, place.result))
 
 
 def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
@@ -83,17 +88,18 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
     likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), *likely]))
 
     def place(strides: Strides, *, shown: bool, final: bool) -> Place:
+        # A gradient that autograd made has the parameter's strides. Otherwise it is a view of the bucket.
+        is_view = gradient is not None and strides_of(gradient.shape, memory_order(gradient)) == strides
         # While these are not the parameter's own strides, DDP may rebuild its buckets and change them.
-        return Place(strides, parameter.stride(), shown, final and strides == own)
+        return Place(strides, strides if is_view else own, parameter.stride(), shown, final and strides == own)
 
     if len(likely) == 1 or gradient is None or gradient.layout != torch.strided:
         return place(likely[0], shown=False, final=len(likely) == 1)
     if gradient.data_ptr() == piece.data_ptr():
         return place(strides_of(gradient.shape, memory_order(gradient)), shown=True, final=True)
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
-    gradient = gradient.detach().to(piece.dtype)
-    fitting = [s for s in likely if bool(((_strided(piece, parameter, s) == gradient) | gradient.isnan()).all())]
+    values = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    values = values.detach().to(piece.dtype)
+    fitting = [s for s in likely if bool(((_strided(piece, parameter, s) == values) | values.isnan()).all())]
     if fitting:
         # Zeros, for example, are equal in every order.
         return place(fitting[0], shown=len(fitting) == 1, final=len(fitting) == 1)

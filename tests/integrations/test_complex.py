@@ -37,7 +37,8 @@ class Waves(nn.Module):
         self.real = nn.Linear(7, 8, dtype=dtype.to_real())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.real((self.second(self.first(inputs)) * self.phase).abs()).square().mean()
+        outputs: Tensor = self.real((self.second(self.first(inputs)) * self.phase).abs())
+        return outputs.square().mean()
 
 
 def inputs(worker: int, step: int, dtype: torch.dtype) -> Tensor:
@@ -93,7 +94,9 @@ def conserved(worker: int, dtype: torch.dtype) -> float:
     model, wrapped = replica(dtype)
     state = PowerSGDState(None, 2, 0, 1, module=model)
     wrapped.register_comm_hook(state, powerSGD_hook)
-    own, given, sent = local_gradients(model), {}, {}
+    own = local_gradients(model)
+    given: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
     for step in range(STEPS):
         model.zero_grad()
         wrapped(inputs(worker, step, dtype)).backward()
@@ -152,24 +155,25 @@ def loop(worker: int, world_size: int) -> dict[str, float]:
     shapes = {torch.complex64: (13, 9), torch.complex128: (7,), torch.float32: (12, 10), torch.float16: (3,)}
     generator = torch.Generator().manual_seed(worker)
     gradients = [torch.randn(shape, dtype=dtype, generator=generator) for dtype, shape in shapes.items()]
-    means = [torch.view_as_real(g.to(torch.complex128)) for g in gradients]
-    means = [total(mean) / 2 for mean in means]
+    means = [mean(gradient) for gradient in gradients]
     exact = AllReduce().aggregate([gradient.clone() for gradient in gradients])
     powersgd = PowerSGD(gradients, Config(rank=2, min_compression_rate=1, start_compressing_after_num_steps=0))
     averages = powersgd.aggregate(gradients)
-    lost = []
-    for mean, average, error in zip(means, averages, gradients, strict=True):
-        assert average.dtype == error.dtype
-        lost.append(relative(sum(torch.view_as_real(t.to(torch.complex128)) for t in (average,)) + left(error), mean))
+    assert [average.dtype for average in averages] == list(shapes)
+    lost = [
+        difference(average + mean(error), given)
+        for average, error, given in zip(averages, gradients, means, strict=True)
+    ]
     return {
-        "exact": max(difference(a, torch.view_as_complex(mean)) for a, mean in zip(exact, means, strict=True)),
+        "exact": max(difference(average, given) for average, given in zip(exact, means, strict=True)),
         "lost": max(lost),
         "error": float(gradients[0].abs().sum()),
     }
 
 
-def left(error: Tensor) -> Tensor:
-    return total(torch.view_as_real(error.to(torch.complex128))) / 2
+def mean(tensor: Tensor) -> Tensor:
+    """Over the two workers."""
+    return torch.view_as_complex(total(torch.view_as_real(tensor.to(torch.complex128))) / 2)
 
 
 CASES: list[Callable[..., Any]] = [ddp, fsdp2_full, fsdp2_hybrid, loop]
