@@ -19,7 +19,7 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compressor
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.ops.gradients import as_real, in_form, real_shape
+from powersgd_triton.ops.gradients import as_real, check_writable, in_form, real_shape
 
 __all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step", "params_in_optimizer"]
 
@@ -127,6 +127,9 @@ class PowerSGD(Aggregator):
         Raises:
             TypeError, ValueError: The gradients do not match the parameters. Nothing was changed.
         """
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, Tensor) and gradient.layout == torch.strided:
+                check_writable(str(index), gradient)
         try:
             compressed = self._compressor.compress(gradients)
         except ValueError as error:

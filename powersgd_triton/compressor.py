@@ -18,7 +18,7 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.gradients import as_real, check_dense, in_form, real_shape, write_back
+from powersgd_triton.ops.gradients import as_real, check_dense, check_writable, in_form, real_shape, write_back
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 
@@ -164,6 +164,8 @@ class Compressor(Handle):
                 ]
             }
         named = {name: tensor.detach() for name, tensor in self._named(out, same_dtype=False).items()}
+        for name, tensor in named.items():
+            check_writable(name, tensor)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
             decides = self._engine.step.loss_scale is not None and not self._written
@@ -189,6 +191,8 @@ class Compressor(Handle):
         """
         self._check_valid(compressed)
         named = {name: tensor.detach() for name, tensor in self._named(gradients).items()}
+        for name, tensor in named.items():
+            check_writable(name, tensor)
         bucket, verdict = compressed.backend.bucket, compressed.verdict
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         for matrices, (P, Q) in zip(bucket.matrices(contiguous), bucket.joined(bucket.product), strict=True):

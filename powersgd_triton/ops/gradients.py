@@ -20,8 +20,18 @@ def check_dense(name: str, tensor: Tensor) -> None:
     # Before the dtype, because integers have no real dtype.
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.to_real() not in DTYPES:
         raise TypeError(f"{name!r} must have a floating-point or complex dtype of 16 bits or more; got {tensor.dtype}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name!r} must be dense; got {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name!r} must be dense; got {'a nested tensor' if tensor.is_nested else tensor.layout}")
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Check that every element of a tensor can be written.
+
+    Raises:
+        ValueError: The tensor is expanded.
+    """
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"elements of {name!r} share memory, so they cannot be written: clone the expanded tensor")
 
 
 def real_shape(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
