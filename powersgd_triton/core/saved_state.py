@@ -236,8 +236,8 @@ def _is_spectrum(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 1 and all(map(_is_demand, value))
 
 
-def is_part(value: Any, size: tuple[int, int | None]) -> bool:
-    """Return whether a value is a dense real tensor of this size, all of whose elements are in memory.
+def is_part(value: Any, size: tuple[int | None, int | None] = (None, None)) -> bool:
+    """Return whether a value is a dense real matrix of this size, all of whose elements are in memory.
 
     An expanded tensor has one element in memory, however large it is, and copying it takes the memory that it claims.
     """
