@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from powersgd_triton.core.saved_state import FORMAT_VERSION, is_part
+from powersgd_triton.core.saved_state import FORMAT_VERSION, SavedState
 from powersgd_triton.integrations.ddp.names import Record, parsed, shape_of
 from powersgd_triton.integrations.ddp.views import memory_orders
 from powersgd_triton.integrations.names import plain_name
@@ -31,14 +31,16 @@ def upgraded(state: Mapping[str, Any], parameters: Mapping[str, Tensor], rename:
         rename: {saved name: name in the model}.
 
     Raises:
-        ValueError: Two parameters of the state would have the same name.
+        ValueError: It is not a saved state, or two of its parameters would have the same name.
     """
     record = parsed(state["buckets"])
-    names = [name for bucket in record for name, _ in bucket]
-    if len({plain_name(name) for name in names}) < len(names):
+    # What follows relies on the structure and the sizes.
+    SavedState.parse(state, needs_errors=False)
+    names = {*state["tensors"], *(name for bucket in record for name, _ in bucket)}
+    if len(set(map(plain_name, names))) < len(names):
         raise ValueError("two parameters of the saved state have the same name without '_orig_mod'")
-    result = {key: _renamed(value) if key in ("tensors", "matrices") else value for key, value in state.items()}
-    if isinstance(state.get("plan"), Mapping):
+    result = {**state, "tensors": _renamed(state["tensors"]), "matrices": _renamed(state["matrices"])}
+    if "plan" in state:
         result["plan"] = {key: _renamed(part) for key, part in state["plan"].items()}
     buckets: Record = []
     for bucket in record:
@@ -56,8 +58,8 @@ def upgraded(state: Mapping[str, Any], parameters: Mapping[str, Tensor], rename:
     return {**result, "buckets": buckets, "format_version": FORMAT_VERSION}
 
 
-def _renamed(part: Any) -> Any:
-    return {plain_name(name): value for name, value in part.items()} if isinstance(part, Mapping) else part
+def _renamed(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in part.items()}
 
 
 def _order(parameter: Tensor, saved: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -69,22 +71,21 @@ def _order(parameter: Tensor, saved: tuple[int, ...]) -> tuple[int, ...] | None:
 
 def _reorder(state: dict[str, Any], name: str, saved: tuple[int, ...], order: Sequence[int]) -> None:
     """Put a matrix, which was saved with the shape ``saved``, into the order of its parameter's shape."""
-    parts, back = state["matrices"].get(name), sorted(range(len(order)), key=order.__getitem__)
-    if order == tuple(range(len(order))) or not isinstance(parts, Mapping):
-        return
+    parts, back = state["matrices"].get(name, {}), sorted(range(len(order)), key=order.__getitem__)
     n, m = matrix_shape(saved)
+    # If the record has another size than the matrix, the state is refused later.
+    if order == tuple(range(len(order))) or tuple(state["tensors"].get(name, ())[:2]) != (n, m):
+        return
     rows, columns = matrix_shape([saved[dimension] for dimension in back])
     turned = dict(parts)
-    # What does not have the matrix's size stays, and is refused later.
-    if "error" in parts and is_part(parts["error"], (n, m)):
+    if "error" in parts:
         turned["error"] = parts["error"].reshape(saved).permute(back).reshape(rows, columns)
-    if order[0] == 0:
-        if "basis" in parts and is_part(parts["basis"], (m, None)):
-            basis = parts["basis"].reshape(*saved[1:], -1)
-            turned["basis"] = basis.permute(*(d - 1 for d in back[1:]), len(saved) - 1).reshape(m, -1)
-    else:
+    if order[0] != 0:
         # Rows and columns are exchanged, so that the bases do not fit. Without them, only the error is loaded.
         turned = {key: part for key, part in turned.items() if key == "error"}
         state["tensors"] = {**state["tensors"], name: [rows, columns, 0]}
+    elif "basis" in parts:
+        basis = parts["basis"].reshape(*saved[1:], -1)
+        turned["basis"] = basis.permute(*(d - 1 for d in back[1:]), len(saved) - 1).reshape(m, -1)
     matrices = {key: value for key, value in state["matrices"].items() if key != name}
     state["matrices"] = {**matrices, **({name: turned} if turned else {})}

@@ -13,7 +13,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig, RankFunction, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
-from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.saved_state import LoadReport, check_version
 from powersgd_triton.integrations.ddp import pickles
 from powersgd_triton.integrations.ddp.earlier import upgraded
 from powersgd_triton.integrations.ddp.names import ParameterNames
@@ -213,12 +213,14 @@ class PowerSGDState(Handle):
         """
         if not isinstance(state_dict, Mapping) or "buckets" not in state_dict:
             raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
+        check_version(state_dict.get("format_version"))
         rename = {plain_name(old): plain_name(new) for old, new in (rename or {}).items()}
-        if state_dict.get("format_version") == 2 and (parameters := self._names.parameters()):
+        if state_dict["format_version"] == 2 and (parameters := self._names.parameters()):
             state_dict = upgraded(state_dict, parameters, rename)
         record = self._names.check(state_dict, strict=strict, rename=rename)
         # A state with matrices but without a record comes from batched_powerSGD_hook, which does not know parameters.
-        sizes = self._names.sizes(self.config) if record or not state_dict.get("matrices") else None
+        known = record or state_dict.get("matrices") == {}
+        sizes = self._names.sizes(self.config) if known else None
         report = self._engine.load_state_dict(state_dict, sizes, strict=strict, rename=rename)
         self._names.expect(record, state_dict["format_version"])
         return report

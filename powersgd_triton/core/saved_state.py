@@ -219,6 +219,7 @@ def _checked_plan(plan: Any, version: int) -> Plan:
         not isinstance(plan, Mapping)
         or (plan and plan.keys() != parts.keys())
         or not all(isinstance(part, Mapping) and all(map(parts[key], part.values())) for key, part in plan.items())
+        or not all(isinstance(name, str) for part in plan.values() for name in part)
     ):
         raise ValueError(f"expected a plan of ranks with {', '.join(parts)}; got {str(plan)[:80]}")
     return {key: dict(part) for key, part in plan.items()}
