@@ -20,15 +20,17 @@ class Place:
 
     Attributes:
         bucket: Strides of the gradient in the bucket, see ``strides_of``.
-        result: Strides with which DDP reads the average from the bucket.
-        parameter: Strides that the parameter had when this was found out.
+        own: Strides of a view that DDP would make now.
+        parameter: The parameter's strides when this was found out.
+        is_view: Whether ``parameter.grad`` is a view of the bucket (``gradient_as_bucket_view=True``).
         shown: Whether ``parameter.grad`` showed it.
         final: Whether it holds until the parameter's strides change.
     """
 
     bucket: Strides
-    result: Strides
+    own: Strides
     parameter: Strides
+    is_view: bool
     shown: bool
     final: bool
 
@@ -73,7 +75,7 @@ class BucketViews:
         if place is None or not place.final or place.parameter != parameter.stride():
             place = self._places[parameter] = _find(piece, parameter, place)
         view = _strided(piece, parameter, place.bucket)
-        return view, (view if place.result == place.bucket else _strided(piece, parameter, place.result))
+        return view, (view if place.is_view or place.own == place.bucket else _strided(piece, parameter, place.own))
 
 
 def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
@@ -87,16 +89,18 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
     own = likely[0]
     likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), *likely]))
 
-    def place(strides: Strides, *, shown: bool, final: bool) -> Place:
-        # A gradient that autograd made has the parameter's strides. Otherwise it is a view of the bucket.
-        is_view = gradient is not None and strides_of(gradient.shape, memory_order(gradient)) == strides
+    def place(strides: Strides, *, shown: bool, final: bool, is_view: bool = False) -> Place:
+        is_view |= before is not None and before.is_view
+        # A gradient that autograd made has the parameter's strides. (Another hook, which calls this one, may have
+        # replaced the bucket's memory.)
+        is_view |= gradient is not None and own != strides == strides_of(gradient.shape, memory_order(gradient))
         # While these are not the parameter's own strides, DDP may rebuild its buckets and change them.
-        return Place(strides, strides if is_view else own, parameter.stride(), shown, final and strides == own)
+        return Place(strides, own, parameter.stride(), is_view, shown, final and strides == own)
 
     if len(likely) == 1 or gradient is None or gradient.layout != torch.strided:
         return place(likely[0], shown=False, final=len(likely) == 1)
     if gradient.data_ptr() == piece.data_ptr():
-        return place(strides_of(gradient.shape, memory_order(gradient)), shown=True, final=True)
+        return place(strides_of(gradient.shape, memory_order(gradient)), shown=True, final=True, is_view=True)
     values = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
     values = values.detach().to(piece.dtype)
     fitting = [s for s in likely if bool(((_strided(piece, parameter, s) == values) | values.isnan()).all())]

@@ -136,6 +136,39 @@ def exact_conversions(worker: int, world_size: int) -> dict[str, float]:
     return found
 
 
+class Pair(nn.Module):
+    """Two convolutions, of which the second is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+
+    def forward(self, inputs: Tensor, both: bool) -> Tensor:
+        outputs: Tensor = self.first(inputs).square().sum()
+        return outputs + self.second(inputs).square().sum() if both else outputs
+
+
+def unused_conversions(worker: int, world_size: int) -> dict[str, float]:
+    """A worker that does not use the parameter gets its average too, also where that lies in another order."""
+    found = {}
+    for as_view in (False, True):
+        model = Pair()
+        replica = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        replica.register_comm_hook(PowerSGDState(None, 99, 0, 0, module=model), powerSGD_hook)
+        own = local_gradients(model)
+        for step in range(5):
+            model.zero_grad()
+            own.clear()
+            if step == 2:
+                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            replica(images(worker, step), step % 2 == 0 or worker == 0).backward()
+            mean = total(own.get("second.weight", torch.zeros(8, 3, 3, 3)).contiguous()) / 2
+            assert model.second.weight.grad is not None
+            found[f"{as_view}, step {step}"] = relative(model.second.weight.grad, mean)
+    return found
+
+
 def formats(worker: int, world_size: int) -> dict[str, Any]:
     """The same training in every format, and from each other's checkpoints."""
     models: dict[str, Callable[[], Net]] = {
@@ -247,7 +280,15 @@ def sharded(worker: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-CASES: list[Callable[..., Any]] = [conversions, exact_conversions, formats, native, lost_gradients, sharded]
+CASES: list[Callable[..., Any]] = [
+    conversions,
+    exact_conversions,
+    unused_conversions,
+    formats,
+    native,
+    lost_gradients,
+    sharded,
+]
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +296,7 @@ def two() -> Results:
     return run_cases(CASES, 2)
 
 
-@pytest.mark.parametrize("case", [conversions, exact_conversions, native, sharded])
+@pytest.mark.parametrize("case", [conversions, exact_conversions, unused_conversions, native, sharded])
 def test_nothing_is_lost(two: Results, case: Callable[..., Any]) -> None:
     for seen in outcome(two, case):
         assert {name: wrong for name, wrong in seen.items() if not wrong <= LIMIT} == {}
