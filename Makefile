@@ -20,10 +20,10 @@ demo-deepspeed: $(INSTALLED)
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest $(PARALLEL) --timeout 600 -m "not slow and not gpu"
+	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu"
 
 test-all: $(INSTALLED)
-	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not gpu"
+	$(PYTHON) -m pytest $(PARALLEL) --timeout 3600 -m "not gpu"
 
 # Rewrites the table in docs/faults.md, with every fault 50 times, in ten to twenty minutes. The page says how many times
 # each fault was injected for the table that it holds.

@@ -53,7 +53,7 @@ def train_arms(arms: Sequence[Arm], seed: int, steps: int, workers: int) -> list
         torch.multiprocessing.ProcessException: a worker failed.
     """
     task = functools.partial(_train_all, arms=arms, seed=seed, steps=steps, workers=workers)
-    return run_workers(task, workers, timeout=120 + 0.5 * steps * len(arms))[0]
+    return run_workers(task, workers, timeout=900 + 0.5 * steps * len(arms))[0]
 
 
 def _train_all(

@@ -45,7 +45,7 @@ def process_group() -> Iterator[str]:
                     init_method=f"file://{folder}/{number}",
                     rank=0,
                     world_size=1,
-                    timeout=datetime.timedelta(seconds=60),
+                    timeout=datetime.timedelta(seconds=300),
                 )
                 if torch.cuda.is_available():
                     dist.all_reduce(torch.ones(1, device=device_under_test()))

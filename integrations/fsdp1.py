@@ -8,7 +8,6 @@ fsdp_model.register_comm_hook(state, powerSGD_hook)
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -21,8 +20,10 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.integrations.memory_order import memory_order, strides_of
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeParameters, group_of_its_own
+from powersgd_triton.layout.layout import Segment
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
 
@@ -36,6 +37,7 @@ class Unit:
         name: Name of the unit's module.
         offsets: {parameter's name: first element}.
         shapes: {parameter's name: shape}.
+        orders: {parameter's name: its dimensions in the order of memory}, of parameters that are not contiguous.
         numel: Number of elements without the padding that makes shards equal.
     """
 
@@ -45,19 +47,27 @@ class Unit:
         self.name = prefix or "the root module"
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.orders: dict[str, tuple[int, ...]] = {}
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
                 # With use_orig_params=True a unit may also have frozen parameters, whose gradients are zeros.
                 if flat._params is None or flat._params[index].requires_grad:
                     name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
-                    # The elements of a non-contiguous parameter lie in another order than its shape suggests. One
-                    # dimension makes it a bypass tensor.
-                    shape = tuple(flat._shapes[index])
-                    self.shapes[name] = shape if flat._contiguities[index] else (math.prod(shape),)
+                    self.shapes[name] = tuple(flat._shapes[index])
+                    if not flat._contiguities[index]:
+                        # FSDP flattens it in the order of memory.
+                        like = torch.empty_strided(self.shapes[name], flat._strides[index], device="meta")
+                        self.orders[name] = memory_order(like)
                     self.offsets[name] = self.numel
                 index += 1
             self.numel += numel
+
+    def view(self, flat: Tensor, segment: Segment) -> Tensor:
+        """Return a view, with the parameter's shape, of a flat tensor of its elements in FSDP's order."""
+        if segment.name not in self.orders:
+            return flat.view(segment.shape)
+        return flat.as_strided(segment.shape, strides_of(segment.shape, self.orders[segment.name]))
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
@@ -177,19 +187,31 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         else:
             dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=engine.communicator.group)
         return
-    views = {
-        s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel].view(s.shape) for s in layout.segments
-    }
+    segments = layout.segments
+    pieces = {s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel] for s in segments}
+    # This copies a gradient that is not contiguous, such as one in channels_last.
+    gradients = {s.name: unit.view(pieces[s.name], s).contiguous() for s in segments}
+    copied = [s for s in segments if gradients[s.name].data_ptr() != pieces[s.name].data_ptr()]
     if output is None:
-        engine.average(layout, views)
+        engine.average(layout, gradients)
+        for segment in copied:
+            unit.view(pieces[segment.name], segment).copy_(gradients[segment.name])
         return
     # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
     output.zero_()
     low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
-    ranges: dict[str, tuple[int, Tensor]] = {}
-    for segment in layout.segments:
+    shards: dict[str, tuple[int, Tensor]] = {}
+    for segment in segments:
         offset = unit.offsets[segment.name]
         first, behind = max(offset, low), min(offset + segment.numel, high)
         if first < behind:
-            ranges[segment.name] = first - offset, output[first - low : behind - low]
-    engine.average(layout, views, ranges=ranges)
+            shards[segment.name] = first - offset, output[first - low : behind - low]
+    # A shard in another order than that of the shape is cut from the whole average.
+    whole = {segment.name: (0, gradients[segment.name].view(-1)) for segment in copied if segment.name in shards}
+    engine.average(layout, gradients, ranges={**shards, **whole})
+    for segment in copied:
+        if segment.name in shards:
+            first, shard = shards[segment.name]
+            average = torch.empty_like(pieces[segment.name])
+            unit.view(average, segment).copy_(gradients[segment.name])
+            shard.copy_(average[first : first + shard.numel()])

@@ -20,6 +20,7 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compressor
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.ops.gradients import as_real, check_writable, in_form, real_shape
 
 __all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step", "params_in_optimizer"]
 
@@ -58,9 +59,13 @@ class AllReduce(Aggregator):
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         if not gradients:
             return []
-        mean = self._communicator.mean(torch.cat([gradient.reshape(-1) for gradient in gradients]))
-        pieces = mean.split([gradient.numel() for gradient in gradients])
-        averages = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+        flats = [as_real(gradient).view(-1) for gradient in gradients]
+        pieces = self._communicator.mean(torch.cat(flats)).split([flat.numel() for flat in flats])
+        # Gradients of several dtypes are averaged in the widest of them.
+        averages = [
+            in_form(piece.to(flat.dtype), gradient.shape, gradient.dtype)
+            for piece, flat, gradient in zip(pieces, flats, gradients, strict=True)
+        ]
         for gradient in gradients:
             gradient.zero_()
         return averages
@@ -96,7 +101,7 @@ class PowerSGD(Aggregator):
                 # The gradients themselves keep the error, see ``leave_error``.
                 error_feedback=False,
             ),
-            {str(index): parameter.shape for index, parameter in enumerate(params)},
+            {str(index): real_shape(parameter.shape, parameter.dtype) for index, parameter in enumerate(params)},
             group,
         )
         self._dropped: Tensor | None = None
@@ -123,6 +128,9 @@ class PowerSGD(Aggregator):
         Raises:
             TypeError, ValueError: The gradients do not match the parameters. Nothing was changed.
         """
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, Tensor) and gradient.layout == torch.strided:
+                check_writable(str(index), gradient)
         try:
             compressed = self._compressor.compress(gradients)
         except ValueError as error:

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
-from powersgd_triton.core.saved_state import FORMAT_VERSION, Size
+from powersgd_triton.core.saved_state import Size, check_version, is_part
 from powersgd_triton.layout.layout import compressed_rank, matrix_shape
 from powersgd_triton.ops.reference import note_overflow
 
@@ -133,24 +134,22 @@ class ShardedHandle(Handle):
         missing = {"error", "factors", "iteration"} - set(state_dict or ())
         if missing:
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
-        factors = torch.load(io.BytesIO(state_dict["factors"]), weights_only=True)
-        if factors["version"] != FORMAT_VERSION:
-            raise ValueError(f"expected factors of format {FORMAT_VERSION}; got {factors['version']!r}")
+        if not isinstance(state_dict["error"], Mapping):
+            raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
+        version, shards, plans = _factors(state_dict["factors"])
         worker, workers = self._sharding.shard()
-        shards = factors["shards"]
         # The saved shard that contained the first rows of this worker's shard. It is the same on all replicas.
         index = worker * len(shards) // workers
-        plan = factors["plans"][index] if "plans" in factors else {}
         # A left basis has the rows of a shard, so it only fits the same number of shards.
         keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
         nearest = {
-            "format_version": FORMAT_VERSION,
+            "format_version": version,
             "iteration": state_dict["iteration"],
             "matrices": {
                 rename.get(name, name): {key: parts[key] for key in keys if key in parts}
                 for name, parts in shards[index].items()
             },
-            "plan": {key: {rename.get(n, n): value for n, value in part.items()} for key, part in plan.items()},
+            "plan": {key: {rename.get(n, n): value for n, value in part.items()} for key, part in plans[index].items()},
         }
         saved_names = {new: old for old, new in rename.items()}
         if self.config.error_feedback:
@@ -272,6 +271,33 @@ def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     shape = tuple(shape)
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _factors(content: Any) -> tuple[int, list[Any], list[Any]]:
+    """Return (format version, bases of each shard, plan of each shard) from the factors of a saved state.
+
+    Raises:
+        ValueError: They cannot be read, or have another format.
+    """
+    try:
+        found = unpickled(content)
+    # Damaged content can make the reader raise anything.
+    except Exception as error:
+        raise ValueError(f"the factors in the saved state cannot be read: {error!r}") from error
+    if not isinstance(found, Mapping) or not isinstance(found.get("shards"), list):
+        raise ValueError("the factors in the saved state must have a version and a list of shards")
+    check_version(found.get("version"))
+    shards = found["shards"]
+    plans = found.get("plans", [{}] * len(shards))
+    plans = plans if isinstance(plans, list) else [plans]
+    bases = [parts for shard in shards for parts in (shard.values() if isinstance(shard, Mapping) else [None])]
+    values = [part for parts in bases for part in (parts.values() if isinstance(parts, Mapping) else [None])]
+    if not shards or not all(map(is_part, values)):
+        raise ValueError("the factors of each shard must be {name: {part: matrix}}")
+    parts = [part for plan in plans for part in (plan.values() if isinstance(plan, Mapping) else [None])]
+    if len(plans) != len(shards) or not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError("the plans in the saved state must be one {part: {name: value}} for each shard")
+    return found["version"], shards, plans
 
 
 def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:

@@ -13,8 +13,9 @@ import io
 import json
 import os
 import tempfile
+import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         tensors, values = (_from_safetensors if path.suffix == SAFETENSORS else _from_torch)(content)
+        _check_sizes(tensors.values(), len(content))
         if values["checksum"] != str(_checksum(tensors, values[FORMAT])):
             raise ValueError("its checksum does not match its content")
         return unflatten(tensors, json.loads(values[FORMAT]))
@@ -108,8 +110,45 @@ def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[st
     return {**rest, "matrices": matrices}
 
 
+def unpickled(content: bytes) -> Any:
+    """Return what ``torch.save`` wrote, on the CPU, without executing anything. Takes about the memory of ``content``.
+
+    Raises:
+        ValueError: It is not the result of ``torch.save``, or its tensors claim more memory than it has bytes.
+    """
+    # torch.load() allocates what the file claims, also for compressed entries and in its older formats.
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError("it has compressed entries, which torch.save() does not write")
+    if sum(entry.file_size for entry in entries) > len(content):
+        raise ValueError("its entries claim more bytes than the file has")
+    found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    _check_sizes(_tensors(found), len(content))
+    return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
+def _check_sizes(tensors: Iterable[Tensor], available: int) -> None:
+    """Raise ValueError if tensors would take more memory than a file has bytes, for example expanded ones."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+            raise ValueError(f"it has a tensor that is not dense: {tensor.layout}")
+        available -= tensor.numel() * tensor.element_size()
+        if available < 0:
+            raise ValueError(f"its tensors claim more bytes than the file has; one is {tuple(tensor.shape)}")
+
+
 def _from_torch(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    saved = unpickled(content)
     return saved.pop("tensors"), saved
 
 

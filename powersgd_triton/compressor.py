@@ -19,11 +19,11 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.gradients import as_real, check_dense, check_writable, in_form, real_shape, write_back
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
-GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,11 +60,12 @@ class Compressor(Handle):
     Args:
         config: Configuration of the compression.
         tensors: {name: tensor or shape} in the order in which they lie in a flat buffer. Tensors also fix the dtype and
-            device that gradients must have; they are not kept.
+            device that gradients must have; they are not kept. A complex tensor [..., k] counts as a real tensor
+            [..., 2k] wherever sizes or shapes matter.
         group: Process group. None uses the default group, or a single process if no group is initialized.
 
     Raises:
-        TypeError: A tensor does not have a floating-point dtype.
+        TypeError: A tensor does not have a floating-point or complex dtype.
         ValueError: A shape has a negative size.
         RuntimeError: The group cannot be used.
     """
@@ -78,16 +79,19 @@ class Compressor(Handle):
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         shapes: dict[str, tuple[int, ...]] = {}
-        self._kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
+        # What is known of the gradients: their own shapes, before complex ones count as real, dtypes and devices.
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         for name, tensor in tensors.items():
-            shapes[name] = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor)
+            if isinstance(tensor, Tensor):
+                check_dense(name, tensor)
+                self._kinds[name] = (tensor.shape, tensor.dtype, tensor.device)
+                shapes[name] = real_shape(tensor.shape, tensor.dtype)
+            else:
+                shapes[name] = tuple(tensor)
             if any(size < 0 for size in shapes[name]):
                 raise ValueError(f"sizes must not be negative; {name!r} has shape {shapes[name]}")
-            if isinstance(tensor, Tensor):
-                _check_dtype(name, tensor)
-                self._kinds[name] = (tensor.dtype, tensor.device)
         self._exact = Layout.build(shapes, config, compress=False)
-        device = next((device for _, device in self._kinds.values()), None)
+        device = next((device for *_, device in self._kinds.values()), None)
         super().__init__(Engine(config, Communicator(group), lambda: shapes, device))
         # Whether the averages of the last step have been written. Only the first ``decompress`` may change the verdict.
         self._written = False
@@ -112,7 +116,9 @@ class Compressor(Handle):
             DisagreementError: In the first step, another worker has other tensors or another configuration.
         """
         named = self._named(gradients)
-        self._kinds = {name: (tensor.dtype, tensor.device) for name, tensor in named.items()}
+        kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in named.items()}
+        # A flat buffer does not show which tensors are complex.
+        self._kinds = kinds | self._kinds if isinstance(gradients, Tensor) else kinds
         engine, step = self._engine, self._engine.step
         device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
         layout = engine.begin("all", lambda: self._exact.shapes, device, last=True)
@@ -126,7 +132,7 @@ class Compressor(Handle):
         # Instead of reconstructing the averages, keep the factors: ``decompress`` reconstructs them later.
         engine.average(
             layout,
-            {name: tensor.detach().contiguous() for name, tensor in named.items()},
+            {name: as_real(tensor.detach()) for name, tensor in named.items()},
             write=lambda backend: found.append(Compressed(backend, step.iteration + 1, step.verdict(device))),
         )
         self._written = False
@@ -154,20 +160,23 @@ class Compressor(Handle):
         if out is None:
             dtype = compressed.backend.bucket.message_P.dtype
             out = {
-                segment.name: torch.empty(segment.shape, dtype=kind[0], device=kind[1])
+                segment.name: torch.empty(shape, dtype=kind, device=device)
                 for segment in self._exact.segments
-                for kind in [self._kinds.get(segment.name, (dtype, compressed.verdict.device))]
+                for shape, kind, device in [
+                    self._kinds.get(segment.name, (torch.Size(segment.shape), dtype, compressed.verdict.device))
+                ]
             }
-        named = self._named(out, same_dtype=False)
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in named.items()}
+        named = {name: tensor.detach() for name, tensor in self._named(out, same_dtype=False).items()}
+        for name, tensor in named.items():
+            check_writable(name, tensor)
+        contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
             decides = self._engine.step.loss_scale is not None and not self._written
             with self._engine.memory.streams.on(compressed.verdict.device):
                 compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
             self._written = True
         for name, tensor in named.items():
-            if contiguous[name].data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(contiguous[name])
+            write_back(contiguous[name], tensor)
         return out
 
     def leave_error(self, compressed: Compressed, gradients: Gradients) -> Tensor:
@@ -186,8 +195,10 @@ class Compressor(Handle):
         """
         self._check_valid(compressed)
         named = {name: tensor.detach() for name, tensor in self._named(gradients).items()}
+        for name, tensor in named.items():
+            check_writable(name, tensor)
         bucket, verdict = compressed.backend.bucket, compressed.verdict
-        contiguous = {name: tensor.contiguous() for name, tensor in named.items()}
+        contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         for matrices, (P, Q) in zip(bucket.matrices(contiguous), bucket.joined(bucket.product), strict=True):
             subtract_product_reference(matrices, P, Q, verdict)
         dropped = torch.zeros((), dtype=torch.int64, device=verdict.device)
@@ -201,8 +212,7 @@ class Compressor(Handle):
                 error.masked_fill_(~finite, 0)
             if not segment.rank:
                 error.zero_()
-            if error.data_ptr() != named[segment.name].data_ptr():
-                named[segment.name].copy_(error)
+            write_back(error, named[segment.name])
         return dropped
 
     def _check_valid(self, compressed: Compressed) -> None:
@@ -217,7 +227,8 @@ class Compressor(Handle):
 
         E is what this worker has not sent yet. The result is empty without error feedback.
         """
-        return {name: error.view(self._exact.shapes[name]) for name, error in super().error().items()}
+        kinds = {n: self._kinds.get(n, (torch.Size(s), torch.float32))[:2] for n, s in self._exact.shapes.items()}
+        return {name: in_form(error, *kinds[name]) for name, error in super().error().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error over workers, the bases and the step. Collective: call it on all workers.
@@ -254,15 +265,17 @@ class Compressor(Handle):
 
     def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
         """Return gradients by name. Check their names, shapes, device and, with ``same_dtype``, their dtypes."""
-        layout = self._exact
+        layout, flat = self._exact, isinstance(gradients, Tensor)
         if isinstance(gradients, Tensor):
-            if gradients.dim() != 1 or gradients.numel() != layout.numel:
+            if not gradients.is_contiguous() or gradients.is_conj() or gradients.is_neg():
+                raise ValueError(f"a flat buffer must be contiguous and not lazy; got stride {gradients.stride()}")
+            buffer = as_real(gradients)
+            if gradients.dim() != 1 or buffer.numel() != layout.numel:
                 raise ValueError(
-                    f"a flat buffer must be one-dimensional with {layout.numel} elements; got {tuple(gradients.shape)}"
+                    f"a flat buffer must be one-dimensional with {layout.numel} real elements; "
+                    f"got {gradients.dtype} {tuple(gradients.shape)}"
                 )
-            if not gradients.is_contiguous():
-                raise ValueError(f"a flat buffer must be contiguous; got stride {gradients.stride()}")
-            named = {s.name: gradients[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
+            named = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
         elif isinstance(gradients, Mapping):
             missing = [segment.name for segment in layout.segments if segment.name not in gradients]
             if missing:
@@ -280,22 +293,18 @@ class Compressor(Handle):
         device = None
         for segment in layout.segments:
             tensor = named[segment.name]
-            _check_dtype(segment.name, tensor)
-            if tuple(tensor.shape) != segment.shape:
-                raise ValueError(f"{segment.name!r} must have shape {segment.shape}; got {tuple(tensor.shape)}")
+            check_dense(segment.name, tensor)
             kind = self._kinds.get(segment.name)
-            if kind is not None and same_dtype and tensor.dtype != kind[0]:
-                raise TypeError(f"{segment.name!r} must have dtype {kind[0]}; got {tensor.dtype}")
-            device = device or (kind[1] if kind is not None else tensor.device)
+            if kind is not None:
+                dtype = kind[1].to_real() if flat else kind[1]
+                if tensor.dtype != dtype and (same_dtype or tensor.is_complex() != dtype.is_complex):
+                    raise TypeError(f"{segment.name!r} must have dtype {dtype}; got {tensor.dtype}")
+            if real_shape(tensor.shape, tensor.dtype) != segment.shape:
+                count = " real numbers" if tensor.is_complex() else ""
+                raise ValueError(
+                    f"{segment.name!r} must have shape {segment.shape}{count}; got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+            device = device or (kind[2] if kind is not None else tensor.device)
             if tensor.device != device:
                 raise ValueError(f"{segment.name!r} must be on {device}; got {tensor.device}")
         return named
-
-
-def _check_dtype(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name!r} must be a tensor; got {type(tensor).__name__}")
-    if tensor.dtype not in GRADIENT_DTYPES:
-        raise TypeError(f"{name!r} must have a floating-point dtype of 16 bits or more; got {tensor.dtype}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name!r} must be dense; got {tensor.layout}")

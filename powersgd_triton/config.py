@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,6 +42,24 @@ ERROR_DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
+
+
+def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") -> int:
+    """Return a whole number, of whatever type such as ``numpy.int64``, as an int.
+
+    Raises:
+        TypeError: It is not a whole number.
+        ValueError: It is below ``minimum``.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{what} must be {kind}; got {value!r}")
+    if number < minimum:
+        raise ValueError(f"{what} must be at least {minimum}; got {number}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,11 +138,7 @@ class PowerSGDConfig:
     def __post_init__(self) -> None:
         self._check_rank()
         for name, minimum in INTEGERS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int; got {value!r}")
-            if value < minimum:
-                raise ValueError(f"{name} must be at least {minimum}; got {value}")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
@@ -163,29 +178,24 @@ class PowerSGDConfig:
 
     def _check_rank(self) -> None:
         """Validate the rank or the budget; raises as ``__post_init__`` does."""
-        budgets = {"compression": (int, float), "bytes_per_step": (int,)}
-        given = [name for name in ("rank", *budgets) if getattr(self, name) is not None]
+        given = [name for name in ("rank", "compression", "bytes_per_step") if getattr(self, name) is not None]
         if len(given) > 1:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
-        for name, types in budgets.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, types):
-                raise TypeError(f"{name} must be {'a number' if float in types else 'an int'}; got {value!r}")
-            if not (math.isfinite(value) and value >= 1):
-                raise ValueError(f"{name} must be finite and at least 1; got {value}")
-            if not self.error_feedback:
-                raise ValueError(f"{name} plans ranks from the error buffers: it needs error_feedback=True")
+        if self.compression is not None:
+            if isinstance(self.compression, bool) or not isinstance(self.compression, (int, float)):
+                raise TypeError(f"compression must be a number; got {self.compression!r}")
+            if not (math.isfinite(self.compression) and self.compression >= 1):
+                raise ValueError(f"compression must be finite and at least 1; got {self.compression}")
+        if self.bytes_per_step is not None:
+            object.__setattr__(self, "bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
         if not given:
             object.__setattr__(self, "rank", DEFAULT_RANK)
-        if self.rank is None or callable(self.rank):
-            return
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
-            raise TypeError(f"rank must be an int or a function (name, shape) → int; got {self.rank!r}")
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1; got {self.rank}")
+        if self.rank is None and not self.error_feedback:
+            raise ValueError(f"{given[0]} plans ranks from the error buffers: it needs error_feedback=True")
+        if self.rank is not None and not callable(self.rank):
+            kind = "an int or a function (name, shape) → int"
+            object.__setattr__(self, "rank", whole_number("rank", self.rank, 1, kind))
 
     @property
     def planned(self) -> bool:

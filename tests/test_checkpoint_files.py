@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig, checkpoint
 from tests.support.checks import SHAPES, everything, gradients, same_bits, step
 
+ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = ["pt", "safetensors"]
 Saved = dict[str, Any]
 
@@ -221,3 +225,105 @@ def test_newly_compressed_matrices_are_no_mistake():
         assert compressor.load_state_dict(saving.state_dict()).loaded == loaded
         step(compressor, gradients(1, shapes))
         assert compressor.error().keys() == {"linear", "small"}
+
+
+# Files that claim more than they have -------------------------------------------------------------------------------
+
+FORGERIES = """
+import io, json, pickle, resource, sys, zipfile
+import torch
+from powersgd_triton import Compressor, PowerSGDConfig, checkpoint
+
+SIZE = 16_000  # 1 GB
+compressor = Compressor(PowerSGDConfig(rank=2, min_compression_rate=0), {"w": (8, 6), "b": (3,)})
+compressor.decompress(compressor.compress({"w": torch.ones(8, 6), "b": torch.ones(3)}))
+saved = compressor.state_dict()
+expanded = torch.ones(()).expand(SIZE, SIZE)
+overlapping = torch.ones(2 * SIZE).as_strided((SIZE, SIZE), (1, 1))
+
+
+def with_error(error, tensors=None):
+    matrices = {"w": {**saved["matrices"]["w"], "error": error}}
+    return {**saved, "matrices": matrices, "tensors": tensors or saved["tensors"]}
+
+
+def claimed(error):
+    state = with_error(error, {"w": [*error.shape, 2], "b": [1, 3, 0]})
+    del state["fingerprint"]
+    return state
+
+
+def written(tensors, path):
+    text = json.dumps({key: value for key, value in saved.items() if key != "matrices"} | {"matrices": ["w"]})
+    torch.save({checkpoint.FORMAT: text, "checksum": "0", "tensors": tensors}, path)
+    return path
+
+
+def compressed_file():
+    written({"w/error": torch.zeros(3)}, "small.pt")
+    with zipfile.ZipFile("small.pt") as source, zipfile.ZipFile("zip.pt", "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            content = source.read(entry)
+            target.writestr(entry.filename, bytes(SIZE * SIZE // 2) if "data/" in entry.filename else content)
+    return "zip.pt"
+
+
+def shared():
+    # Many names of one storage.
+    tensor = torch.zeros(1000, 1000)
+    return written({f"w{number}/error": tensor for number in range(300)}, "shared.pt")
+
+
+def safetensors():
+    header = {"w/error": {"dtype": "F32", "shape": [SIZE, SIZE], "data_offsets": [0, 4 * SIZE * SIZE]}}
+    text = json.dumps({"__metadata__": {checkpoint.FORMAT: "{}", "checksum": "0"}, **header}).encode()
+    with open("forged.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + bytes(64))
+    return "forged.safetensors"
+
+
+def older():
+    torch.save({"tensors": {"w/error": expanded}}, "older.pt", _use_new_zipfile_serialization=False)
+    return "older.pt"
+
+
+ATTEMPTS = {
+    "expanded in a file": lambda: checkpoint.load(written({"w/error": expanded}, "expanded.pt")),
+    "overlapping in a file": lambda: checkpoint.load(written({"w/error": overlapping}, "overlapping.pt")),
+    "compressed file": lambda: checkpoint.load("zip.pt"),
+    "one storage with many names": lambda: checkpoint.load(shared()),
+    "safetensors": lambda: checkpoint.load(safetensors()),
+    "older format": lambda: checkpoint.load(older()),
+    "expanded in a state": lambda: compressor.load_state_dict(with_error(expanded)),
+    "expanded in a state that claims its size": lambda: compressor.load_state_dict(claimed(expanded)),
+    "overlapping in a state": lambda: compressor.load_state_dict(claimed(overlapping)),
+    "not strict": lambda: compressor.load_state_dict(claimed(expanded), strict=False),
+}
+if sys.argv[1:]:
+    compressed_file()
+    sys.exit()
+for name, attempt in ATTEMPTS.items():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        attempt()
+        said = "nothing"
+    except Exception as error:
+        said = type(error).__name__
+    print(json.dumps([name, said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024]))
+"""
+
+
+def test_sizes_are_compared_before_memory_is_taken(tmp_path: Path):
+    """A peak in MB is that of the whole process, so that the large ones would come first."""
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-c", FORGERIES, *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+
+    run("make the compressed file")
+    found = [json.loads(line) for line in run().splitlines()]
+    assert len(found) == 10
+    for name, said, megabytes in found:
+        assert (name, said) == (name, "ValueError")
+        assert megabytes < 100, name

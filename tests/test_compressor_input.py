@@ -114,6 +114,17 @@ def test_bad_outputs_are_refused_without_a_trace(name: str):
     assert same_bits(again, expected)
 
 
+def test_expanded_tensors_are_compressed_but_not_written():
+    compressor = Compressor(everything(), gradients(0))
+    expanded = torch.ones(1, 18).expand(24, 18)
+    compressed = compressor.compress({**gradients(0), "linear": expanded})
+    for write in (compressor.decompress, compressor.leave_error):
+        given = poisoned()
+        with pytest.raises(ValueError, match="'linear' share memory"):
+            write(compressed, {**given, "linear": expanded})
+        assert all(tensor.isnan().all() for tensor in given.values())
+
+
 def test_dtype_and_device_are_those_of_the_first_step_where_shapes_were_given():
     compressor = Compressor(everything(), SHAPES)
     step(compressor, gradients(0, dtype=torch.bfloat16))

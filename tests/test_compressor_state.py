@@ -221,6 +221,13 @@ CORRUPTIONS: dict[str, Callable[[Saved], Any]] = {
     "basis of integers": put("twin", "basis", torch.ones(18, 2, dtype=torch.int64)),
     "basis complex": put("twin", "basis", torch.ones(18, 2, dtype=torch.complex64)),
     "basis not finite": put("twin", "basis", torch.full((18, 2), float("nan"))),
+    "basis of 8 bits": put("twin", "basis", torch.ones(18, 2).to(torch.float8_e5m2)),
+    "basis sparse": put("twin", "basis", torch.ones(18, 2).to_sparse()),
+    "basis without memory": put("twin", "basis", torch.ones(18, 2, device="meta")),
+    "basis expanded": put("twin", "basis", torch.ones(1, 2).expand(18, 2)),
+    "error expanded": put("twin", "error", torch.ones(()).expand(24, 18)),
+    "error of overlapping rows": put("twin", "error", torch.ones(60).as_strided((24, 18), (1, 1))),
+    "sizes have numbers as names": lambda state: state["tensors"].update({3: [1, 1, 0]}),
     "error with other rows": put("twin", "error", torch.zeros(23, 18)),
     "error with other columns": put("twin", "error", torch.zeros(24, 17)),
     "error that would broadcast": put("twin", "error", torch.ones(24, 1)),
@@ -248,6 +255,19 @@ def test_corrupted_state_is_refused_before_the_first_step(name: str):
     with pytest.raises(ValueError, match=r"."):
         fresh.load_state_dict(state)
     assert identical(trajectory(fresh, 0), trajectory(Compressor(everything(), SHAPES), 0))
+
+
+def test_parts_that_require_gradients_and_have_strides_are_loaded():
+    saved = trained(steps=3).state_dict()
+    spread = copy.deepcopy(saved)
+    for parts in spread["matrices"].values():
+        for key, part in parts.items():
+            parts[key] = part.mT.contiguous().mT.requires_grad_()
+    ours, theirs = Compressor(everything(), SHAPES), Compressor(everything(), SHAPES)
+    ours.load_state_dict(spread)
+    theirs.load_state_dict(saved)
+    assert identical(trajectory(ours, 3), trajectory(theirs, 3))
+    assert not any(part.requires_grad for parts in ours.state_dict()["matrices"].values() for part in parts.values())
 
 
 @pytest.mark.parametrize("state", [{}, {"model": {"w": torch.zeros(2)}}, [1], None])

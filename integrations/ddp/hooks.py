@@ -1,7 +1,6 @@
 """The communication hooks, which DDP calls with each bucket of gradients."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
-import logging
 import math
 from collections.abc import Callable, Hashable
 
@@ -9,15 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from powersgd_triton.compressor import GRADIENT_DTYPES
 from powersgd_triton.core.peers import Shapes
-from powersgd_triton.integrations.ddp.names import memory_shape
-from powersgd_triton.integrations.ddp.pickles import check_owner
+from powersgd_triton.integrations.ddp.names import shape_of
+from powersgd_triton.integrations.ddp.pickles import check_owner, torchs_logger
 from powersgd_triton.integrations.ddp.state import PowerSGDState
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
-
-logger = logging.getLogger("powersgd_triton.integrations.ddp")
+from powersgd_triton.ops.gradients import DTYPES
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of the remaining elements."""
@@ -27,23 +24,26 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
     On the CPU, a bucket's Future may be completed while a later bucket is processed. The last bucket completes all
-    Futures. On CUDA, everything is enqueued on a side stream, and the host does not wait.
+    Futures. On CUDA, everything is enqueued on a side stream, and the host does not wait, with one exception: to find
+    out how gradients of four or five dimensions lie in the bucket. That is until they are not zero for the first time,
+    and in every step if a parameter's memory format was changed after DDP had built its buckets.
 
     Raises:
         TypeError: The bucket is not a dense floating-point tensor.
-        RuntimeError: A loaded checkpoint does not fit the model, or a collective failed.
+        RuntimeError: A loaded checkpoint does not fit the model, a gradient is not in its bucket, or a collective
+            failed.
     """
     parameters = bucket.parameters()
 
     def shapes() -> dict[str, tuple[int, ...]]:
         names = state._names.of(bucket.index(), parameters)
-        return {name: memory_shape(parameter) for name, parameter in zip(names, parameters, strict=True)}
+        return {name: shape_of(parameter) for name, parameter in zip(names, parameters, strict=True)}
 
-    def gradients(layout: Layout) -> dict[str, Tensor]:
-        return {s.name: g.view(s.shape) for s, g in zip(layout.segments, bucket.gradients(), strict=True)}
+    def named(layout: Layout, views: list[Tensor]) -> dict[str, Tensor]:
+        return {segment.name: view for segment, view in zip(layout.segments, views, strict=True)}
 
     # The state keeps the parameters, so that no other tensor gets the address of one of them.
-    return _average(state, bucket, tuple(map(id, parameters)), shapes, gradients)
+    return _average(state, bucket, tuple(map(id, parameters)), shapes, named)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -83,10 +83,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         rows = numel // columns
         return {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
 
-    def gradients(layout: Layout) -> dict[str, Tensor]:
+    def named(layout: Layout, views: list[Tensor]) -> dict[str, Tensor]:  # noqa: ARG001
         return {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
 
-    return _average(state, bucket, (index, numel), shapes, gradients)
+    return _average(state, bucket, (index, numel), shapes, named)
 
 
 def _average(
@@ -94,11 +94,11 @@ def _average(
     bucket: GradBucket,
     key: Hashable,
     shapes: Shapes,
-    gradients: Callable[[Layout], dict[str, Tensor]],
+    named: Callable[[Layout, list[Tensor]], dict[str, Tensor]],
 ) -> torch.futures.Future[torch.Tensor]:
-    """Pass a bucket to the engine. ``gradients`` returns the gradients of a layout by name, as views of the buffer."""
+    """Pass a bucket to the engine. ``named`` returns the layout's tensors, given views of the gradients."""
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
-    if buffer.dtype not in GRADIENT_DTYPES or buffer.layout != torch.strided:
+    if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
     # DDP waits for the Future instead of the stream.
@@ -108,34 +108,57 @@ def _average(
         if buffer.is_cuda:
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        views = state._views.of(buffer, bucket.parameters())
+
+        def finish() -> None:
+            for held, read in views:
+                if read is not held:
+                    read.copy_(held.clone())
+            future.set_result(buffer)
+
         layout = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
         step, first = state.iter, bucket.index() == 0
         if not engine.compressing:
-            engine.average_exactly(buffer, done=lambda: future.set_result(buffer))
+            engine.average_exactly(buffer, done=finish)
         else:
             if step == state.config.start_iter == 0 and first:
-                logger.info("Start to apply PowerSGD after %s iterations.", step)
-            views = gradients(layout)
+                torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
+            places = named(layout, [held for held, _ in views])
+            # This copies a gradient that is not contiguous, such as one in channels_last.
+            gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in layout.segments}
 
             def write(backend: Backend) -> None:
-                backend.reconstruct(views, engine.step.overflow(buffer.device))
-                future.set_result(buffer)
+                backend.reconstruct(gradients, engine.step.overflow(buffer.device))
+                for name, gradient in gradients.items():
+                    if gradient.data_ptr() != places[name].data_ptr():
+                        places[name].copy_(gradient.view(places[name].shape))
+                finish()
 
-            engine.average(layout, views, write=write)
-            if last and step >= state.next_stats_report:
-                _log_statistics(state, step)
+            engine.average(layout, gradients, write=write)
+            _log(state, layout, bucket, step)
         if last and state.iter == state.config.start_iter:
-            logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
+            torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
 
 
-def _log_statistics(state: PowerSGDState, step: int) -> None:
-    rate, before, after = state.compression_stats()
-    logger.info(
-        "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
-        step,
-        before,
-        after,
-        rate,
-    )
-    state.next_stats_report = step + state.compression_stats_logging_frequency
+def _log(state: PowerSGDState, layout: Layout, bucket: GradBucket, step: int) -> None:
+    """Log what torch's hook logs: a bucket's memory when it is compressed for the first time, and statistics."""
+    index, layout = bucket.index(), state._engine.plan.layout(layout)
+    new = index not in state._logged
+    state._logged.add(index)
+    if new and state.config.error_feedback:
+        length = sum(segment.numel for segment in layout.compressed)
+        torchs_logger.info("A zero tensor of length %s that represents local error is created.", length)
+    if bucket.is_last() and step >= state.next_stats_report:
+        rate, before, after = state.compression_stats()
+        message = "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s"
+        torchs_logger.info(message, step, before, after, rate)
+        state.next_stats_report = step + state.compression_stats_logging_frequency
+    if new and state.config.warm_start:
+        square = layout.segments[0]
+        if square.name == SQUARE.format(index):
+            message = "Initializing low-rank tensors P and Q, each of which has a shape of %s x %s."
+            torchs_logger.info(message, square.m, square.rank)
+        else:
+            message = "Allocating contiguous memory of length %s for Ps, and of length %s for Qs, respectively."
+            torchs_logger.info(message, layout.p_numel, layout.q_numel)

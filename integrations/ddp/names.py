@@ -10,11 +10,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.saved_state import Size
+from powersgd_triton.core.saved_state import FORMAT_VERSION, Size
+from powersgd_triton.integrations.memory_order import memory_order
+from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
+from powersgd_triton.ops.gradients import real_shape
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
 """Names and shapes of the parameters in each bucket of the first backward pass."""
+
+MEMORY_ORDER = (
+    "the state was saved by version 0.1.0, which kept parameters in the order of their memory, and this model has "
+    "parameters that are not contiguous. Give PowerSGDState module= when loading, with rename={saved number: name}, or "
+    "load the state into a contiguous model"
+)
 
 
 class ParameterNames:
@@ -26,10 +35,18 @@ class ParameterNames:
         self._module = module
         self._names: dict[Tensor, str] = {}
         if module is not None:
-            self._names = {parameter: name for name, parameter in module.named_parameters()}
+            self._names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
         self._seen: set[str] = set()
         self._buckets: Record = []
         self._expected: Record = []
+        # Whether the expected record is of format 2, in which parameters have the order of memory.
+        self._in_memory_order = False
+
+    def copy(self) -> ParameterNames:
+        """Return names of the same module, or of the same buckets if parameters are numbered."""
+        copied = ParameterNames(self._module)
+        copied.expect(self.record(), FORMAT_VERSION)
+        return copied
 
     @property
     def device(self) -> torch.device | None:
@@ -44,19 +61,33 @@ class ParameterNames:
         try:
             names = tuple(self._names[parameter] for parameter in parameters)
         except KeyError:
-            raise RuntimeError(
-                "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
-                "give the model that DistributedDataParallel wraps"
-            ) from None
+            raise self._unknown(parameters) from None
         if not self._seen.issuperset(names):
             self._seen.update(names)
-            self._buckets.append([(n, memory_shape(p)) for n, p in zip(names, parameters, strict=True)])
+            self._buckets.append([(n, shape_of(p)) for n, p in zip(names, parameters, strict=True)])
         return names
+
+    def _unknown(self, parameters: list[Tensor]) -> RuntimeError:
+        """Return the error for a bucket with a parameter that the module did not have when the state was made."""
+        assert self._module is not None
+        now: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+        added = [now[parameter] for parameter in parameters if parameter in now and parameter not in self._names]
+        if added:
+            return RuntimeError(
+                f"the parameter {added[0]!r} was added to the model after PowerSGDState was created; create the state "
+                "and wrap the model in DistributedDataParallel when the model is complete"
+            )
+        return RuntimeError(
+            "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
+            "give the model that DistributedDataParallel wraps"
+        )
 
     def _number(self, index: int, parameters: list[Tensor]) -> None:
         names = [str(len(self._names) + position) for position in range(len(parameters))]
         if self._expected:
-            shapes = [memory_shape(parameter) for parameter in parameters]
+            if self._in_memory_order and not all(map(in_order_of_shape, parameters)):
+                raise RuntimeError(MEMORY_ORDER)
+            shapes = [shape_of(parameter) for parameter in parameters]
             saved = self._expected[index] if index < len(self._expected) else []
             if [shape for _, shape in saved] != shapes:
                 raise RuntimeError(
@@ -71,7 +102,7 @@ class ParameterNames:
         """Return the shapes of all trainable parameters by name. None if parameters are numbered."""
         if self._module is None:
             return None
-        return {name: memory_shape(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
+        return {name: shape_of(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
 
     def sizes(self, config: PowerSGDConfig) -> dict[str, Size] | None:
         """Return (n, m, rank) of the same parameters."""
@@ -91,8 +122,10 @@ class ParameterNames:
         """Return the buckets of the first backward pass."""
         return self._buckets or self._expected
 
-    def check(self, record: Any, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> Record:
-        """Compare a saved record with this model. Arguments as for ``PowerSGDState.load_state_dict``.
+    def check(
+        self, state: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
+    ) -> Record:
+        """Compare the record in a saved state with this model. Arguments as for ``PowerSGDState.load_state_dict``.
 
         Returns:
             The record with this model's names.
@@ -100,35 +133,45 @@ class ParameterNames:
         Raises:
             ValueError: It is not a record, or it does not fit the model.
         """
-        buckets = _parsed(record)
-        if rename:
-            if self._module is None:
+        buckets = parsed(state["buckets"])
+        if self._module is None:
+            if rename:
                 raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
-            buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
-        if self._module is not None:
-            known = set(self._names.values())
-            unknown = {name for bucket in buckets for name, _ in bucket} - known
-            if unknown and strict:
+            if state.get("format_version") == 2 and not all(map(in_order_of_shape, self._names)):
+                raise ValueError(MEMORY_ORDER)
+            if self._buckets and buckets != self._buckets:
                 raise ValueError(
-                    f"the saved state has parameters {sorted(unknown)[:3]}, which the module given as module= "
-                    "does not have. Was it saved without module=? load_state_dict(…, rename={saved name: new name}) "
-                    "maps names, strict=False loads what fits"
+                    "the state was saved with other bucket boundaries or with parameter names; give PowerSGDState "
+                    "module= when saving and when loading"
                 )
-            buckets = [[(name, shape) for name, shape in bucket if name in known] for bucket in buckets]
-        elif self._buckets and buckets != self._buckets:
+            return buckets
+        buckets = [[((rename or {}).get(name, name), shape) for name, shape in bucket] for bucket in buckets]
+        known = {name: shape_of(parameter) for parameter, name in self._names.items()}
+        saved = {name: shape for bucket in buckets for name, shape in bucket}
+        if strict and not saved.keys() <= known.keys():
             raise ValueError(
-                "the state was saved with other bucket boundaries or with parameter names; give PowerSGDState module= "
-                "when saving and when loading"
+                f"the saved state has parameters {sorted(saved.keys() - known.keys())[:3]}, which the module given as "
+                "module= does not have. Was it saved without module=? load_state_dict(…, rename={saved name: new "
+                "name}) maps names, strict=False loads what fits"
             )
-        return buckets
+        other = sorted(name for name, shape in saved.items() if name in known and shape != known[name])
+        if strict and other:
+            raise ValueError(
+                f"parameter {other[0]!r} has the shape {known[other[0]]}, but {saved[other[0]]} in the saved state"
+            )
+        return [[(name, shape) for name, shape in bucket if known.get(name) == shape] for bucket in buckets]
 
-    def expect(self, record: Record) -> None:
-        """Number the parameters as in a saved record."""
+    def parameters(self) -> dict[str, Tensor]:
+        """Return all parameters by name. Empty if parameters are numbered."""
+        return {} if self._module is None else {name: parameter for parameter, name in self._names.items()}
+
+    def expect(self, record: Record, version: int) -> None:
+        """Number the parameters as in a saved record of a format version."""
         if not self._buckets:
-            self._expected = record
+            self._expected, self._in_memory_order = record, version == 2
 
 
-def _parsed(record: Any) -> Record:
+def parsed(record: Any) -> Record:
     """Check a record, and restore tuples that a file may have turned into lists.
 
     Raises:
@@ -144,12 +187,14 @@ def _parsed(record: Any) -> Record:
 
 
 def _is_parameter(name: Any, shape: tuple[Any, ...]) -> bool:
-    return isinstance(name, str) and all(isinstance(size, int) for size in shape)
+    return isinstance(name, str) and all(isinstance(size, int) and size >= 0 for size in shape)
 
 
-def memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return a gradient's sizes in the order of DDP's bucket memory, which is that of the parameter if it is dense."""
-    if parameter.is_contiguous():
-        return tuple(parameter.shape)
-    laid_out = parameter.permute(sorted(range(parameter.dim()), key=parameter.stride, reverse=True))
-    return tuple(laid_out.shape if laid_out.is_contiguous() else parameter.shape)
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape as which a parameter's gradient is compressed or averaged."""
+    return real_shape(parameter.shape, parameter.dtype)
+
+
+def in_order_of_shape(parameter: Tensor) -> bool:
+    """Return whether the dimensions of a parameter have the same order in memory as in its shape."""
+    return memory_order(parameter) == tuple(range(parameter.dim()))

@@ -9,17 +9,12 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.ddp.names import Record
 
 logger = logging.getLogger("powersgd_triton.integrations.ddp")
+torchs_logger = logging.getLogger("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+"""Logger of torch's class and hooks. What they log is logged there too, so that a program's filters still apply."""
 
 
 def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
-    """Return the content of a pickle: everything but the process group.
-
-    Raises:
-        ValueError: The state has a budget and does not know its buckets yet.
-    """
-    if engine.config.planned and not buckets:
-        raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it has buckets")
-    logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+    """Return everything but the process group and the source of the loss scale."""
     before, after = engine.numel
     # The error is not averaged, because a worker that pickles alone must not wait for others.
     state = engine.memory.save(engine.step, lambda error: error)
@@ -34,14 +29,10 @@ def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
 
 
 def restore(engine: Engine, saved: dict[str, Any]) -> None:
-    """Load a pickle's content into an engine that was made with the pickle's configuration and buckets.
+    """Load the result of ``saved`` into an engine that was made with its configuration and buckets.
 
     Not collective. The workers compare what they have loaded before their next step.
     """
-    logger.warning(
-        "NOTE: Process group will be set to a default group (i.e. the world size). "
-        "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
-    )
     engine.adopt(*engine.peers.parsed(saved["core"], None, owner=saved["worker"]))
     engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
 

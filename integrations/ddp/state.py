@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,15 +10,17 @@ from torch import nn
 
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import PowerSGDConfig, RankFunction
+from powersgd_triton.config import PowerSGDConfig, RankFunction, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
-from powersgd_triton.core.saved_state import LoadReport, Size
+from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.integrations.ddp import pickles
-from powersgd_triton.integrations.ddp.names import ParameterNames, Record
+from powersgd_triton.integrations.ddp.earlier import upgraded
+from powersgd_triton.integrations.ddp.names import ParameterNames
+from powersgd_triton.integrations.ddp.pickles import torchs_logger
+from powersgd_triton.integrations.ddp.views import BucketViews
+from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.ranks.report import RankReport
-
-logger = logging.getLogger("powersgd_triton.integrations.ddp")
 
 
 class _TorchsDefault(int):
@@ -110,7 +111,7 @@ class PowerSGDState(Handle):
                 **options,
             }
         )
-        logger.info(
+        torchs_logger.info(
             "PowerSGD config: matrix_approximation_rank = %s; start_powerSGD_iter = %s; "
             "min_compression_rate = %s; orthogonalization_epsilon = %s; use_error_feedback = %s; warm_start = %s; "
             "random_seed = %s; compression_stats_logging_frequency = %s; batch_tensors_with_same_shape = %s",
@@ -140,6 +141,9 @@ class PowerSGDState(Handle):
         self._names = names
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
+        self._views = BucketViews()
+        # Indices of the buckets whose memory was logged.
+        self._logged: set[int] = set()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -158,7 +162,7 @@ class PowerSGDState(Handle):
 
     @iter.setter
     def iter(self, value: int) -> None:
-        self._engine.step.iteration = value
+        self._engine.step.iteration = whole_number("iter", value)
 
     @property
     def total_numel_before_compression(self) -> int:
@@ -208,34 +212,68 @@ class PowerSGDState(Handle):
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        record: Record = []
+        rename = {plain_name(old): plain_name(new) for old, new in (rename or {}).items()}
+        expected: list[Any] = []
 
         def read() -> tuple[Any, Mapping[str, Size] | None]:
             saved = opened(state_dict)
             if not isinstance(saved, Mapping) or "buckets" not in saved:
                 raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
-            record[:] = self._names.check(saved["buckets"], strict=strict, rename=rename)
+            check_version(saved.get("format_version"))
+            if saved["format_version"] == 2 and (parameters := self._names.parameters()):
+                saved = upgraded(saved, parameters, rename)
+            record = self._names.check(saved, strict=strict, rename=rename)
+            expected[:] = record, saved["format_version"]
             # A state with matrices but without a record comes from batched_powerSGD_hook, which does not know
             # parameters.
-            return saved, self._names.sizes(self.config) if record or not saved.get("matrices") else None
+            known = record or saved.get("matrices") == {}
+            return saved, self._names.sizes(self.config) if known else None
 
         report = self._engine.load_state_dict(read, strict=strict, rename=rename)
-        self._names.expect(record)
+        self._names.expect(*expected)
         return report
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the process group, with this worker's own error. Prefer ``state_dict``."""
+        """Return everything but the process group, with this worker's own error. Prefer ``state_dict``.
+
+        Raises:
+            ValueError: The state has a budget and does not know its buckets yet.
+        """
+        if self.config.planned and not self._names.record():
+            raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it has buckets")
+        torchs_logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        return self._content()
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        names = ParameterNames(None)
+        names.expect(saved["buckets"], saved["core"]["format_version"])
+        self._set_up(saved["config"], names, dist.group.WORLD if dist.is_initialized() else None)
+        # With torch's spaces, so that a filter for torch's message finds this one.
+        torchs_logger.warning(
+            "NOTE: Process group will be set to a default group (i.e. the world size).                "
+            "If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
+        )
+        self._restore(saved)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PowerSGDState:
+        """Return a copy with its own errors, bases and plan, and the same process group, module and loss scale."""
+        copied: PowerSGDState = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied._set_up(self.config, self._names.copy(), self.process_group)
+        copied._restore(self._content())
+        if self._engine.step.loss_scale is not None:
+            copied.attach(self._engine.step.loss_scale.source)
+        return copied
+
+    def _content(self) -> dict[str, Any]:
         return {
             **pickles.saved(self._engine, self._names.record()),
             "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
             "next_stats_report": self.next_stats_report,
         }
 
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        names = ParameterNames(None)
-        names.expect(saved["buckets"])
-        self._set_up(saved["config"], names, None)
-        self._engine.plan.begin(names.seen())
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self._engine.plan.begin(self._names.known())
         pickles.restore(self._engine, saved)
         self.compression_stats_logging_frequency = saved["compression_stats_logging_frequency"]
         self.next_stats_report = saved["next_stats_report"]

@@ -141,6 +141,12 @@ def _configuration_problems(engine: Any, stage: int) -> list[str]:
         )
     if getattr(zero, "zenflow", None) is not None:
         problems.append('"zenflow" selects the gradients to send itself: take the section out of "zero_optimization"')
+    pairs = [name for name, parameter in engine.module.named_parameters() if parameter.is_complex()]
+    if pairs:
+        problems.append(
+            f"the parameter {pairs[0]!r} is complex: DeepSpeed does not reduce complex gradients at ZeRO stage 0 and "
+            "keeps only their real parts at the others. Make it real, with torch.view_as_real"
+        )
     if getattr(engine, "has_moe_layers", False):
         problems.append(
             "mixture-of-experts layers average some gradients in groups of their own: use a model without them"

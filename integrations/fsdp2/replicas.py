@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.comm.agreement import fingerprint
+from powersgd_triton.ops.gradients import as_real, write_back
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -25,10 +26,9 @@ def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     for _, tensor in local_tensors(model):
         if tensor.numel():
-            sent = tensor.contiguous()
+            sent = as_real(tensor)
             dist.broadcast(sent, source, group=group)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.copy_(sent)
+            write_back(sent, tensor)
 
 
 @torch.no_grad()

@@ -20,9 +20,9 @@ from powersgd_triton.integrations.sharded import (
     WholeParameters,
     contiguous_stride,
     group_of_its_own,
-    rows_of,
 )
 from powersgd_triton.layout.layout import Layout, matrix_shape
+from powersgd_triton.ops.gradients import as_real, real_shape
 
 
 class HybridShardState(ShardedHandle):
@@ -67,6 +67,7 @@ class HybridShardState(ShardedHandle):
         # On a 1-D mesh FSDP may free this memory while the hook's stream still uses it.
         if output.is_cuda:
             output.record_stream(torch.cuda.current_stream(output.device))
+        output = as_real(output)
         earlier = self._unreduced.pop(unit, None)
         if earlier is not None and earlier.numel() != output.numel():
             raise RuntimeError(
@@ -114,11 +115,12 @@ class Shards:
 
     def place(self, name: str, error: Tensor) -> DTensor:
         parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
-        local = parameter.to_local()
-        rows = error.view(-1, *local.shape[1:])[: local.shape[0]].to(parameter.device_mesh.device_type)
+        rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
+        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type)
+        shape = torch.Size(real_shape(parameter.shape, parameter.dtype))
         return DTensor.from_local(
-            rows.contiguous(), parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=contiguous_stride(parameter.shape),
+            local.contiguous(), parameter.device_mesh, parameter.placements, run_check=False,
+            shape=shape, stride=contiguous_stride(shape),
         )  # fmt: skip
 
     def fetch(self, error: DTensor) -> Tensor:
@@ -165,6 +167,8 @@ class FullShardState(ShardedHandle):
 
         ``sent`` is [workers, shard]. A shard has the rows of each parameter that belong to one worker, padded.
         """
+        whole_output, whole_sent = output, sent
+        output, sent = as_real(output), as_real(sent)
         worker, workers = self._whole.worker, self._whole.workers
         layout = _begin(self._engine, unit, output.device, padded=False)
         padded = self._padded.get(layout)
@@ -176,7 +180,7 @@ class FullShardState(ShardedHandle):
                 "set_gradient_divide_factor, call set_force_sum_reduction_for_comms(True) on the same modules"
             )
         if not self._engine.compressing or padded.numel != output.numel():
-            default(output_tensor=output, input_tensor=sent, **how)
+            default(output_tensor=whole_output, input_tensor=whole_sent, **how)
             return
         shards = sent.view(workers, -1)
         memory = sent.new_empty(layout.numel)
@@ -186,7 +190,8 @@ class FullShardState(ShardedHandle):
             gradient = gradients[whole.name] = memory[whole.offset : whole.offset + whole.numel].view(whole.shape)
             columns = shards[:, part.offset : part.offset + part.numel]
             gradient.copy_(columns.reshape(-1, *part.shape[1:])[: whole.shape[0]])
-            first, behind = rows_of(worker, workers, whole.shape[0])
+            # Shards are cut between complex numbers, so count the rows of a shard and not those of the parameter.
+            first, behind = (min(index * part.shape[0], whole.shape[0]) for index in (worker, worker + 1))
             width = part.numel // part.shape[0]
             mine = output[part.offset : part.offset + part.numel]
             mine[(behind - first) * width :].zero_()

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from powersgd_triton.integrations.names import plain_name
+from powersgd_triton.ops.gradients import real_shape
 
 ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'
 
@@ -47,10 +48,10 @@ class Unit:
             # With tensor parallelism on dim 0, FSDP shards only this worker's part of a parameter.
             by_name = dict(zip(self._names, self.parameter_group.fsdp_params, strict=True))
             sizes = {name: tuple(by_name[name]._orig_size) for name in parameters}
-        if not padded:
-            return sizes
-        workers = dist.get_world_size(self.shard_group)
-        return {name: (-(-size[0] // workers), *size[1:]) for name, size in sizes.items()}
+        if padded:
+            workers = dist.get_world_size(self.shard_group)
+            sizes = {name: (-(-size[0] // workers), *size[1:]) for name, size in sizes.items()}
+        return {name: real_shape(size, parameters[name].dtype) for name, size in sizes.items()}
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:

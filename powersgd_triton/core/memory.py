@@ -122,14 +122,7 @@ class Memory:
 
     def _error_buffers(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Parts | None:
         """Return the known error buffers {name: [n, m]}, and zeros for new matrices. None without error feedback."""
-        feedback, new = self._config.error_feedback, [s for s in layout.compressed if s.name not in self.matrices]
-        if new and feedback:
-            numel = sum(segment.numel for segment in new)
-            logger.info("A zero tensor of length %s that represents local error is created.", numel)
-        if new and self._config.warm_start:
-            message = "Allocating contiguous memory of length %s for Ps, and of length %s for Qs, respectively."
-            logger.info(message, layout.p_numel, layout.q_numel)
-        if not feedback:
+        if not self._config.error_feedback:
             return None
         if self._config.error_dtype:
             dtype = getattr(torch, str(self._config.error_dtype))

@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.ops.gradients import DTYPES
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READABLE = (2, 3)
+"""Formats that can be loaded. In format 2, DDP's parameters have the order of memory; see its adapter."""
+
 Parts = dict[str, Tensor]
 Plan = dict[str, dict[str, Any]]
 """{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
@@ -96,14 +102,13 @@ class SavedState:
         keys = {"format_version", "iteration", "tensors", "matrices"}
         if not isinstance(state, Mapping) or "format_version" not in state:
             raise ValueError(f"expected a saved PowerSGD state with the keys {', '.join(sorted(keys))}")
-        if state["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"expected format_version {FORMAT_VERSION}; got {state['format_version']!r}")
+        check_version(state["format_version"])
         if not keys <= state.keys():
             raise ValueError(f"the saved state lacks {', '.join(sorted(keys - state.keys()))}")
         iteration, tensors, matrices = state["iteration"], state["tensors"], state["matrices"]
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
             raise ValueError(f"expected a non-negative number of steps as iteration; got {iteration!r}")
-        if not isinstance(tensors, Mapping) or not all(_is_size(size) for size in tensors.values()):
+        if not isinstance(tensors, Mapping) or not all(isinstance(k, str) and _is_size(v) for k, v in tensors.items()):
             raise ValueError("expected tensors as {name: [n, m, rank]}")
         if not isinstance(matrices, Mapping) or not all(isinstance(parts, Mapping) for parts in matrices.values()):
             raise ValueError(f"expected matrices as {{name: {{part: tensor}}}}; got {type(matrices).__name__}")
@@ -112,11 +117,14 @@ class SavedState:
         compressed = {name for name, (_, _, rank) in tensors.items() if rank}
         if not compressed <= matrices.keys() <= tensors.keys():
             raise ValueError(f"the saved state's tensors and matrices differ in {listing({*matrices} ^ compressed)}")
+        # All sizes are checked before any value is looked at.
         for name, parts in matrices.items():
             needed = {"basis"} if name in compressed else {"error"}
-            _check_parts(name, tuple(tensors[name]), parts, needed | ({"error"} if needs_errors else set()))
+            _check_sizes(name, tuple(tensors[name]), parts, needed | ({"error"} if needs_errors else set()))
+        for name, parts in matrices.items():
+            _check_values(name, parts)
         renamed = _renaming(rename or {}, tensors)
-        plan = _checked_plan(state.get("plan", {}))
+        plan = _checked_plan(state.get("plan", {}), state["format_version"])
         return cls(
             iteration,
             {renamed(name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
@@ -170,7 +178,8 @@ class SavedState:
             self,
             tensors={name: size for name, size in self.tensors.items() if name not in left_out},
             matrices={
-                name: {key: part.clone() for key, part in parts.items()}
+                # Detached, since a part may require a gradient.
+                name: {key: part.detach().clone() for key, part in parts.items()}
                 for name, parts in self.matrices.items()
                 if name not in left_out
             },
@@ -178,6 +187,12 @@ class SavedState:
             own=owner is not None,
             owner=owner,
         )
+
+
+def check_version(version: Any) -> None:
+    """Raise ValueError if states of this format cannot be loaded."""
+    if not isinstance(version, int) or version not in READABLE:
+        raise ValueError(f"expected format_version {' or '.join(map(str, READABLE))}; got {version!r}")
 
 
 def sizes_digest(tensors: Mapping[str, Iterable[int]]) -> str:
@@ -199,13 +214,17 @@ def _is_size(size: Any) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in size)
 
 
-def _checked_plan(plan: Any) -> Plan:
+def _checked_plan(plan: Any, version: int) -> Plan:
     """Check a saved plan of ranks and copy it. A value that is not a plan raises ValueError."""
+    if version == 2 and isinstance(plan, Mapping) and isinstance(plan.get("pending"), Mapping):
+        # This version also saved measurements of steps that were not finite.
+        plan = {**plan, "pending": {name: value for name, value in plan["pending"].items() if _is_spectrum(value)}}
     parts = {"ranks": _is_rank, "demands": _is_demand, "spectra": _is_spectrum, "pending": _is_spectrum}
     if (
         not isinstance(plan, Mapping)
         or (plan and plan.keys() != parts.keys())
         or not all(isinstance(part, Mapping) and all(map(parts[key], part.values())) for key, part in plan.items())
+        or not all(isinstance(name, str) for part in plan.values() for name in part)
     ):
         raise ValueError(f"expected a plan of ranks with {', '.join(parts)}; got {str(plan)[:80]}")
     return {key: dict(part) for key, part in plan.items()}
@@ -216,30 +235,55 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_demand(value: Any) -> bool:
-    return isinstance(value, float) and value >= 0
+    return isinstance(value, float) and math.isfinite(value) and value >= 0
 
 
 def _is_spectrum(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 1 and all(isinstance(x, float) for x in value)
+    return isinstance(value, (list, tuple)) and len(value) > 1 and all(map(_is_demand, value))
 
 
-def _check_parts(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:
-    """Raise ValueError if a part is missing, is not finite, or does not have the matrix's size."""
+def is_part(value: Any, size: tuple[int | None, int | None] = (None, None)) -> bool:
+    """Return whether a value is a dense real matrix of this size, all of whose elements are in memory.
+
+    An expanded tensor has one element in memory, however large it is, and copying it takes the memory that it claims.
+    """
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_meta:
+        return False
+    return (
+        value.dtype in DTYPES
+        and value.dim() == 2
+        and all(expected in (None, found) for expected, found in zip(size, value.shape, strict=True))
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
+
+
+def _check_sizes(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:
+    """Raise ValueError if a part is missing, or is not a part of a matrix of this size."""
     n, m, _ = size
-    for key in sorted(needed | parts.keys()):
-        part = parts.get(key)
-        if not isinstance(part, Tensor) or part.dim() != 2 or not part.is_floating_point():
-            what = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
-            raise ValueError(f"{key!r} of matrix {name!r} must be a two-dimensional float tensor; got {what}")
-        if not part.isfinite().all():
-            raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
-    r = parts["basis"].shape[1] if "basis" in parts else 1
+    basis = parts.get("basis")
+    r = basis.shape[-1] if isinstance(basis, Tensor) and basis.dim() else 1
     expected = {"error": (n, m), "basis": (m, r), "left_basis": (n, r)}
-    if not 1 <= r <= max(1, min(n, m)) or any(
-        key not in expected or tuple(part.shape) != expected[key] for key, part in parts.items()
-    ):
-        shapes = {key: tuple(part.shape) for key, part in parts.items()}
+    if not parts.keys() <= expected.keys() or not 1 <= r <= max(1, min(n, m)):
+        shapes = {key: tuple(getattr(part, "shape", ())) for key, part in parts.items()}
         raise ValueError(f"matrix {name!r} of the saved state is {n} × {m}; its parts have other sizes: {shapes}")
+    for key in sorted(needed | parts.keys()):
+        part: Any = parts.get(key)
+        if not is_part(part, expected[key]):
+            rows, columns = expected[key]
+            dense = isinstance(part, Tensor) and part.layout == torch.strided
+            what = f"{part.dtype} {tuple(part.shape)} with strides {part.stride()}" if dense else type(part).__name__
+            raise ValueError(
+                f"matrix {name!r} of the saved state is {n} × {m}: its {key!r} must be a dense tensor of "
+                f"{rows} × {columns} real numbers, all of which are in memory; got {what}"
+            )
+
+
+def _check_values(name: str, parts: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if an element is not finite."""
+    for key, part in sorted(parts.items()):
+        # Unlike isfinite(), this takes no memory. A NaN is both the smallest and the largest element.
+        if part.numel() and not all(math.isfinite(extreme) for extreme in part.detach().aminmax()):
+            raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
 
 
 def _renaming(rename: Mapping[str, str], tensors: Mapping[str, Any]) -> Any:

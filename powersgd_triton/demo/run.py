@@ -85,7 +85,7 @@ def train_arm(settings: Settings, arm: Arm) -> Result:
         torch.multiprocessing.ProcessException: A worker failed.
     """
     task = functools.partial(train_worker, settings=settings, arm=arm)
-    results = run_workers(task, settings.workers, timeout=120 + 3 * settings.steps)
+    results = run_workers(task, settings.workers, timeout=900 + 3 * settings.steps)
     losses = [statistics.fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
     return dataclasses.replace(results[0], losses=losses)
 

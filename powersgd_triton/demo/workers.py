@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.layout.wire_format import FORMATS, WireFormat
 
 LARGEST_PLANNED_RANK = 256
@@ -45,11 +45,7 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
         return _largest_rank(n, m, config)
     wanted = config.rank
     if callable(wanted):
-        wanted = wanted(name, tuple(shape))
-        if isinstance(wanted, bool) or not isinstance(wanted, int):
-            raise TypeError(f"the rank of {name!r}, {tuple(shape)}, must be an int; the function gave {wanted!r}")
-        if wanted < 0:
-            raise ValueError(f"the rank of {name!r}, {tuple(shape)}, must be at least 0; the function gave {wanted}")
+        wanted = whole_number(f"the rank of {name!r}, {tuple(shape)},", wanted(name, tuple(shape)))
     assert wanted is not None
     r = min(wanted, n, m)
     return r if _is_worth_it(n, m, r, config) else 0

@@ -154,7 +154,8 @@ class LossScale:
 
     Args:
         source: A ``torch.amp.GradScaler`` (or a subclass, such as FSDP1's ``ShardedGradScaler``), or a function that
-            returns the scale: a positive number, a tensor with one element, or None if the loss is not scaled.
+            returns the scale: a positive number, a tensor with one element, or None if the loss is not scaled. If the
+            tensor's element is not positive and finite, the last one that was stays in force.
 
     Raises:
         TypeError: ``source`` is neither a scaler nor a function.
@@ -163,9 +164,11 @@ class LossScale:
     def __init__(self, source: LossScaleSource) -> None:
         if not isinstance(source, torch.amp.GradScaler) and not callable(source):
             raise TypeError(f"expected a torch.amp.GradScaler or a function; got {type(source).__name__}")
-        self._source = source
+        self.source = source
         self._number: tuple[float, torch.device] | None = None
         self._number_on_device: Tensor | None = None
+        # The last scale that a tensor gave and that was positive and finite.
+        self._last: Tensor | None = None
         # This step's scale, and its quotient by each earlier scale that a bucket's error buffer still contains.
         self._scale: Tensor | None = None
         self._growths: list[tuple[Tensor | None, Tensor]] = []
@@ -212,7 +215,13 @@ class LossScale:
             if value.numel() != 1:
                 raise ValueError(f"a loss scale must be one number; got a tensor of shape {tuple(value.shape)}")
             scale = value.detach().reshape(()).to(device, torch.float32, non_blocking=True)
-            return scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+            # A scale that is not positive and finite would make errors NaN for ever. The host does not see it, since it
+            # does not wait for the device. The step's gradients are not finite then, or zero, and errors keep the last
+            # scale.
+            last = torch.ones((), device=device) if self._last is None else self._last.to(device, non_blocking=True)
+            good = scale.isfinite() & (scale > 0)
+            self._last = torch.where(good, scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), last)
+            return self._last
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"a loss scale must be a number, a tensor or None; got {type(value).__name__}")
         if not (math.isfinite(value) and value > 0):
@@ -224,7 +233,7 @@ class LossScale:
         return self._number_on_device
 
     def _value(self) -> Any:
-        if isinstance(self._source, torch.amp.GradScaler):
+        if isinstance(self.source, torch.amp.GradScaler):
             # get_scale() would wait for the device. The scale is None before the first loss is scaled.
-            return self._source._scale if self._source.is_enabled() else None
-        return self._source()
+            return self.source._scale if self.source.is_enabled() else None
+        return self.source()

@@ -187,7 +187,12 @@ class RankPlan:
             "ranks": dict(self.ranks),
             "demands": dict(self.demands),
             **{
-                key: {name: [spectrum.total, *spectrum.columns] for name, spectrum in spectra.items()}
+                # No plan is made from a measurement of a step that was not finite.
+                key: {
+                    name: [s.total, *s.columns]
+                    for name, s in spectra.items()
+                    if math.isfinite(s.total + sum(s.columns))
+                }
                 for key, spectra in (("spectra", self.spectra), ("pending", self._measured()))
             },
         }
@@ -211,3 +216,7 @@ class RankPlan:
                 {name: Spectrum(tuple(columns), total) for name, (total, *columns) in saved[key].items()}
                 for key in ("spectra", "pending")
             )
+
+
+def _lists(spectra: Mapping[str, Spectrum]) -> dict[str, list[float]]:
+    return {name: [spectrum.total, *spectrum.columns] for name, spectrum in spectra.items()}

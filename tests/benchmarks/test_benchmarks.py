@@ -18,6 +18,7 @@ from benchmarks.shapes import GPU_GRADIENT_SETS, count_parameters
 from benchmarks.targets import targets
 from benchmarks.tracing import WINDOW, read_trace
 from powersgd_triton.demo.train import Arm
+from tests.support.distributed import HUNG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ def test_dry_run(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
+        timeout=HUNG,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -141,6 +141,30 @@ def test_tensors_are_kept_within_bounds(value: float):
     assert 1 / LARGEST_SCALE <= float(read) <= LARGEST_SCALE
 
 
+@pytest.mark.parametrize("bad", [float("nan"), INF, -INF, 0.0, -2.0])
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"error_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_tensor_that_is_no_scale_leaves_the_last_one_in_force(bad: float, fields: dict[str, Any], first: bool):
+    """The step is skipped if its gradients show it, and otherwise an ordinary step at the last scale."""
+    config = PowerSGDConfig(rank=2, min_compression_rate=0, backend="torch", **fields)
+    plain, following = Compressor(config, SHAPES), Compressor(config, SHAPES)
+    scale = torch.ones(1)
+    following.attach(lambda: scale)
+    used = 1.0
+    for step, value in enumerate([bad, 4.0, bad, bad, 16.0] if first else [8.0, bad, 8.0, bad, 2.0]):
+        scale = torch.full((1,), value)
+        used = used if value == bad or value != value else value
+        given = gradients(step)
+        if step == 3:
+            given["c"][3, 4] = INF
+        expected, got = results(plain, given), results(following, scaled(given, used))
+        if step == 3:
+            assert got["c"].isnan().all()
+        else:
+            assert_same_bits(expected, scaled(got, 1 / used))
+    assert_same_bits(plain.error(), following.error())
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [

@@ -41,15 +41,29 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 8))
 
 
+def convolutions(memory_format: torch.memory_format) -> nn.Module:
+    """With ``channels_last`` no matrix is contiguous. The sizes of the first one are equal in both orders."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Conv2d(6, 5, 2), nn.Flatten())
+    linear = nn.Linear(45, 4)
+    model = body.append(linear)
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    if memory_format == torch.channels_last:
+        linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+    return model
+
+
 def hook_state(model: nn.Module) -> PowerSGDState:
     options: dict[str, Any] = {"min_compression_rate": 0, "backend": "torch"}
     return PowerSGDState(None, RANK, start_powerSGD_iter=0, module=model, **options)
 
 
-def train(model: nn.Module, state: PowerSGDState, steps: range) -> dict[str, Tensor]:
+def train(
+    model: nn.Module, state: PowerSGDState, steps: range, shape: tuple[int, ...] = (7, 6), **options: Any
+) -> dict[str, Tensor]:
     """Train with DDP; this worker's own gradients in the last step."""
     own: dict[str, Tensor] = {}
-    replica = DistributedDataParallel(model)
+    replica = DistributedDataParallel(model, **options)
     replica.register_comm_hook(state, powerSGD_hook)
     handles = [
         parameter.register_hook(lambda gradient, name=name: own.__setitem__(name, gradient.clone()))
@@ -57,7 +71,7 @@ def train(model: nn.Module, state: PowerSGDState, steps: range) -> dict[str, Ten
     ]
     for step in steps:
         model.zero_grad()
-        inputs = torch.randn(7, 6, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(step))
         replica(inputs).square().sum().backward()
     for handle in handles:
         handle.remove()
@@ -134,6 +148,63 @@ def test_ddp_goes_on_from_a_file(folder: Path, name: str) -> None:
     check_step(own, averages, state.error(), saved["matrices"])
 
 
+IMAGES = (7, 3, 6, 6)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_errors_in_the_order_of_memory_are_put_into_that_of_the_shape(memory_format: torch.memory_format) -> None:
+    """The file is of one step of a model in channels_last, whose error is orthogonal to the average: (G − E)ᵀ E = 0."""
+    saved = checkpoint.load(FOLDERS[0] / "channels_last.pt")
+    assert saved["format_version"] == 2
+    model = convolutions(memory_format)
+    state = hook_state(model)
+    state.load_state_dict(saved)
+    fresh = convolutions(memory_format)
+    own = train(fresh, hook_state(fresh), range(1), IMAGES)
+    errors = state.error()
+    # Where the sizes are equal, only the parameter's own order says how it was saved.
+    known = ["2.weight", "4.weight"] + ["0.weight"] * (memory_format == torch.channels_last)
+    bases = state.state_dict()["matrices"]
+    for name in known:
+        G, E = own[name].flatten(1).double(), errors[name].double()
+        assert E.norm() > 0.1 * G.norm()
+        if name == "4.weight":
+            # It was compressed transposed, so its basis does not fit.
+            assert "basis" not in bases[name]
+            G, E = G.T, E.T
+        sent = G - E
+        assert (sent.T @ E).norm() <= 1e-4 * E.norm() * sent.norm()
+        assert torch.linalg.matrix_rank(sent, rtol=1e-4) == RANK
+        if name != "4.weight":
+            basis, _ = torch.linalg.qr(bases[name]["basis"].double())
+            torch.testing.assert_close(sent @ basis @ basis.T, sent, rtol=1e-4, atol=1e-4)
+    before = {name: error.clone() for name, error in errors.items()}
+    own = train(model, state, range(1, 2), IMAGES)
+    gradients = dict(model.named_parameters())
+    for name, error in state.error().items():
+        gradient = gradients[name].grad
+        assert gradient is not None
+        torch.testing.assert_close(
+            error + gradient.flatten(1), before[name] + own[name].flatten(1), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.usefixtures("group")
+def test_order_of_memory_is_refused_where_parameters_have_no_names() -> None:
+    saved = checkpoint.load(FOLDERS[0] / "channels_last.pt")
+    model = convolutions(torch.channels_last)
+    options: dict[str, Any] = {"min_compression_rate": 0, "start_powerSGD_iter": 0}
+    fresh = PowerSGDState(None, RANK, **options)
+    fresh.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"saved by version 0\.1\.0"):
+        train(model, fresh, range(1, 2), IMAGES)
+    running = PowerSGDState(None, RANK, **options)
+    train(model, running, range(1), IMAGES)
+    with pytest.raises(ValueError, match=r"saved by version 0\.1\.0"):
+        running.load_state_dict(saved)
+
+
 def test_there_are_files() -> None:
     assert FOLDERS
 
@@ -152,6 +223,10 @@ def write(folder: Path) -> None:
         train(model, state, range(STEPS))
         checkpoint.save(state.state_dict(), folder / "ddp.pt")
         (folder / "ddp.pickle").write_bytes(pickle.dumps(state))
+        model = convolutions(torch.channels_last)
+        state = hook_state(model)
+        train(model, state, range(1), IMAGES)
+        checkpoint.save(state.state_dict(), folder / "channels_last.pt")
         dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ def main() -> int:
     from tests.support.faults import table
 
     found = table.inject(
-        arguments.times, rarely=max(2, arguments.times // 10), timeout=120 + 12 * len(table.FAULTS) * arguments.times
+        arguments.times, rarely=max(2, arguments.times // 10), timeout=1500 + 12 * len(table.FAULTS) * arguments.times
     )
     text = table.markdown(found, f"python -m tests.faults --times {arguments.times}")
     print(text)

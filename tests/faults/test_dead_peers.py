@@ -14,8 +14,8 @@ from tests.support.small import MANY
 from tests.support.thinned import thinned
 from tests.support.training import LIMIT
 
-SLACK = 15.0
-"""Seconds that a busy machine may take beyond the process group's timeout."""
+SLACK = 300.0
+"""Seconds that a busy machine may take beyond the process group's timeout. Only what hangs takes longer."""
 
 exact: Way = functools.partial(Replicated, start_powerSGD_iter=100)
 several: Way = functools.partial(Replicated, cap=MANY)

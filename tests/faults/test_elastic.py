@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LAST = DEATH // EVERY * EVERY
 """Steps before the last checkpoint that was written before the death."""
-SECONDS = 250
+SECONDS = 900
 Results = list[dict[str, Any]]
 
 

@@ -200,4 +200,4 @@ def test_nothing_is_lost() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_nothing_is_lost_in_many_runs(world_size: int) -> None:
-    check(run(training, world_size, list(range(100, 125)), timeout=400))
+    check(run(training, world_size, list(range(100, 125))))

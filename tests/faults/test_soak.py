@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.checks import live_bytes
 from tests.support.digits import BATCH, TEST_IMAGES, images_and_labels
-from tests.support.distributed import run
+from tests.support.distributed import HUNG, run
 from tests.support.training import digest
 
 SEEDS = (0, 1, 2)
@@ -174,7 +174,7 @@ def all_trainings(worker: int, world_size: int, steps: int, faulty: Sequence[int
     }
 
 
-def check(steps: int, faulty: Sequence[int], timeout: float) -> None:
+def check(steps: int, faulty: Sequence[int], timeout: float = HUNG) -> None:
     """Train on two workers without and with faults."""
     found = run(all_trainings, 2, steps, faulty, timeout=timeout)
     for one, other in zip(found[0]["with"], found[1]["with"], strict=True):
@@ -198,9 +198,9 @@ def check(steps: int, faulty: Sequence[int], timeout: float) -> None:
 
 
 def test_short_run_with_faults() -> None:
-    check(150, SEEDS[:1], timeout=500)
+    check(150, SEEDS[:1])
 
 
 @pytest.mark.slow
 def test_long_run_with_faults() -> None:
-    check(2000, SEEDS, timeout=850)
+    check(2000, SEEDS, timeout=2 * HUNG)

@@ -12,6 +12,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.ops.step import LossScale
 from tests.support.checks import everything
+from tests.support.distributed import HUNG
 from tests.support.faults import table
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
@@ -25,7 +26,7 @@ LOST = [title for title, _ in table.LOSSES]
 @pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)])
 def injected(request: pytest.FixtureRequest) -> tuple[int, dict[str, Tally]]:
     """Each fault so many times; those that lose a worker twice, of three and then of two."""
-    return request.param, table.inject(request.param, rarely=2, timeout=500)
+    return request.param, table.inject(request.param, rarely=2, timeout=HUNG)
 
 
 @pytest.mark.parametrize("title", table.titles())

@@ -260,3 +260,11 @@ def test_wrong_gradients_are_refused_and_nothing_changes():
 
 def test_empty_list_of_gradients():
     assert AllReduce().aggregate([]) == []
+
+
+def test_expanded_gradients_are_refused_before_anything_is_sent() -> None:
+    """Their errors could not be written to them."""
+    powersgd = PowerSGD([torch.zeros(5, 4)], Config(rank=2, start_compressing_after_num_steps=0))
+    with pytest.raises(ValueError, match="share memory"):
+        powersgd.aggregate([torch.ones(1, 4).expand(5, 4)])
+    assert powersgd.step_counter == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -241,9 +242,24 @@ def refused(worker: int, world_size: int) -> dict[str, str]:
     _, state = hybrid(Net(), hybrid_mesh(2, 2), RANK_2)
     saved = state.state_dict()
     without = {**saved, "error": {n: e for n, e in saved["error"].items() if n != "head.weight"}}
+    basis = {"head.weight": {"basis": torch.ones(1, 1).expand(20_000, 20_000)}}
+    factors: dict[str, Any] = {
+        "a number": 3,
+        "garbage": b"garbage",
+        "a list": written([1]),
+        "no shards": written({"version": 3, "shards": []}),
+        "shards of text": written({"version": 3, "shards": ["a", "b"]}),
+        "a vector": written({"version": 3, "shards": [{"head.weight": {"basis": torch.ones(3)}}] * 2}),
+        "expanded": written({"version": 3, "shards": [basis] * 2}),
+        "another version": written({"version": [3], "shards": [{}] * 2}),
+        "another plan": written({"version": 3, "shards": [{}] * 2, "plans": 3}),
+    }
     return {
         "keys": complaint(state.load_state_dict, {"iteration": 3}),
         "another model": complaint(state.load_state_dict, without),
+        "no errors": complaint(state.load_state_dict, {**saved, "error": None}),
+        **{name: complaint(state.load_state_dict, {**saved, "factors": bad}) for name, bad in factors.items()},
+        "unchanged": complaint(state.load_state_dict, saved),
     }
 
 
@@ -284,6 +300,12 @@ def refused_by_one(worker: int, world_size: int) -> dict[str, dict[str, Any]]:
         other_step = {**state.state_dict(), "iteration": state.iteration + (worker == 1)}
         found[mode]["different"] = complaint(state.load_state_dict, other_step)
     return found
+
+
+def written(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
 
 
 @functools.cache
@@ -354,6 +376,7 @@ def test_a_state_that_one_worker_refuses_changes_nothing(mode: str) -> None:
 
 def test_foreign_states_are_refused() -> None:
     for found in outcome(four(), "refused"):
-        assert "ValueError" in found["keys"]
+        assert found.pop("unchanged") == "nothing"
+        assert {name for name, said in found.items() if not said.startswith("ValueError")} == set()
         assert "'error', 'factors'" in found["keys"]
         assert "no error of 'head.weight'" in found["another model"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import powersgd_triton
+from tests.support.distributed import HUNG
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "powersgd_triton"
@@ -32,7 +33,7 @@ def call(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.Comp
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=500,
+        timeout=HUNG,
         check=False,
     )
 

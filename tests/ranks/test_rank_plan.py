@@ -158,7 +158,7 @@ def test_a_function_gives_ranks():
 
 @pytest.mark.parametrize(("given", "error"), [(2.5, TypeError), (None, TypeError), (True, TypeError), (-1, ValueError)])
 def test_what_a_function_gives_is_checked(given: Any, error: type[Exception]):
-    with pytest.raises(error, match=r"the rank of 'steep', \(60, 80\), must be .*; the function gave"):
+    with pytest.raises(error, match=r"the rank of 'steep', \(60, 80\), must be .*; got"):
         Compressor(PowerSGDConfig(rank=lambda *_: given), SHAPES).report()
 
 
@@ -283,7 +283,10 @@ def test_a_state_of_a_fixed_rank_goes_on_under_a_budget_and_back():
         {"ranks": [1], "demands": {}, "spectra": {}, "pending": {}},
         {"ranks": {"flat": 0}, "demands": {}, "spectra": {}, "pending": {}},
         {"ranks": {}, "demands": {"flat": float("nan")}, "spectra": {}, "pending": {}},
+        {"ranks": {}, "demands": {"flat": float("inf")}, "spectra": {}, "pending": {}},
         {"ranks": {}, "demands": {}, "spectra": {"flat": 3.0}, "pending": {}},
+        {"ranks": {}, "demands": {}, "spectra": {"flat": [3.0, float("nan")]}, "pending": {}},
+        {"ranks": {}, "demands": {}, "spectra": {}, "pending": {"flat": [float("inf"), 1.0]}},
         {"ranks": {}, "demands": {}, "spectra": {}, "pending": {"flat": [3.0, "4"]}},
         {"ranks": {}, "demands": {}, "spectra": {}, "pending": {}, "others": {}},
     ],
@@ -295,3 +298,19 @@ def test_a_damaged_plan_is_refused(plan: Any):
     saved = {**compressor.state_dict(), "plan": plan}
     with pytest.raises(ValueError, match="expected a plan of ranks"):
         compressor.load_state_dict(saved)
+
+
+def test_a_plan_that_was_saved_after_a_step_that_was_not_finite_is_loaded():
+    """Such a step is measured, but no plan is made from it."""
+    through, resumed = (Compressor(planned(replan_every=2), SHAPES) for _ in range(2))
+    given = [spectral(step, 1)[0] for step in range(6)]
+    given[1]["flat"][0, 0] = float("inf")
+    for step in range(2):
+        through.decompress(through.compress(given[step]))
+    assert through._engine.plan.pending is not None
+    saved = through.state_dict()
+    # Version 0.1.0 saved the measurement.
+    earlier = {**saved, "format_version": 2, "plan": {**saved["plan"], "pending": {"flat": [float("nan")] * 3}}}
+    for state in (saved, earlier):
+        resumed.load_state_dict(state)
+        assert resumed._engine.plan.ranks == through._engine.plan.ranks

@@ -31,13 +31,13 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import Compressor
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.checks import SHAPES, everything, gradients
-from tests.support.distributed import Failure, environment, forkserver
+from tests.support.distributed import HUNG, Failure, environment, forkserver
 from tests.support.small import MANY, ONE, RANK_2, WIDTH, stack
 from tests.support.training import batch, digest, gradients_of, local_gradients, patched, relative, squared_error
 
 TOGETHER, ALONE = 5, 4
 """Steps with the peer before the one in which it dies, and steps without it."""
-DEATH, SILENCE = 20.0, 6.0
+DEATH, SILENCE = 200.0, 8.0
 """Seconds until the process group gives up, where the peer dies and where it says no more."""
 SURVIVOR, PEER = 0, 1
 Way = Callable[[], "Training"]
@@ -286,7 +286,7 @@ def bare(worker: int, folder: str) -> dict[str, Any]:
 
 
 def watch(
-    case: Callable[[int, str], Any], *, silent: bool = False, seconds: float = 240, method: str = "forkserver"
+    case: Callable[[int, str], Any], *, silent: bool = False, seconds: float = HUNG, method: str = "forkserver"
 ) -> Any:
     """Call ``case(worker, folder)`` in two workers of one process group; what the survivor returned.
 

@@ -38,7 +38,7 @@ VICTIM = 0
 WIDTH, BUCKET_MB = 64, 0.02
 BATCH = 48
 """Samples in a step, whatever the number of workers."""
-SECONDS = 300
+SECONDS = 1000
 """After which a process that hangs is ended."""
 
 Hook = Callable[[PowerSGDState, Any], Any]

@@ -29,7 +29,7 @@ class Meeting:
     """Where workers that run in threads of their own wait for each other, and exchange tensors."""
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._barrier = threading.Barrier(world_size, timeout=600)
         self._tensors: list[Tensor] = [torch.empty(0)] * world_size
 
     def gather(self, index: int, tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
-from tests.support.distributed import Failure, Worker, run
+from tests.support.distributed import HUNG, Failure, Worker, run
 from tests.support.training import flat, relative
 
 WIDTH = 25
@@ -142,7 +142,7 @@ def compare(got: Run, expected: Run) -> dict[str, float]:
     }
 
 
-def in_one_group(cases: Mapping[str, Worker], world_size: int, timeout: float = 500) -> dict[str, list[Any]]:
+def in_one_group(cases: Mapping[str, Worker], world_size: int, timeout: float = HUNG) -> dict[str, list[Any]]:
     """Like ``run_cases``, but in one process group: DTensor remembers groups of meshes that look the same."""
     by_worker = run(_in_turn, world_size, cases, timeout=timeout)
     return {name: [results.get(name, MISSING) for results in by_worker] for name in cases}

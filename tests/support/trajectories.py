@@ -43,8 +43,8 @@ from trajectory_models import RESUMED_STEP, STEPS, Ddp, Options, Training, local
 import powersgd_triton
 
 SAVED_STEPS, LOADED_STEPS = 13, 5
-GROUP_TIMEOUT = datetime.timedelta(seconds=60)
-DEADLINE = 900.0
+GROUP_TIMEOUT = datetime.timedelta(seconds=300)
+DEADLINE = 2500.0
 
 
 # One case -------------------------------------------------------------------------------------------------------------

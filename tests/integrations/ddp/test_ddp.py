@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.checks import random_states
-from tests.support.distributed import outcome, run, run_cases
+from tests.support.distributed import PROCESS_GROUP_TIMEOUT, outcome, run, run_cases
 from tests.support.training import (
     LIMIT,
     against_ddp,
@@ -256,7 +256,8 @@ def test_death_of_a_worker_is_an_exception_in_backward() -> None:
     assert victim is None
     assert survivor["step"] == 2
     assert survivor["error"]
-    assert survivor["seconds"] < 70
+    # Told of the death, and not by the timeout.
+    assert survivor["seconds"] < PROCESS_GROUP_TIMEOUT.total_seconds()
 
 
 def test_relative_notices_a_difference() -> None:

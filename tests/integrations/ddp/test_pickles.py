@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState
@@ -38,16 +39,22 @@ def pickled(worker: int, world_size: int) -> dict[str, Any]:
         model = stack()
         state = state_for(model, kind, group)
         training(model, worker, state, range(4))
-        with logged(ddp.__name__) as saving:
+        with logged(torchs.__name__) as saving:
             blob = pickle.dumps(state)
-        with logged(ddp.__name__) as loading:
+        with logged(torchs.__name__) as loading:
             resumed = pickle.loads(blob)
+        theirs = torchs.PowerSGDState(group)
+        with logged(torchs.__name__) as their_saving:
+            their_blob = pickle.dumps(theirs)
+        with logged(torchs.__name__) as their_loading:
+            their_group = pickle.loads(their_blob).process_group
         with logged(ddp.__name__) as using:
             got = training(model, worker, resumed, range(4, 8))
         found[kind] = {
             "steps": step_differences(got.gradients, expected[4:]),
-            "warnings": (warnings(saving), warnings(loading), warnings(using)),
-            "group": (pickle.loads(blob).process_group, state.process_group is group),
+            "messages": ((saving, their_saving), (loading, their_loading)),
+            "warnings": warnings(using),
+            "group": (pickle.loads(blob).process_group is their_group, their_group is dist.group.WORLD),
             "read": [
                 (s.iter, s.compression_stats(), s.config, s.compression_stats_logging_frequency, s.next_stats_report)
                 for s in (state, pickle.loads(blob))
@@ -145,17 +152,17 @@ def test_run_goes_on_from_a_pickle(two: Results, kind: str) -> None:
         assert before[0] == 4
 
 
-def test_pickling_warns_as_torch_does(two: Results) -> None:
+def test_pickling_logs_what_torch_logs(two: Results) -> None:
     for seen in outcome(two, pickled):
-        (saving,), (loading,), using = seen["named"]["warnings"]
-        assert saving == "NOTE: Process group is not serializable and excluded from a saved state."
-        assert loading.startswith("NOTE: Process group will be set to a default group")
-        assert using == []
+        for ours, theirs in seen["named"]["messages"]:
+            assert ours == theirs
+            assert len(ours) == 1
+        assert seen["named"]["warnings"] == []
 
 
-def test_pickle_has_no_group(two: Results) -> None:
+def test_unpickled_state_has_the_default_group_as_torchs(two: Results) -> None:
     for seen in outcome(two, pickled):
-        assert seen["named"]["group"] == (None, True)
+        assert seen["named"]["group"] == (True, True)
 
 
 def test_pickle_without_a_process_group() -> None:

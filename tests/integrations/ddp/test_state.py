@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import outcome, run_cases
-from tests.support.small import ONE, RANK_2, WIDTH, Results, logged, stack, training
+from tests.support.small import ONE, RANK_2, WIDTH, Messages, Results, complaint, logged, stack, training
 
 # Torch's interface --------------------------------------------------------------------------------------------------
 
@@ -62,6 +63,14 @@ def test_iter_can_be_assigned() -> None:
     assert state.iter == 5
 
 
+@pytest.mark.parametrize(("value", "error"), [(-5, ValueError), (2.0, TypeError), ("3", TypeError), (True, TypeError)])
+def test_iter_must_be_a_number_of_steps(value: Any, error: type[Exception]) -> None:
+    state = PowerSGDState(None)
+    with pytest.raises(error, match="iter must be"):
+        state.iter = value
+    assert state.iter == 0
+
+
 def test_unknown_option_is_named() -> None:
     with pytest.raises(ValueError, match=r"bakend.*backend"):
         PowerSGDState(None, bakend="torch")
@@ -69,8 +78,9 @@ def test_unknown_option_is_named() -> None:
 
 def test_configuration_is_logged_as_by_torch() -> None:
     arguments: dict[str, Any] = {"matrix_approximation_rank": 3, "random_seed": 4, "warm_start": False}
-    with logged(ddp.__name__) as ours, logged(torchs.__name__) as theirs:
+    with logged(torchs.__name__) as ours:
         PowerSGDState(None, **arguments)
+    with logged(torchs.__name__) as theirs:
         torchs.PowerSGDState(None, **arguments)
     assert ours == theirs
     assert len(ours) == 1
@@ -106,19 +116,28 @@ def same_as_torch(worker: int, world_size: int) -> list[dict[str, Any]]:
             "compression_stats_logging_frequency": 2,
         }
         ours, theirs = PowerSGDState(None, **arguments), torchs.PowerSGDState(None, **arguments)
-        with logged(ddp.__name__) as our_messages, logged(torchs.__name__) as their_messages:
+        with logged(torchs.__name__) as our_messages:
             training(varied(), worker, ours, range(7), cap=ONE)
+        with logged(torchs.__name__) as their_messages:
             training(varied(), worker, theirs, range(7), cap=ONE, hook=torchs.powerSGD_hook)
         found.append(
             {
                 "stats": (ours.compression_stats(), theirs.compression_stats()),
                 "iter": (ours.iter, theirs.iter),
-                "messages": tuple(
-                    [m for m in messages if m[1].startswith(("Start to apply", "Compression stats"))]
-                    for messages in (our_messages, their_messages)
-                ),
+                "messages": (our_messages, their_messages),
             }
         )
+    return found
+
+
+def batched_messages(worker: int, world_size: int) -> list[Messages]:
+    """Messages of both batched hooks. torch's fails in its first compressed step, after it has logged them."""
+    found = []
+    for module in (ddp, torchs):
+        state = module.PowerSGDState(None, 2, start_powerSGD_iter=2, compression_stats_logging_frequency=2)
+        with logged(torchs.__name__) as messages:
+            complaint(training, varied(), worker, state, range(5), cap=ONE, hook=module.batched_powerSGD_hook)
+        found.append([m for m in messages if not m[1].startswith("Compression stats")])
     return found
 
 
@@ -126,7 +145,7 @@ def starts(worker: int, world_size: int) -> dict[int, list[str]]:
     """Messages about the start with several buckets, by start_powerSGD_iter."""
     found = {}
     for start in (0, 1, 3):
-        with logged(ddp.__name__) as messages:
+        with logged(torchs.__name__) as messages:
             training(stack(), worker, PowerSGDState(None, **{**RANK_2, "start_powerSGD_iter": start}), range(5))
         found[start] = [text for _, text in messages if text.startswith("Start to apply")]
     return found
@@ -137,12 +156,12 @@ def starts(worker: int, world_size: int) -> dict[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def two() -> Results:
-    return run_cases([same_as_torch, starts], 2)
+    return run_cases([same_as_torch, batched_messages, starts], 2)
 
 
 @pytest.fixture(scope="module")
 def one() -> Results:
-    return run_cases([same_as_torch, starts], 1)
+    return run_cases([same_as_torch, batched_messages, starts], 1)
 
 
 @pytest.fixture(params=["one", "two"])
@@ -168,12 +187,26 @@ def test_steps_are_counted_as_by_torch(one_or_two: Results) -> None:
 def test_messages_are_torchs(one_or_two: Results) -> None:
     for seen in outcome(one_or_two, same_as_torch):
         for case in seen:
-            ours, theirs = case["messages"]
+            ours, theirs = (masked(messages) for messages in case["messages"])
             assert ours == theirs
-            assert [text.split(":")[0] for _, text in ours] == [
+            assert [text.split(":")[0] for _, text in ours if text.startswith(("Start", "Compression"))] == [
                 "Start to apply PowerSGD after 2 iterations.",
                 *["Compression stats"] * 3,
             ]
+            assert sum(text.startswith("A zero tensor of length … ") for _, text in ours) == 1
+            assert sum(text.startswith("Allocating contiguous memory of length ") for _, text in ours) == 1
+
+
+def masked(messages: Messages) -> Messages:
+    """Without the length of the error: torch's covers the whole bucket, ours what is compressed."""
+    return [(level, re.sub(r"^(A zero tensor of length) \d+ ", r"\1 … ", text)) for level, text in messages]
+
+
+def test_batched_messages_are_torchs(one_or_two: Results) -> None:
+    for seen in outcome(one_or_two, batched_messages):
+        ours, theirs = (sorted(masked(messages)) for messages in seen)
+        assert ours == theirs
+        assert any(text.startswith("Initializing low-rank tensors P and Q") for _, text in ours)
 
 
 def test_start_is_logged_once(one_or_two: Results) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("deepspeed")
 from tests.support import deepspeed_jobs as jobs
 from tests.support.deepspeed_cases import OFFLOAD
 from tests.support.deepspeed_training import result, run_all
-from tests.support.distributed import run
+from tests.support.distributed import HUNG, run
 
 STAGES = range(4)
 RANK_2_LESS = {"rank": 2, "min_compression_rate": 12.0}
@@ -109,7 +109,9 @@ def test_universal_checkpoints_ask_for_the_state(stage: int, before: int, after:
     arguments = ["--input_folder", tmp_path / "saved", "--output_folder", universal, "--inject_missing_state"]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, arguments), *workers]
-    subprocess.run(converter, check=True, capture_output=True, timeout=600, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    subprocess.run(
+        converter, check=True, capture_output=True, timeout=HUNG, env={**os.environ, "DS_ACCELERATOR": "cpu"}
+    )
     work = [("load", jobs.load, (stage, str(universal.parent), UNIVERSAL))]
     with pytest.raises(RuntimeError, match=r"universal checkpoint .* has no PowerSGD state.*cp "):
         result(run(run_all, after, work), "load")

@@ -63,7 +63,7 @@ def three() -> Results:
 
 @pytest.fixture(scope="module")
 def wide() -> Results:
-    return run(run_all, 2, [(case.name, compare, (case,)) for case in WIDE], timeout=800)
+    return run(run_all, 2, [(case.name, compare, (case,)) for case in WIDE])
 
 
 def check_case(results: Results, case: Case) -> None:

@@ -22,7 +22,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.deepspeed import refusals
 from tests.support import deepspeed_jobs as jobs
 from tests.support.deepspeed_training import result, run_all
-from tests.support.distributed import run
+from tests.support.distributed import HUNG, run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -79,6 +79,7 @@ PROBLEMS: dict[str, tuple[Any, list[str]]] = {
     "zenflow": (lambda e: setattr(e._config.zero_config, "zenflow", object()), ["zenflow", "take the section"]),
     "contiguous": (lambda e: setattr(e.optimizer, "contiguous_gradients", False), ["contiguous_gradients", "true"]),
     "fp16": (set_fp16_at_stage_0, ["fp16 at ZeRO stage 0", "stage 1, bf16"]),
+    "complex": (lambda e: e.module.to(torch.complex64), ["'weight' is complex", "view_as_real"]),
     "MoE": (lambda e: setattr(e, "has_moe_layers", True), ["mixture-of-experts"]),
     "Muon": (lambda e: setattr(e, "basic_optimizer", Muon([torch.zeros(1)], lr=1.0)), ["Muon", "another optimizer"]),
     "no optimizer": (lambda e: setattr(e, "optimizer", None), ["no optimizer", "give one"]),
@@ -216,7 +217,13 @@ def test_a_real_engine_is_refused_with_all_reasons(pair: Any) -> None:
 def run_python(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HUNG,
+        check=False,
     )
 
 
@@ -269,7 +276,7 @@ def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) ->
 
 # DeepSpeed compiles its operation for CPUs, where that was not done on this machine before.
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2 * HUNG)
 def test_the_command_of_the_readme() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     (command,) = [line for line in lines if line.startswith("deepspeed --num_gpus 2 --module")]

@@ -24,10 +24,10 @@ from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
 from tests.support.faults.trainer import SHAPES, Setting, Trainer
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 """Seconds after which whoever still waits for a lost peer counts as hung."""
 
-GROUP_TIMEOUT = {"dies": 30.0, "stops": 10.0}
+GROUP_TIMEOUT = {"dies": 200.0, "stops": 10.0}
 
 
 # Workers that differ --------------------------------------------------------------------------------------------------

@@ -1,0 +1,134 @@
+"""A bucket's gradients as views of its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.integrations.memory_order import Strides, memory_order, strides_of
+
+MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Memory formats other than contiguous, by the number of dimensions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How one gradient lies in DDP's bucket.
+
+    Attributes:
+        bucket: Strides of the gradient in the bucket, see ``strides_of``.
+        own: Strides of a view that DDP would make now.
+        parameter: The parameter's strides when this was found out.
+        is_view: Whether ``parameter.grad`` is a view of the bucket (``gradient_as_bucket_view=True``).
+        shown: Whether ``parameter.grad`` showed it.
+        final: Whether it holds until the parameter's strides change.
+    """
+
+    bucket: Strides
+    own: Strides
+    parameter: Strides
+    is_view: bool
+    shown: bool
+    final: bool
+
+
+class BucketViews:
+    """Finds each gradient in DDP's buckets.
+
+    DDP makes a view for each parameter when it builds its buckets, and again when it rebuilds them after the first
+    step. A view has the parameter's strides if the parameter is dense, else it is contiguous. So a gradient's elements
+    are in the order in which the parameter lies in memory. If ``model.to(memory_format=…)`` changes the parameter
+    later, its view stays as it was until the buckets are rebuilt. But DDP reads the hook's result with the parameter's
+    present strides, unless gradients are views of the buckets (``gradient_as_bucket_view=True``).
+
+    A hook does not see these views (``bucket.gradients()`` ignores strides). It sees ``parameter.grad``, which is the
+    view itself or has the same values.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Tensor, Place] = {}
+
+    def of(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return two views of each gradient: of what the bucket holds, and of what DDP will read. Usually they are one.
+
+        A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
+
+        Raises:
+            RuntimeError: The bucket does not have as many elements as its parameters, or a gradient is not in it.
+        """
+        numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+        if sum(numels) != buffer.numel():
+            raise RuntimeError(
+                f"expected a bucket with the {sum(numels)} elements of its parameters; got {len(buffer)}"
+            )
+        pieces = buffer.split(numels)
+        return [self._view(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+    def _view(self, piece: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        if parameter.dim() < 2:
+            view = piece.view(parameter.shape) if not parameter.is_complex() else piece.view(*parameter.shape, 2)
+            return view, view
+        place = self._places.get(parameter)
+        if place is None or not place.final or place.parameter != parameter.stride():
+            place = self._places[parameter] = _find(piece, parameter, place)
+        view = _strided(piece, parameter, place.bucket)
+        return view, (view if place.is_view or place.own == place.bucket else _strided(piece, parameter, place.own))
+
+
+def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
+    """Find out how a gradient lies in the bucket. The host may wait for the device.
+
+    Raises:
+        RuntimeError: The gradient is not in the bucket.
+    """
+    gradient = parameter.grad
+    likely = [strides_of(parameter.shape, order) for order in memory_orders(parameter)]
+    own = likely[0]
+    likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), *likely]))
+
+    def place(strides: Strides, *, shown: bool, final: bool, is_view: bool = False) -> Place:
+        is_view |= before is not None and before.is_view
+        # A gradient that autograd made has the parameter's strides. (Another hook, which calls this one, may have
+        # replaced the bucket's memory.)
+        is_view |= gradient is not None and own != strides == strides_of(gradient.shape, memory_order(gradient))
+        # While these are not the parameter's own strides, DDP may rebuild its buckets and change them.
+        return Place(strides, own, parameter.stride(), is_view, shown, final and strides == own)
+
+    if len(likely) == 1 or gradient is None or gradient.layout != torch.strided:
+        return place(likely[0], shown=False, final=len(likely) == 1)
+    if gradient.data_ptr() == piece.data_ptr():
+        return place(strides_of(gradient.shape, memory_order(gradient)), shown=True, final=True, is_view=True)
+    values = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    values = values.detach().to(piece.dtype)
+    fitting = [s for s in likely if bool(((_strided(piece, parameter, s) == values) | values.isnan()).all())]
+    if fitting:
+        # Zeros, for example, are equal in every order.
+        return place(fitting[0], shown=len(fitting) == 1, final=len(fitting) == 1)
+    empty = not piece.any()
+    if before is not None and before.shown and before.parameter != parameter.stride() and not empty:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is no longer in DDP's bucket, so that DDP "
+            "itself would not average it. Its memory format changed while it had a gradient. Set gradients to None "
+            "before model.to(memory_format=…), or convert the model before DistributedDataParallel wraps it"
+        )
+    # Another hook, which calls this one, may have changed the bucket's values.
+    return place(likely[0], shown=False, final=not empty)
+
+
+def _strided(piece: Tensor, parameter: Tensor, strides: Strides) -> Tensor:
+    """Return a gradient with these strides in its part of the bucket."""
+    if parameter.is_complex():
+        return piece.as_strided((*parameter.shape, 2), (*(2 * stride for stride in strides), 1))
+    return piece.as_strided(parameter.shape, strides)
+
+
+def memory_orders(parameter: Tensor) -> list[tuple[int, ...]]:
+    """Return orders that a parameter's gradient may have in a bucket: its own, that of the shape, and channels_last."""
+    like = [parameter, torch.empty(parameter.shape, device="meta")]
+    if parameter.dim() in MEMORY_FORMATS:
+        memory_format = MEMORY_FORMATS[parameter.dim()]
+        like.append(torch.empty(parameter.shape, device="meta", memory_format=memory_format))
+    return [memory_order(tensor) for tensor in like]

@@ -1,0 +1,65 @@
+"""Which tensors may be gradients, and complex gradients as real ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Real dtypes of gradients. A complex gradient has pairs of one of them."""
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Check that a tensor can be a gradient.
+
+    Raises:
+        TypeError: It is not a dense tensor with a floating-point or complex dtype of 16 bits or more a number.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name!r} must be a tensor; got {type(tensor).__name__}")
+    # Before the dtype, because integers have no real dtype.
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.to_real() not in DTYPES:
+        raise TypeError(f"{name!r} must have a floating-point or complex dtype of 16 bits or more; got {tensor.dtype}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"{name!r} must be dense; got {'a nested tensor' if tensor.is_nested else tensor.layout}")
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Check that every element of a tensor can be written.
+
+    Raises:
+        ValueError: The tensor is expanded.
+    """
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"elements of {name!r} share memory, so they cannot be written: clone the expanded tensor")
+
+
+def real_shape(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the shape as which a gradient is compressed or averaged.
+
+    A complex tensor [..., k] counts as a real tensor [..., 2k], in which real and imaginary parts alternate. A complex
+    n × m matrix is thus compressed as a real n × 2m matrix, and a complex vector is averaged exactly, as all vectors.
+    """
+    if not dtype.is_complex:
+        return tuple(shape)
+    return (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor as a contiguous real one with its ``real_shape``. A view, if the tensor allows it."""
+    if not tensor.is_complex():
+        # Kernels read memory, which does not show a lazy negation.
+        return tensor.resolve_neg().contiguous()
+    pairs = torch.view_as_real(tensor.resolve_conj()).resolve_neg()
+    return pairs.reshape(real_shape(tensor.shape, tensor.dtype)).contiguous()
+
+
+def in_form(real: Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the result of ``as_real`` as a view of the shape and the kind, real or complex, that the tensor had."""
+    return torch.view_as_complex(real.view(*shape, 2)) if dtype.is_complex else real.view(shape)
+
+
+def write_back(real: Tensor, tensor: Tensor) -> None:
+    """Write the result of ``as_real(tensor)`` to ``tensor`` itself, unless it is a view of it."""
+    if real.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+        tensor.copy_(in_form(real, tensor.shape, tensor.dtype))
