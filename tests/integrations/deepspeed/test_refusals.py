@@ -79,7 +79,10 @@ PROBLEMS: dict[str, tuple[Any, list[str]]] = {
     "zenflow": (lambda e: setattr(e._config.zero_config, "zenflow", object()), ["zenflow", "take the section"]),
     "contiguous": (lambda e: setattr(e.optimizer, "contiguous_gradients", False), ["contiguous_gradients", "true"]),
     "fp16": (set_fp16_at_stage_0, ["fp16 at ZeRO stage 0", "stage 1, bf16"]),
-    "complex": (lambda e: e.module.to(torch.complex64), ["'weight' is complex", "view_as_real"]),
+    "complex": (
+        lambda e: setattr(e.module, "weight", torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))),
+        ["'weight' is complex", "view_as_real"],
+    ),
     "MoE": (lambda e: setattr(e, "has_moe_layers", True), ["mixture-of-experts"]),
     "Muon": (lambda e: setattr(e, "basic_optimizer", Muon([torch.zeros(1)], lr=1.0)), ["Muon", "another optimizer"]),
     "no optimizer": (lambda e: setattr(e, "optimizer", None), ["no optimizer", "give one"]),
