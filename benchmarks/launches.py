@@ -21,7 +21,8 @@ from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 
 PHASES = (
-    *["compensate_project", "pack P", "orthogonalize P", "backproject", "pack Q", "orthogonalize Q", "commit"],
+    *["compensate_project", "pack P", "orthogonalize P", "backproject", "pack Q", "orthogonalize Q", "explore"],
+    "commit",
     "reconstruct",
 )
 ORTHOGONALIZE = ("gram", "orthogonalize", "subtract_projection")

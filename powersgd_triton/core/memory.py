@@ -265,6 +265,11 @@ class Memory:
     @on_its_streams
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
+        if not step.captured:
+            # A run that loads these errors rounds them to 16 bits. This run then goes on with the same bits.
+            self.materialize(
+                step, {m.bucket for m in self.matrices.values() if m.error is not None and m.error.element_size() < 4}
+            )
         loaded, errors = self.loaded, self._errors(step, wide=True)
         matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in loaded.matrices.items()}
         if loaded.own:

@@ -61,6 +61,11 @@ class Step:
         self._iteration = value
         self._captured = False
 
+    @property
+    def captured(self) -> bool:
+        """Whether a step was captured, so that replays may use what is pending."""
+        return self._captured
+
     def start(self, *, captured: bool) -> tuple[Tensor, Tensor] | None:
         """Prepare the scalars of a new step on the device, if steps share them. Call it before the first bucket.
 

@@ -105,7 +105,7 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     rows: list[dict[str, Any]] = [
         {"kind": "step", **labels, "provider": provider, "device_ms": ms} for provider, ms in times.items()
     ]
-    rows += [{"kind": "launches", **labels, "provider": "ours", "launches": 13}]
+    rows += [{"kind": "launches", **labels, "provider": "ours", "launches": 15}]
     # A better flag that was not measured would flatter.
     rows += [{"kind": "step", **labels, "gradients": "resnet-50", "provider": "ours", "device_ms": 1.0}]
     rows += [{"kind": "step", **labels, "gradients": "resnet-50", "provider": "torch", "device_ms": 9.0}]
@@ -118,7 +118,7 @@ def test_targets_are_met_missed_or_not_measured() -> None:
         ("gpt2-124M, rank 4, fp32", "6.00×"): "met",
         ("gpt2-124M, rank 4, fp32", "81%"): "met",
         ("64 × (4096, 16)", "–"): "not measured",
-        ("gpt2-124M, rank 4", "13"): "missed",
+        ("gpt2-124M, rank 4", "15"): "missed",
     }
 
 
