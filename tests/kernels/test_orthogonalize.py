@@ -236,7 +236,8 @@ def first_pass(matrices: Sequence[Tensor], device: torch.device, step: int, keys
     _orthogonalize_kernel[(len(factors.chunks),)](
         A=bucket.first.flat, X=X.flat, out=bucket.first.flat, grams=squares[0], before=squares[0],
         next_grams=squares[1], transforms=squares[2], finite=bucket.finite, records=factors.records,
-        chunks=factors.chunks, number=torch.tensor(step, device=device), threshold=DEAD_COLUMN**2, panel=0, before_first=0,
+        chunks=factors.chunks, number=torch.tensor(step, device=device), threshold=DEAD_COLUMN**2,
+        panel=0, before_first=0,
         FIRST=True, CHECK=True, KEEP=True, C=launch.panel, BLOCK_ROWS=launch.rows,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
