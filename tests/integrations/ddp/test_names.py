@@ -169,7 +169,9 @@ def test_ranks_of_numpy() -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("options", [{}, {"rank": None, "compression": 1.1}, {"rank": lambda *_: 2}], ids=["rank", "budget", "function"])
+@pytest.mark.parametrize(
+    "options", [{}, {"rank": None, "compression": 1.1}, {"rank": lambda *_: 2}], ids=["rank", "budget", "function"]
+)
 def test_a_deep_copy_goes_on_by_itself(named: bool, steps: int, options: dict[str, Any]) -> None:
     if not named and "compression" in options:
         pytest.skip("a budget needs names")
