@@ -130,7 +130,8 @@ class TritonBackend:
         verdict = step.verdict(self._device)
         commit_triton(
             table, self._pointers(gradients), self._errors(), following if bucket.config.warm_start else None,
-            step.workers, self._finite, largest=largest_error(torch.float32), basis=basis, message=mean, verdict=verdict,
+            step.workers, self._finite, largest=largest_error(torch.float32), basis=basis, message=mean,
+            verdict=verdict,
         )  # fmt: skip
         bypass_means = message[mean.numel() :] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)

@@ -20,7 +20,8 @@ def commit(bucket: Bucket, finite: bool, workers: int = 3, advance: bool = True)
     bucket.finite.fill_(int(finite))
     commit_triton(
         bucket.table, bucket.pointers_G(), bucket.pointers_M(), following.flat if advance else None, workers,
-        bucket.finite, largest=largest_error(torch.float32), basis=bucket.basis.flat, message=bucket.second.flat, verdict=verdict,
+        bucket.finite, largest=largest_error(torch.float32), basis=bucket.basis.flat, message=bucket.second.flat,
+        verdict=verdict,
     )  # fmt: skip
     assert all(memory.guarded() for memory in (bucket.G, bucket.second, bucket.basis, following))
     return following.cpu(), float(verdict)
