@@ -14,8 +14,8 @@ from powersgd_triton.ops.bucket import Product
 class UnusedParameters:
     """Takes back what a step has sent of parameters that no worker used in it (``find_unused_parameters=True``).
 
-    DDP knows these parameters when the backward pass is done. Its reducer is locked while it calls a communication hook,
-    so the counts are read before the next forward pass, and before the errors are read or saved.
+    DDP knows these parameters when the backward pass is done. Its reducer is locked while it calls a communication
+    hook, so the counts are read before the next forward pass, and before the errors are read or saved.
 
     A pickle or a copy of the DDP model contains this object as a hook of the model. There it does nothing.
 

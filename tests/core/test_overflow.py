@@ -216,9 +216,11 @@ def test_only_what_may_overflow_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
         assert looks == expected
 
 
-@pytest.mark.parametrize("error_dtype", [None, "bf16"])
-@pytest.mark.parametrize("mode", ["standard", "alternating", "triton", "triton alternating"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "mode", "error_dtype"),
+    [(1, "standard", None), (2, "standard", "bf16"), (1, "alternating", "bf16"), (2, "alternating", None),
+     (1, "triton alternating", "bf16")],
+)  # fmt: skip
 def test_a_matrix_of_the_largest_numbers_does_not_stop_later_steps(workers: int, mode: str, error_dtype: str | None):
     fields = {"backend": "torch", **MODES[mode], "error_dtype": error_dtype}
     if fields["backend"] == "triton" and not INTERPRETED:
@@ -234,6 +236,11 @@ def test_a_matrix_of_the_largest_numbers_does_not_stop_later_steps(workers: int,
         fleet = Fleet(everything(rank=2, **fields), shapes, workers)
         fleet.step(given(), [list(shapes)])
         fleet.step(given(3.4e38), [list(shapes)])
+        for engine in fleet.engines:
+            for matrix in engine.memory.matrices.values():
+                assert matrix.error is not None
+                # The most that such a step can leave.
+                matrix.error.fill_(3.38e38)
         history = [fleet.step(given(), [list(shapes)])[0] for _ in range(6)]
         # One step meets the error of each turn.
         for run in history[-3:]:

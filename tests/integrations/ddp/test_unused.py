@@ -44,7 +44,8 @@ def balance(worker: int, **options: Any) -> float:
         # A second forward pass before the backward pass.
         replica(x)
         (8 * replica(x).square().sum()).backward()
-        change = [(0 if g is None else g) - (0 if w.grad is None else w.grad) for g, w in zip(own, weights, strict=True)]
+        pairs = zip(own, weights, strict=True)
+        change = [(0 if g is None else g) - (0 if w.grad is None else w.grad) for g, w in pairs]
         owed = owed + torch.stack([torch.as_tensor(c).expand(12, 12) / 8 for c in change])
         errors = state.error() if step % 2 else {}
         if errors:
