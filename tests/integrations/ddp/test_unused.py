@@ -33,7 +33,7 @@ def balance(worker: int, **options: Any) -> float:
     state = PowerSGDState(None, 1, 0, min_compression_rate=0, module=replica, **options)
     state.attach(lambda: 8.0)
     replica.register_comm_hook(state, powerSGD_hook)
-    owed, worst = 0.0, 0.0
+    owed, worst = torch.zeros(2, 12, 12), 0.0
     for step in range(9):
         model.use = (step % 3 == 0) or (step % 3 == 1 and worker == 0)
         x = torch.randn(5, 12, generator=torch.Generator().manual_seed(10 * step + worker))
