@@ -62,9 +62,11 @@ class UnusedParameters:
 
     def note_views(self, names: list[str], places: list[Tensor], parameters: list[Tensor]) -> None:
         """Note which gradients of a bucket are views of it in this step."""
+        if not self._places:
+            return
         for name, place, parameter in zip(names, places, parameters, strict=True):
             gradient = parameter.grad
-            if self._places and gradient is not None and gradient.data_ptr() == place.data_ptr():
+            if gradient is not None and gradient.data_ptr() == place.data_ptr():
                 self._views.add(name)
             else:
                 self._views.discard(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import torch
@@ -52,7 +51,6 @@ def balance(worker: int, **options: Any) -> float:
             total = owed - torch.stack([errors["trunk.weight"], errors["side.weight"]])
             torch.distributed.all_reduce(total)
             worst = max(worst, float(total.abs().max() / owed.abs().max()))
-    torch.save(replica, io.BytesIO()) if options.get("backend") != "triton" else None
     return worst
 
 
