@@ -130,7 +130,7 @@ def _launches(
             backproject.backproject_triton(table, M, factor, launches.backproject, out=factor)
         if not unaligned:
             commit.commit_triton(
-                table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=verdict
+                table, G, M, factor, 2, flag, largest=2.0**110, basis=factor, message=factor, verdict=verdict
             )  # fmt: skip
         if factors_too:
             pack.pack_and_average_triton(table, factor, factor, 2, flag, own=factor, message=factor)

@@ -123,7 +123,9 @@ def _average(
         else:
             if step == state.config.start_iter == 0 and first:
                 torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
-            places = named(layout, [held for held, _ in views])
+            held = [place for place, _ in views]
+            places = named(layout, held)
+            state._unused.note_views([s.name for s in layout.segments], held, bucket.parameters())
             # This copies a gradient that is not contiguous, such as one in channels_last.
             gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in layout.segments}
 

@@ -165,6 +165,10 @@ class ParameterNames:
         """Return all parameters by name. Empty if parameters are numbered."""
         return {} if self._module is None else {name: parameter for parameter, name in self._names.items()}
 
+    def by_parameter(self) -> dict[Tensor, str]:
+        """Return {parameter: name}, so far if parameters are numbered."""
+        return self._names
+
     def expect(self, record: Record, version: int) -> None:
         """Number the parameters as in a saved record of a format version."""
         if not self._buckets:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
@@ -18,6 +18,7 @@ from powersgd_triton.integrations.ddp import pickles
 from powersgd_triton.integrations.ddp.earlier import upgraded
 from powersgd_triton.integrations.ddp.names import ParameterNames
 from powersgd_triton.integrations.ddp.pickles import torchs_logger
+from powersgd_triton.integrations.ddp.unused import UnusedParameters
 from powersgd_triton.integrations.ddp.views import BucketViews
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.ranks.report import RankReport
@@ -62,7 +63,9 @@ class PowerSGDState(Handle):
         random_seed: Seed of the first Q and of replacement directions.
         compression_stats_logging_frequency: Number of steps between two log messages with statistics.
         batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
-        module: The model, whose parameter names key the state. Without it, parameters are numbered in the order of the
+        module: The model, whose parameter names key the state. Give the DistributedDataParallel model itself if it has
+            ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
+            used. Without it, parameters are numbered in the order of the
             first backward pass, and a checkpoint fits only the same bucket boundaries.
         options: Further fields of ``PowerSGDConfig``.
 
@@ -134,6 +137,7 @@ class PowerSGDState(Handle):
                 "give PowerSGDState the model as module="
             )
         self._set_up(config, names, process_group)
+        self._unused = UnusedParameters(self._engine, module, names.by_parameter())
 
     def _set_up(self, config: PowerSGDConfig, names: ParameterNames, process_group: dist.ProcessGroup | None) -> None:
         # Without ``module=`` the model is not known before its gradients come.
@@ -142,6 +146,7 @@ class PowerSGDState(Handle):
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
         self._views = BucketViews()
+        self._unused = UnusedParameters(self._engine, None, {})
         # Indices of the buckets whose memory was logged.
         self._logged: set[int] = set()
 
@@ -182,6 +187,11 @@ class PowerSGDState(Handle):
         engine = self._engine
         return RankReport.of(engine.layout(self._names.known()), engine.config, engine.plan.spectra)
 
+    def error(self) -> dict[str, Tensor]:
+        """See ``Handle.error``."""
+        self._unused()
+        return super().error()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error over workers, Q and the step. Collective: call it on all workers.
 
@@ -189,6 +199,7 @@ class PowerSGDState(Handle):
         size, since only the mean error enters the trajectory. Statistics are not included.
         """
         pickles.check_owner(self._engine)
+        self._unused()
         return {**self._engine.state_dict(), "buckets": self._names.record()}
 
     def load_state_dict(
@@ -266,6 +277,7 @@ class PowerSGDState(Handle):
         return copied
 
     def _content(self) -> dict[str, Any]:
+        self._unused()
         return {
             **pickles.saved(self._engine, self._names.record()),
             "compression_stats_logging_frequency": self.compression_stats_logging_frequency,

@@ -17,7 +17,8 @@ from powersgd_triton.kernels.table_device import ELEMENTS, rollback_block, tenso
 @triton.jit(do_not_specialize=["verdict", "factor_programs", "numel", "workers"])
 def _commit_kernel(
     G_at, M_at, following, basis, message, finite, verdict, blocks, factor_programs, numel, workers,
-    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """message = Q̄ or NaN; basis ← following, or M ← M − finite elements of G. Grid: blocks of factors, then of M."""
     program = tl.program_id(0)
@@ -43,6 +44,8 @@ def _commit_kernel(
             value -= tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
             # M itself overflowed when the gradient was added: what it had is lost.
             value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+            # Products of larger errors could make every later step overflow.
+            value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
             tl.store(M + start + i, value.to(M.dtype.element_ty), ok)
     if program == 0 and not good:
         tl.store(verdict, 0.0)
@@ -56,6 +59,7 @@ def commit_triton(
     workers: int,
     finite: Tensor,
     *,
+    largest: float,
     basis: Tensor,
     message: Tensor,
     verdict: Tensor,
@@ -69,6 +73,7 @@ def commit_triton(
         following: orthonormal bases of the message's columns, fp32, flat; None for bases that stay.
         workers: number of workers whose Q are summed in the message.
         finite: int32 scalar on the device.
+        largest: largest element that an error may keep after a step that was not finite.
         basis: fp32, flat.
         message: the second message, fp32.
         verdict: scalar on the device.
@@ -91,6 +96,7 @@ def commit_triton(
         M_TYPE=ELEMENTS[(M or G).dtype],
         ADVANCE=following is not None,
         FEEDBACK=feedback,
+        LARGEST=largest,
         BLOCK=COPY_BLOCK,
         **NUMERICS,
     )

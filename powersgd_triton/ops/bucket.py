@@ -99,6 +99,22 @@ class Bucket:
         if self.M:
             self.applied = verdict
 
+    def take_back(self, unsent: Mapping[str, Tensor]) -> None:
+        """Leave matrices out of the pending product where the scalar ``unsent[name]`` is True, so that E keeps them."""
+        masks = []
+        for group in self.layout.groups:
+            never = torch.zeros((), dtype=torch.bool, device=self.message_P.device)
+            mask = torch.stack([unsent.get(segment.name, never).to(never.device) for segment in group.segments])
+            masks.append(mask.view(-1, 1, 1))
+        product = []
+        for left, right in self.product:
+            # A new tensor, since the left factor may be a basis.
+            kept = left.clone()
+            for factor, mask in zip(self.left(kept), masks, strict=True):
+                factor.masked_fill_(mask, 0)
+            product.append((kept, right))
+        self.product = product
+
     def materialize(self) -> None:
         """M ← E: subtract the pending product, and divide by the loss scale contained in M."""
         self._settle(self.M or [], self.applied)

@@ -25,6 +25,10 @@ WELL_CONDITIONED = 1e-6
 """If a larger share of every column's squared norm is left, r²/1e-6 bounds the squared condition number, and one pass
 in fp64 makes columns orthogonal up to r² · 1e6 · 2⁻⁵³: 2e-9 at r = 4, 7e-6 at r = 256. This suffices for fp32."""
 
+HEADROOM = 2.0**-18
+"""Share of the largest number that an error may keep after a step that was not finite: 2¹¹⁰ in fp32. A product of such
+an n × m error with orthonormal columns is at most √n · 2¹¹⁰, so its sum over W workers fits if W √n < 2¹⁷."""
+
 
 def compensate_project_reference(
     G: Sequence[Tensor],
@@ -195,13 +199,20 @@ def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applie
 def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
     """M ← M − (finite elements of G) if the scalar ``finite`` is 0: undo what compensating added.
 
-    An element whose sum overflowed cannot be restored. It becomes 0, so that it does not spoil every later step.
+    An element whose sum overflowed cannot be restored. It becomes 0, and other elements are clamped to
+    ``largest_error``, so that their products do not make every later step overflow.
     """
     if _on_host(finite) and finite:
         return
     for _, _, (G_block, M_block) in blocks(2, G, M):
         rest = M_block.to(torch.promote_types(M_block.dtype, torch.float32)) - _finite_part(G_block)
-        M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest)))
+        largest = largest_error(rest.dtype)
+        M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest).clamp_(-largest, largest)))
+
+
+def largest_error(dtype: torch.dtype) -> float:
+    """Return the largest element that an error may keep after a step that was not finite, see HEADROOM."""
+    return HEADROOM * torch.finfo(dtype).max
 
 
 def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor) -> None:

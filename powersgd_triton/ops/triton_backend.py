@@ -25,7 +25,7 @@ from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bucket import Bucket, seed
 from powersgd_triton.ops.explore import CARRY, SMALLEST_REST, explores
-from powersgd_triton.ops.reference import PASSES
+from powersgd_triton.ops.reference import PASSES, largest_error
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.triton_wire import TritonWire
@@ -130,7 +130,8 @@ class TritonBackend:
         verdict = step.verdict(self._device)
         commit_triton(
             table, self._pointers(gradients), self._errors(), following if bucket.config.warm_start else None,
-            step.workers, self._finite, basis=basis, message=mean, verdict=verdict,
+            step.workers, self._finite, largest=largest_error(torch.float32), basis=basis, message=mean,
+            verdict=verdict,
         )  # fmt: skip
         bypass_means = message[mean.numel() :] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)

@@ -14,6 +14,7 @@ from powersgd_triton.ops.reference import may_overflow, reconstruct_reference
 from tests.support.checks import everything
 from tests.support.device import INTERPRETED
 from tests.support.fuzzing import gamma
+from tests.support.lockstep import Fleet
 
 SHAPES = {"large": (8, 8), "twin": (8, 8), "other": (5, 7), "bias": (6,)}
 # The gradients are held for a while, then turned, then small: what was carried leaves again.
@@ -213,3 +214,38 @@ def test_only_what_may_overflow_is_looked_at(monkeypatch: pytest.MonkeyPatch) ->
         looks.clear()
         reconstruct_reference(P, factor * Q, out=[torch.empty(9, 7, dtype=torch.float16)], verdict=torch.ones(()))
         assert looks == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "mode", "error_dtype"),
+    [(1, "standard", None), (2, "standard", "bf16"), (1, "alternating", "bf16"), (2, "alternating", None),
+     (1, "triton alternating", "bf16")],
+)  # fmt: skip
+def test_a_matrix_of_the_largest_numbers_does_not_stop_later_steps(workers: int, mode: str, error_dtype: str | None):
+    fields = {"backend": "torch", **MODES[mode], "error_dtype": error_dtype}
+    if fields["backend"] == "triton" and not INTERPRETED:
+        pytest.skip("kernels are compiled for the GPU")
+    shapes = {"w": (24, 18), "v": (13, 2)}
+    for seed in range(1 if fields["backend"] == "triton" else 6):
+        generator = torch.Generator().manual_seed(seed)
+
+        def given(size: float = 0.0, generator: torch.Generator = generator) -> list[dict[str, Tensor]]:
+            random = [{n: torch.randn(s, generator=generator) for n, s in shapes.items()} for _ in range(workers)]
+            return [{n: g.sign() * size if size else g for n, g in own.items()} for own in random]
+
+        fleet = Fleet(everything(rank=2, **fields), shapes, workers)
+        fleet.step(given(), [list(shapes)])
+        fleet.step(given(3.4e38), [list(shapes)])
+        for engine in fleet.engines:
+            for matrix in engine.memory.matrices.values():
+                assert matrix.error is not None
+                # The most that such a step can leave.
+                matrix.error.fill_(3.38e38)
+        history = [fleet.step(given(), [list(shapes)])[0] for _ in range(6)]
+        # One step meets the error of each turn.
+        for run in history[-3:]:
+            assert all(bool(verdict) for verdict in run.verdicts), (seed, [bool(r.verdicts[0]) for r in history])
+            assert all(fits(own) for own in run.averages)
+        assert all(fits(own) for own in fleet.errors())
+        sent = [run.averages[0]["w"].abs().max() for run in history[-3:]]
+        assert min(sent) > 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.commit import commit_triton
-from powersgd_triton.ops.reference import rollback_reference
+from powersgd_triton.ops.reference import largest_error, rollback_reference
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import ERRORS, GRADIENTS, INF, NAN, Bucket, Shape, mixed, over_dtypes, stored
 from tests.support.kernel_checks import compensate_project
@@ -20,7 +20,8 @@ def commit(bucket: Bucket, finite: bool, workers: int = 3, advance: bool = True)
     bucket.finite.fill_(int(finite))
     commit_triton(
         bucket.table, bucket.pointers_G(), bucket.pointers_M(), following.flat if advance else None, workers,
-        bucket.finite, basis=bucket.basis.flat, message=bucket.second.flat, verdict=verdict,
+        bucket.finite, largest=largest_error(torch.float32), basis=bucket.basis.flat, message=bucket.second.flat,
+        verdict=verdict,
     )  # fmt: skip
     assert all(memory.guarded() for memory in (bucket.G, bucket.second, bucket.basis, following))
     return following.cpu(), float(verdict)
@@ -58,6 +59,8 @@ def test_commit_takes_a_step_back(gradient: torch.dtype, error: torch.dtype | No
     if bucket.M is not None:
         # Beyond the range: what overflowed is given up.
         bucket.M.views[0][1], bucket.M.views[0][2] = INF, NAN
+        # In range, but products with it would not be.
+        bucket.M.views[0][3], bucket.M.views[0][4] = 3.3e38, -(2.0**111)
         M = bucket.M.cpu()
     _, verdict = commit(bucket, False)
     assert verdict == 0
