@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -54,21 +55,26 @@ def balance(worker: int, **options: Any) -> float:
     return worst
 
 
-def conservation(worker: int, world_size: int) -> dict[str, float]:
+CASES: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "alternating": {"algorithm": "alternating"},
+    "twice": {"iterations": 2},
+    "view": {"view": True},
+    "zeroed view": {"view": True, "keep": True},
+    "zeroed": {"keep": True},
+}
+TRITON: dict[str, dict[str, Any]] = {
+    "standard": {"backend": "triton"},
+    "alternating": {"backend": "triton", "algorithm": "alternating"},
+}
+
+
+def conservation(worker: int, world_size: int, cases: dict[str, dict[str, Any]]) -> dict[str, float]:
     torch.set_num_threads(1)
-    cases: dict[str, dict[str, Any]] = {
-        "standard": {},
-        "alternating": {"algorithm": "alternating"},
-        "twice": {"iterations": 2},
-        "view": {"view": True},
-        "zeroed view": {"view": True, "keep": True},
-        "zeroed": {"keep": True},
-        "triton": {"backend": "triton"},
-        "triton alternating": {"backend": "triton", "algorithm": "alternating"},
-    }
     return {name: balance(worker, **options) for name, options in cases.items()}
 
 
-def test_error_keeps_what_ddp_discards():
-    for results in run(conservation, 2):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(TRITON, marks=pytest.mark.slow)], ids=["torch", "triton"])
+def test_error_keeps_what_ddp_discards(cases: dict[str, dict[str, Any]]):
+    for results in run(conservation, 2, cases):
         assert max(results.values()) < 1e-5, results
