@@ -36,6 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "alternating": {"algorithm": "alternating"},
     "twice": {"iterations": 2},
     "bf16error": {"error_dtype": "bf16"},
+    "noexplore": {"explore_every": 0},
     "fp32": {"wire_dtype": "fp32"},
     "bf16": {"wire_dtype": "bf16"},
     "fp16": {"wire_dtype": "fp16"},
