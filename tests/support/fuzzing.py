@@ -12,6 +12,8 @@ from torch import Tensor
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Segment, products
+from powersgd_triton.ops.bucket import seed
+from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.reference import DEAD_COLUMN, largest_error
 from tests.support.fp64_model import Model, total
 from tests.support.fuzz_cases import Case, gradients
@@ -242,6 +244,9 @@ class Follower:
                 return basis
             assert departure(basis.unsqueeze(0)) <= ORTHONORMAL, f"{segment}: basis {at} is not orthonormal"
             outside = (A - basis @ (basis.T @ A)).norm(dim=0)
+            if at == 2 and self.explores(segment):
+                # Another direction takes the place of the last one.
+                outside[-1] = 0
             rounding = 2 * torch.finfo(compute).eps * math.sqrt(segment.rank)
             # What was projected was off by its rounding, and its share that counts as nothing is left out.
             allowed = (2 * drop + rounding) * A.norm(dim=0) + share * size.norm(dim=0) + k * TINY
@@ -281,6 +286,15 @@ class Follower:
         else:
             dtype = getattr(torch, str(self.config.error_dtype))
         return 2 * torch.finfo(dtype).eps
+
+    def explores(self, segment: Segment) -> bool:
+        """Return whether the first right basis of the last step may look in another direction."""
+        iteration = self.fleet.engines[0].step.iteration - 1
+        return (
+            explores(self.config, repetition=0)
+            and segment.rank < min(segment.n, segment.m)
+            and (seed(segment.name, self.config) + iteration) % self.config.explore_every == 0
+        )
 
     def check_kept(self, segment: Segment, G: list[Tensor], E: list[Tensor], sizes: list[Tensor], share: float) -> None:
         """Where the bucket was not finite, E is what it was but for the rounding of M and of E itself."""
