@@ -308,7 +308,8 @@ class Follower:
             # What overflowed cannot be given back; all the same it must not stay.
             lost = size + added.abs() + tolerance >= limit
             # An error is clamped, so that products of later steps do not overflow.
-            largest = largest_error(matrix.error.dtype)
+            wide = torch.promote_types(matrix.error.dtype, torch.float32)
+            largest = largest_error(torch.promote_types(wide, self.case.dtypes[segment.name]))
             kept = ((after - before.clamp(-largest, largest)).abs() <= tolerance) | (lost & after.isfinite())
             assert kept.all(), f"{segment}: error became {after[~kept]} from {before[~kept]}"
 
