@@ -14,7 +14,7 @@ from powersgd_triton.integrations.ddp.pickles import check_owner, torchs_logger
 from powersgd_triton.integrations.ddp.state import PowerSGDState
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
-from powersgd_triton.ops.gradients import DTYPES
+from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of the remaining elements."""
@@ -98,6 +98,7 @@ def _average(
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine. ``named`` returns the layout's tensors, given views of the gradients."""
     engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
+    parameters = bucket.parameters()
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
@@ -108,7 +109,7 @@ def _average(
         if buffer.is_cuda:
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        views = state._views.of(buffer, bucket.parameters())
+        views = state._views.of(buffer, parameters)
 
         def finish() -> None:
             for held, read in views:
@@ -125,15 +126,14 @@ def _average(
                 torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
             held = [place for place, _ in views]
             places = named(layout, held)
-            state._unused.note_views([s.name for s in layout.segments], held, bucket.parameters())
+            state._unused.note_views(held, parameters)
             # This copies a gradient that is not contiguous, such as one in channels_last.
             gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in layout.segments}
 
             def write(backend: Backend) -> None:
                 backend.reconstruct(gradients, engine.step.overflow(buffer.device))
                 for name, gradient in gradients.items():
-                    if gradient.data_ptr() != places[name].data_ptr():
-                        places[name].copy_(gradient.view(places[name].shape))
+                    write_back(gradient, places[name])
                 finish()
 
             engine.average(layout, gradients, write=write)

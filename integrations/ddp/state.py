@@ -65,8 +65,8 @@ class PowerSGDState(Handle):
         batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
         module: The model, whose parameter names key the state. Give the DistributedDataParallel model itself if it has
             ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
-            used. Without it, parameters are numbered in the order of the
-            first backward pass, and a checkpoint fits only the same bucket boundaries.
+            used. Without ``module=``, parameters are numbered in the order of the first backward pass, and a checkpoint
+            fits only the same bucket boundaries.
         options: Further fields of ``PowerSGDConfig``.
 
     Raises:

@@ -31,7 +31,7 @@ class UnusedParameters:
             return
         if not hasattr(module.reducer, "_get_local_used_map"):
             return
-        self._engine, self._reducer = engine, module.reducer
+        self._engine, self._reducer, self._names = engine, module.reducer, names
         # Products that were looked at. Each belongs to one step, and only the counts of that step decide about it.
         self._seen: list[Product] = []
         # Parameters whose gradients are views of the bucket. DDP cannot discard what is written there.
@@ -60,16 +60,16 @@ class UnusedParameters:
                         bucket.take_back(self._kept(counts))
         self._seen = [bucket.product for bucket in buckets]
 
-    def note_views(self, names: list[str], places: list[Tensor], parameters: list[Tensor]) -> None:
+    def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
         """Note which gradients of a bucket are views of it in this step."""
         if not self._places:
             return
-        for name, place, parameter in zip(names, places, parameters, strict=True):
+        for place, parameter in zip(places, parameters, strict=True):
             gradient = parameter.grad
             if gradient is not None and gradient.data_ptr() == place.data_ptr():
-                self._views.add(name)
+                self._views.add(self._names[parameter])
             else:
-                self._views.discard(name)
+                self._views.discard(self._names[parameter])
 
     def _kept(self, counts: Tensor) -> dict[str, Tensor]:
         """Return {name: scalar bool, whether DDP discarded the average}."""

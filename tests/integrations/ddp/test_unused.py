@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.distributed import run
 
 
@@ -78,3 +78,20 @@ def conservation(worker: int, world_size: int, cases: dict[str, dict[str, Any]])
 def test_error_keeps_what_ddp_discards(cases: dict[str, dict[str, Any]]):
     for results in run(conservation, 2, cases):
         assert max(results.values()) < 1e-5, results
+
+
+def batched(worker: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    replica = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    state = PowerSGDState(None, 1, 2, module=replica)
+    replica.register_comm_hook(state, batched_powerSGD_hook)
+    for step in range(4):
+        replica.zero_grad()
+        replica(torch.randn(5, 12, generator=torch.Generator().manual_seed(10 * step + worker))).sum().backward()
+    return [float(parameter.grad.sum()) for parameter in replica.parameters() if parameter.grad is not None]
+
+
+def test_the_batched_hook_takes_the_ddp_model_as_module():
+    first, second = run(batched, 2)
+    assert first == second
+    assert len(first) == 4

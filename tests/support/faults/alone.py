@@ -15,6 +15,7 @@ import torch.distributed as dist
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.core import memory
 from tests.support.faults.episodes import bytes_of
+from tests.support.faults.peers import refused_step
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
 
 TIMEOUT = datetime.timedelta(seconds=1)
@@ -110,18 +111,7 @@ def rank_function(trainer: Trainer, folder: Path) -> None:
         return trainer.setting.rank
 
     options: dict[str, Any] = {"matrix_approximation_rank": rank, **({} if named else {"module": None})}
-    agreeing, trainer.state = trainer.state, trainer.new_state(**options)
-    assert trainer.replica is not None
-    trainer.optimizer.zero_grad()
-    try:
-        trainer.replica(trainer.gradients()).backward()
-    except (LookupError, ValueError, DisagreementError):
-        pass
-    else:
-        trainer.lost.append("workers have trained without a rank")
-    trainer.state = agreeing
-    trainer.wrap(trainer.setting.cap)
-    trainer.step()
+    refused_step(trainer, trainer.new_state(**options), LookupError, ValueError, DisagreementError)
 
 
 def no_memory(trainer: Trainer, folder: Path) -> None:

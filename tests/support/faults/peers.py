@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
+from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.distributed import run_cases
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
@@ -52,18 +53,23 @@ def other_iteration(trainer: Trainer, folder: Path) -> None:
 
 def _disagree(trainer: Trainer, fields: dict[str, Any], steps: int) -> None:
     """A step with states of which one differs; then the step with those that agree."""
-    agreeing = trainer.state
-    trainer.state = trainer.new_state(**fields)
-    trainer.state.iter += steps
+    state = trainer.new_state(**fields)
+    state.iter += steps
+    refused_step(trainer, state, DisagreementError)
+
+
+def refused_step(trainer: Trainer, state: PowerSGDState, *expected: type[Exception]) -> None:
+    """A backward pass with another state, which is refused; then the step with the trainer's own."""
+    own, trainer.state = trainer.state, state
     try:
         assert trainer.replica is not None
         trainer.optimizer.zero_grad()
         trainer.replica(trainer.gradients()).backward()
-    except DisagreementError:
+    except expected:
         pass
     else:
-        trainer.lost.append("workers that differ have trained on")
-    trainer.state = agreeing
+        trainer.lost.append("workers have trained with a state that was to be refused")
+    trainer.state = own
     trainer.wrap(trainer.setting.cap)
     trainer.step()
 
