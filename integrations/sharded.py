@@ -5,21 +5,33 @@ from __future__ import annotations
 import datetime
 import io
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from powersgd_triton.checkpoint import unpickled
+from powersgd_triton.checkpoint import StateDict, unpickled
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import Handle
-from powersgd_triton.core.saved_state import Size, check_version, is_part
+from powersgd_triton.core.handle import FOUND, Folder, Handle
+from powersgd_triton.core.saved_state import LoadReport, Size, check_version, is_part, listing
 from powersgd_triton.layout.layout import compressed_rank, matrix_shape
 from powersgd_triton.ops.reference import note_overflow
+
+FOLDER = "powersgd"
+"""The folder that ``save`` makes in a checkpoint's folder."""
+
+FOREIGN = (
+    "neither whole nor this worker's own. If one worker wrote the state with torch.save(), it has only that worker's "
+    "shards. Write and read it on all workers: with save(folder) and load(folder), or with torch.distributed.checkpoint"
+)
 
 
 class Sharding(Protocol):
@@ -74,35 +86,44 @@ class ShardedHandle(Handle):
             name: {key: part.cpu() for key, part in parts.items()} for name, parts in sorted(saved["matrices"].items())
         }
         factors = io.BytesIO()
-        content = {"version": saved["format_version"], "shards": self._sharding.gather(parts)}
+        content = {
+            "version": saved["format_version"],
+            "shards": self._sharding.gather(parts),
+            "squares": weighted_squares(errors),
+        }
         if self.config.planned:
             content["plans"] = self._sharding.gather(saved["plan"])
         torch.save(content, factors)
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
         """Continue from a saved state of any mesh and rank. Collective. ``dcp.load`` calls this method.
 
         Args:
-            state_dict: Result of ``state_dict``.
+            state_dict: Result of ``state_dict``. Errors may also be whole tensors, equal on all workers.
             rename: {saved name: name here}. With ``dcp.load``, use ``renamed`` instead.
 
+        Returns:
+            What was used of the state, and what was not.
+
         Raises:
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            ValueError: A worker's state belongs to another model or another worker, or has another format. Nothing was
+                changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        together = self._engine.peers.together
         rename = rename or {}
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
-        nearest, errors = together("load_state_dict", lambda: (self._checked(state_dict, rename), {}, {}))
-        saved_names = {new: old for old, new in rename.items()}
-        fetched = {
-            name: self._sharding.fetch(errors[saved_names.get(name, name)])
-            for name in (self._matrices() if self.config.error_feedback else ())
-        }
+        nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
+        found = weighted_squares(errors)
+        fetched = {name: self._sharding.fetch(error) for name, error in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
+            other = [
+                name for name, total in found.items() if not math.isclose(total, sums.get(name, total), rel_tol=1e-6)
+            ]
+            if other:
+                raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
             tensors: dict[str, Size] = {}
             matrices: dict[str, dict[str, Tensor]] = {}
             for name, shape in self._matrices().items():
@@ -118,49 +139,83 @@ class ShardedHandle(Handle):
                     matrices[name] = parts if error is None else {**parts, "error": error}
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
 
-        self._engine.load_state_dict(read)
+        return self._engine.load_state_dict(read)
+
+    def save(self, folder: Folder) -> None:
+        """See ``Handle.save``. Writes with torch.distributed.checkpoint, on all workers."""
+        path = Path(folder) / FOLDER
+        new, old = path.with_suffix(".new"), path.with_suffix(".old")
+        dcp_save(self.state_dict(), checkpoint_id=new)
+
+        def replace() -> None:
+            # If this is interrupted, ``load`` finds the old state.
+            if dist.get_rank() == 0:
+                if path.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    path.rename(old)
+                new.rename(path)
+                shutil.rmtree(old, ignore_errors=True)
+
+        self._together("save", replace)
+
+    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
+        """See ``Handle.load``."""
+        path = Path(folder) / FOLDER
+        found = self._together("load", lambda: [p.name for p in (path, path.with_suffix(".old")) if p.exists()], FOUND)
+        if not found:
+            self._begin_without(path, missing_ok)
+            return None
+        saved = self.state_dict()
+        dcp_load(saved, checkpoint_id=path.with_name(found[0]))
+        return self.load_state_dict(saved)
 
     def _checked(
-        self, state_dict: Mapping[str, Any], rename: Mapping[str, str]
-    ) -> tuple[dict[str, Any], Mapping[str, DTensor]]:
+        self, state_dict: Any, rename: Mapping[str, str]
+    ) -> tuple[dict[str, Any], dict[str, DTensor], dict[str, float]]:
         """Check a saved state as far as that is not collective.
 
         Returns:
-            The factors of the saved shard that is nearest to this worker's, as a saved state; and the saved errors.
+            The factors of the saved shard that is nearest to this worker's, as a saved state; the errors that are
+            needed; and what ``weighted_squares`` returned for the errors that were saved, if that is known.
 
         Raises:
             ValueError: See ``load_state_dict``.
         """
-        missing = {"error", "factors", "iteration"} - set(state_dict or ())
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"expected the result of state_dict(); got {type(state_dict).__name__}")
+        missing = {"error", "factors", "iteration"} - state_dict.keys()
         if missing:
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
-        version, shards, plans = _factors(state_dict["factors"])
+        factors = _factors(state_dict["factors"])
         worker, workers = self._sharding.shard()
         # The saved shard that contained the first rows of this worker's shard. It is the same on all replicas.
-        index = worker * len(shards) // workers
+        index = worker * len(factors.shards) // workers
         # A left basis has the rows of a shard, so it only fits the same number of shards.
-        keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
+        keys = ("basis", "left_basis") if len(factors.shards) == workers else ("basis",)
         nearest = {
-            "format_version": version,
+            "format_version": factors.version,
             "iteration": state_dict["iteration"],
             "matrices": {
                 rename.get(name, name): {key: parts[key] for key in keys if key in parts}
-                for name, parts in shards[index].items()
+                for name, parts in factors.shards[index].items()
             },
-            "plan": {key: {rename.get(n, n): value for n, value in part.items()} for key, part in plans[index].items()},
+            "plan": {
+                key: {rename.get(n, n): value for n, value in part.items()}
+                for key, part in factors.plans[index].items()
+            },
         }
         saved_names = {new: old for old, new in rename.items()}
+        errors: dict[str, DTensor] = {}
         if self.config.error_feedback:
-            for name in self._matrices():
+            for name, shape in self._matrices().items():
                 saved = saved_names.get(name, name)
                 if saved not in state_dict["error"]:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
-                error = state_dict["error"][saved]
-                if not isinstance(error, DTensor):
-                    raise ValueError(f"the saved error of {saved!r} must be a DTensor; got {type(error).__name__}")
-        return nearest, state_dict["error"]
+                like = self._sharding.place(name, torch.zeros(shape))
+                errors[name] = _own(saved, state_dict["error"][saved], like)
+        return nearest, errors, {rename.get(name, name): total for name, total in factors.squares.items()}
 
     def renamed(self, names: Mapping[str, str]) -> Renamed:
         """Return this state for ``dcp.load`` of a checkpoint in which parameters have other names.
@@ -273,8 +328,68 @@ def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _factors(content: Any) -> tuple[int, list[Any], list[Any]]:
-    """Return (format version, bases of each shard, plan of each shard) from the factors of a saved state.
+def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
+    """Return Σ_ij w_ij E_ij² of each error over all shards, computed in fp64. Collective.
+
+    It tells whether all workers have the shards that were saved. The weights grow with the first two indices, so the
+    sums also change if workers have each other's shards.
+    """
+    placed: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
+    for name, error in errors.items():
+        mesh = error.device_mesh
+        squares: Any = error.detach().double().square()
+        for dim in range(2):
+            shape = [1] * error.dim()
+            shape[dim] = error.shape[dim]
+            weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
+            squares = squares * DTensor.from_local(
+                weights.view(shape), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
+        placed.setdefault((mesh, error.placements), {})[name] = squares.to_local().sum()
+    totals: dict[str, float] = {}
+    for (mesh, placements), sums in placed.items():
+        stacked = torch.stack(list(sums.values()))
+        for dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(stacked, group=mesh.get_group(dim))
+        totals.update(zip(sums, stacked.tolist(), strict=True))
+    return totals
+
+
+def _own(name: str, error: Any, like: DTensor) -> DTensor:
+    """Return a saved error as this worker's part of a DTensor like ``like``.
+
+    Raises:
+        ValueError: It is neither this worker's part nor whole.
+    """
+    if not isinstance(error, Tensor) or error.shape != like.shape:
+        what = tuple(error.shape) if isinstance(error, Tensor) else type(error).__name__
+        raise ValueError(f"the saved error of {name!r} must be a tensor of shape {tuple(like.shape)}; got {what}")
+    if not isinstance(error, DTensor):
+        return distribute_tensor(error.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    if error.placements != like.placements or error.to_local().shape != like.to_local().shape:
+        raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
+    return error
+
+
+class Factors(NamedTuple):
+    """What a sharded state saves as bytes.
+
+    Attributes:
+        version: Format version.
+        shards: {name: parts} of each shard.
+        plans: Plan of each shard, empty if ranks are not planned.
+        squares: Result of ``weighted_squares``. Empty if an earlier version has saved the state.
+    """
+
+    version: int
+    shards: list[Any]
+    plans: list[Any]
+    squares: dict[str, float]
+
+
+def _factors(content: Any) -> Factors:
+    """Read the factors of a saved state.
 
     Raises:
         ValueError: They cannot be read, or have another format.
@@ -297,7 +412,10 @@ def _factors(content: Any) -> tuple[int, list[Any], list[Any]]:
     parts = [part for plan in plans for part in (plan.values() if isinstance(plan, Mapping) else [None])]
     if len(plans) != len(shards) or not all(isinstance(part, Mapping) for part in parts):
         raise ValueError("the plans in the saved state must be one {part: {name: value}} for each shard")
-    return found["version"], shards, plans
+    squares = found.get("squares", {})
+    if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
+        raise ValueError("the squares in the saved state must be {name: number}")
+    return Factors(found["version"], shards, plans, dict(squares))
 
 
 def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:

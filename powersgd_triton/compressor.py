@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -229,14 +228,6 @@ class Compressor(Handle):
         """
         kinds = {n: self._kinds.get(n, (torch.Size(s), torch.float32))[:2] for n, s in self._exact.shapes.items()}
         return {name: in_form(error, *kinds[name]) for name, error in super().error().items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the mean error over workers, the bases and the step. Collective: call it on all workers.
-
-        The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
-        size, since only the mean error enters the trajectory.
-        """
-        return self._engine.state_dict()
 
     def load_state_dict(
         self, state_dict: StateDict, *, strict: bool = True, rename: Mapping[str, str] | None = None

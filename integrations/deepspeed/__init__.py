@@ -15,7 +15,6 @@ All other names of this module are forwarded to the original one. Plain DeepSpee
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 try:
@@ -24,10 +23,11 @@ except ImportError as error:
     raise ImportError("DeepSpeed is not installed; run pip install 'powersgd_triton[deepspeed]'") from error
 
 import torch
-import torch.distributed as dist
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints
 from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
@@ -44,8 +44,6 @@ from powersgd_triton.integrations.deepspeed.traffic import describe, expected_tr
 
 __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
 
-logger = logging.getLogger("powersgd_triton")
-
 # The original, before the runner replaces it.
 _initialize = _deepspeed.initialize
 
@@ -60,40 +58,47 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     returned = _initialize(*args, **kwargs)
     engine = returned[0]
     if section_of(engine) is None:
-        _say(f'powersgd: off, the configuration has no section "{SECTION}"')
+        announce(f'powersgd: off, the configuration has no section "{SECTION}"')
     else:
         enable(engine)
     return returned
 
 
-def enable(engine: Any) -> DeepSpeedState | None:
-    """Compress an engine's gradients as the section "powersgd" configures. Collective. Call it before training.
+def enable(engine: Any, config: PowerSGDConfig | None = None) -> DeepSpeedState | None:
+    """Compress an engine's gradients. Collective. Call it before training.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
+        config: Configuration of the compression. None takes the section "powersgd" of the DeepSpeed configuration.
 
     Returns:
         The state of the compression, also available as ``engine.powersgd``. None if the section has
         ``"enabled": false``. If compression is already on, the existing state is returned.
 
     Raises:
-        PowerSGDConfigError: There is no section, or it cannot be used with this configuration. The error lists all
-            reasons.
+        PowerSGDConfigError: There is no configuration, or two that differ, or it cannot be used with the rest of the
+            DeepSpeed configuration. The error lists all reasons.
     """
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:
+        if config not in (None, state.config):
+            refuse([f"the engine is compressed with {state.config} already; got {config}"])
         return state
 
     def prepare() -> tuple[tuple[DeepSpeedState, str] | None, Facts, Facts]:
         section = section_of(engine)
-        if section is None:
+        if section is None and config is None:
             refuse([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
-        config, enabled, problems = read_section(section)
+        wanted, enabled, problems = read_section({} if section is None else section)
+        if section is None and config is not None:
+            wanted = config
         if not enabled and not problems:
             return None, {"enabled": False}, {}
+        if config not in (None, wanted) and not problems:
+            problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
         refuse(problems + engine_problems(engine))
         try:
-            state = DeepSpeedState(config, engine, averaging_group(engine))
+            state = DeepSpeedState(wanted, engine, averaging_group(engine))
         except ValueError as error:
             raise refusal([str(error)]) from None
         return (state, describe(engine, state)), {"enabled": True}, {}
@@ -101,7 +106,7 @@ def enable(engine: Any) -> DeepSpeedState | None:
     # The other workers would wait in the first step for one that has refused its configuration.
     prepared = together("deepspeed.enable", prepare, Communicator(), torch.device(engine.device))
     if prepared is None:
-        _say('powersgd: off, the section has "enabled": false')
+        announce('powersgd: off, the section has "enabled": false')
         return None
     state, line = prepared
     engine.powersgd = state
@@ -109,7 +114,7 @@ def enable(engine: Any) -> DeepSpeedState | None:
     seam_class(engine)(engine, state)
     _attach_guard(engine, state)
     attach_checkpoints(engine, state)
-    _say(line)
+    announce(line)
     return state
 
 
@@ -126,13 +131,6 @@ def _attach_guard(engine: Any, state: DeepSpeedState) -> None:
         return result
 
     engine._take_model_step = take_model_step
-
-
-def _say(line: str) -> None:
-    """Log a line, and print it on worker 0, since DeepSpeed's default log level hides INFO messages."""
-    logger.info(line)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(line, flush=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm
@@ -12,13 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.checkpoint import StateDict, opened
+from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.handle import FOUND, Folder, Handle
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
+
+FILE = "powersgd_pp{stage}_tp{part}_state.pt"
+"""One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
 
 
 @dataclasses.dataclass
@@ -49,6 +54,8 @@ class DeepSpeedState(Handle):
     Raises:
         ValueError: The configuration's budget is too small for the model.
     """
+
+    saved_with_model = True
 
     def __init__(self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -152,20 +159,89 @@ class DeepSpeedState(Handle):
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        return self.adopt(*self.read(lambda: opened(state_dict)))
+        return self._engine.load_state_dict(lambda: (opened(state_dict), self._sizes()))
 
-    def read(self, read: Callable[[], Any]) -> tuple[SavedState, LoadReport]:
-        """Check a saved state on all workers as ``load_state_dict`` does, before anything is loaded. Collective."""
-        return self._engine.peers.read(lambda: (read(), self._sizes()))
+    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
+        """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""
+        read = self.read(lambda: self.tagged(folder, None) or Path(folder))
+        if read is None:
+            self._begin_without(Path(folder) / self._file(), missing_ok)
+            return None
+        return self.adopt(*read)
+
+    def read(self, find: Callable[[], Path | None]) -> tuple[SavedState, LoadReport] | None:
+        """Check what ``save`` wrote, before anything is loaded. Collective on the workers of all pipeline stages.
+
+        Args:
+            find: Returns the folder. None if there is none.
+
+        Returns:
+            What ``adopt`` takes. None if there is no saved state.
+        """
+
+        def files() -> dict[str, Any] | None:
+            folder = find()
+            return None if folder is None else self._files(folder)
+
+        saved = self._together("load", files, FOUND)
+        if saved is None:
+            return None
+        # The workers of one pipeline stage compare their states. Then all stages are told.
+        return self._together("load", lambda: self._engine.peers.read(lambda: (saved, self._sizes())))
 
     def adopt(self, saved: SavedState, report: LoadReport) -> LoadReport:
         """Continue from the result of ``read``. Not collective."""
         return self._engine.adopt(saved, report)
 
-    def forget(self) -> None:
-        """Set all errors to zero, because the weights were replaced."""
-        self._engine.memory.forget_errors()
-        self._engine.step.forget()
+    def tagged(self, load_dir: Folder, tag: Any) -> Path | None:
+        """Return the folder that DeepSpeed will load. None if it will find nothing."""
+        if tag is None:
+            name = "latest_universal" if self._framework.load_universal_checkpoint() else "latest"
+            latest = Path(load_dir) / name
+            if not latest.is_file():
+                return None
+            tag = latest.read_text().strip()
+        folder = Path(load_dir) / str(tag)
+        return folder if folder.is_dir() else None
+
+    def _files(self, folder: Path) -> dict[str, Any] | None:
+        """Return the state that a folder has. None if there is none.
+
+        Raises:
+            ValueError: A file is damaged, or this is a universal checkpoint without the state.
+        """
+        _, part = self._place()
+        files = sorted(folder.glob(FILE.format(stage="*", part=f"{part:02d}")))
+        if not files and self._framework.load_universal_checkpoint():
+            raise ValueError(
+                f"the universal checkpoint {folder} has no PowerSGD state: ds_to_universal leaves it out. Copy it from "
+                f"the checkpoint that was converted: cp CHECKPOINT/powersgd_*_state.pt {folder}/. Or load without the "
+                "section 'powersgd', save, and continue from that checkpoint"
+            )
+        saved = [load_file(file) for file in files]
+        if len(saved) < 2 and not self._framework.pipeline_parallelism:
+            return saved[0] if saved else None
+        # Layers may have been on other pipeline stages, so merge the files of all stages.
+        merged: dict[str, Any] = {key: value for one in saved for key, value in one.items()}
+        for key in ("tensors", "matrices"):
+            entries = {name: entry for one in saved for name, entry in one[key].items()}
+            merged[key] = {name: entry for name, entry in entries.items() if name in self.shapes}
+        merged.pop("fingerprint", None)
+        return merged if saved else None
+
+    def _file(self) -> str:
+        stage, part = self._place()
+        return FILE.format(stage=f"{stage:02d}", part=f"{part:02d}")
+
+    def _place(self) -> tuple[int, int]:
+        """Return (pipeline stage, tensor-parallel slice) of this worker."""
+        engine = self._framework
+        stage = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
+        return int(stage), int(engine.checkpoint_mp_rank)
+
+    def _everyone(self) -> Communicator:
+        # The workers of all pipeline stages, since DeepSpeed saves and loads with all of them.
+        return Communicator()
 
     def _sizes(self) -> dict[str, Size]:
         return sizes(self.shapes, self.config)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.announce import describe_ranks
 from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 from powersgd_triton.layout.layout import Layout
@@ -80,19 +81,12 @@ def describe(engine: Any, state: DeepSpeedState) -> str:
     traffic = expected_traffic(engine, state)
     stage = int(engine.zero_optimization_stage())
     share = 100 * traffic.compressed / traffic.elements if traffic.elements else 0.0
-    after = f", from step {state.config.start_iter} on" if state.config.start_iter else ""
     rest = " (ZeRO's all-gather of parameters stays)" if traffic.parameters else ""
     return (
-        f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), {_ranks(state.config)}{after}; "
+        f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), {describe_ranks(state.config)}; "
         f"{share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients take "
         f"{traffic.reduction:.1f}x fewer bytes, a step's whole traffic {traffic.total_reduction:.2f}x fewer{rest}"
     )
-
-
-def _ranks(config: PowerSGDConfig) -> str:
-    if config.planned:
-        return "planned ranks"
-    return "ranks by a function" if callable(config.rank) else f"rank {config.rank}"
 
 
 def _sent(layout: Layout, config: PowerSGDConfig) -> float:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.fsdp2.replicas import unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
 from powersgd_triton.integrations.sharded import (
@@ -56,9 +58,15 @@ class HybridShardState(ShardedHandle):
                 "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
             )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *, rename: Mapping[str, str] | None = None) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
         """Continue from a saved state. Discard gradients of micro-batches that have not been averaged yet."""
-        super().load_state_dict(state_dict, rename=rename)
+        report = super().load_state_dict(state_dict, rename=rename)
+        self._unreduced.clear()
+        return report
+
+    def forget(self) -> None:
+        """Set all errors to zero, and discard gradients of micro-batches that have not been averaged yet."""
+        super().forget()
         self._unreduced.clear()
 
     @torch.no_grad()

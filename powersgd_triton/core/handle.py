@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
 from torch import Tensor
 
+from powersgd_triton.checkpoint import StateDict
+from powersgd_triton.checkpoint import save as save_file
+from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.ranks.report import RankReport
+
+FILE = "powersgd.pt"
+"""The file that ``save`` writes into a checkpoint's folder."""
+
+FOUND = "finds a saved PowerSGD state"
+"""In this, workers must not differ when they load."""
+
+T = TypeVar("T")
+Folder = str | os.PathLike[str]
 
 
 class Handle:
@@ -15,7 +34,12 @@ class Handle:
 
     Args:
         engine: Engine that averages the model's gradients.
+
+    Attributes:
+        saved_with_model: Whether the framework's own checkpoints contain the state, as DeepSpeed's do.
     """
+
+    saved_with_model = False
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -67,3 +91,83 @@ class Handle:
         """
         self._engine.finish()
         return self._engine.memory.error(self._engine.step)
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean error over workers, the bases and the step. Collective: call it on all workers.
+
+        The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
+        size, since only the mean error enters the trajectory.
+        """
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> LoadReport:
+        """Continue from a saved state. Collective: call it on all workers."""
+        raise NotImplementedError
+
+    def save(self, folder: Folder) -> None:
+        """Write the state into a checkpoint's folder, which all workers can read. Collective.
+
+        An interrupted call leaves what an earlier call has written.
+
+        Raises:
+            OSError: The folder cannot be written. On the other workers this is a ``DisagreementError``.
+        """
+        saved = self.state_dict()
+
+        def write() -> None:
+            if self._engine.communicator.index == 0:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                save_file(saved, Path(folder) / self._file())
+
+        self._together("save", write)
+
+    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
+        """Continue from what ``save`` wrote. Collective.
+
+        Args:
+            folder: The checkpoint's folder.
+            missing_ok: Whether the folder may have been written without compression. Errors then start at zero.
+
+        Returns:
+            What was used of the state, and what was not. None if the folder has no state.
+
+        Raises:
+            FileNotFoundError: The folder has no state. Nothing was changed.
+            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
+        """
+        path = Path(folder) / self._file()
+        if not self._together("load", path.exists, FOUND):
+            self._begin_without(path, missing_ok)
+            return None
+        return self.load_state_dict(path)
+
+    def forget(self) -> None:
+        """Set all errors to zero, because the weights were replaced."""
+        self._engine.memory.forget_errors()
+        self._engine.step.forget()
+
+    def _file(self) -> str:
+        """Return the name of the file that ``save`` writes."""
+        return FILE
+
+    def _begin_without(self, path: Path, missing_ok: bool) -> None:
+        """Set all errors to zero, because a folder has no state. An error if it must have one."""
+        if not missing_ok:
+            raise FileNotFoundError(f"there is no saved PowerSGD state {path}")
+        self.forget()
+
+    def _together(self, call: str, act: Callable[[], T], fact: str | None = None) -> T:
+        """Run code that may fail on one worker only. ``fact`` says what a result means that is true on all or none."""
+
+        def acted() -> tuple[T, Facts, Facts]:
+            result = act()
+            return result, {} if fact is None else {fact: bool(result)}, {}
+
+        return together(call, acted, self._everyone(), self._engine.peers.device)
+
+    def _everyone(self) -> Communicator:
+        """Return the collectives of the workers that save and load together."""
+        return self._engine.communicator

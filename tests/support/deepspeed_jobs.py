@@ -384,7 +384,7 @@ def one_file_refused(stage: int, folder: str) -> dict[str, Any]:
         engine.save_checkpoint(folder, "one")
         losses(engine, range(1, 4))
         before, errors = _weights(engine), mean_errors(engine)
-        with mock.patch("powersgd_triton.integrations.deepspeed.checkpoints.load_file", read):
+        with mock.patch("powersgd_triton.integrations.deepspeed.state.load_file", read):
             damaged = True
             said = complaint(engine.load_checkpoint, folder, "one")
             unchanged = _largest(_weights(engine), before) == 0 and engine.powersgd.iteration == 4

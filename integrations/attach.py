@@ -1,0 +1,154 @@
+"""One call for every wrapper: compress the gradients of a model that is wrapped for data parallelism.
+
+powersgd = powersgd_triton.attach(wrapped_model, rank=4)
+powersgd.save(folder)  # collective, into the checkpoint's folder
+powersgd.load(folder)
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.integrations.announce import announce, describe_ranks
+from powersgd_triton.ops.step import LossScaleSource
+
+_attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+"""The state of each wrapped model, whose hooks keep it alive. A copy of a model has no hooks, and so it is not here."""
+
+
+def attach(
+    model: nn.Module,
+    config: PowerSGDConfig | None = None,
+    *,
+    loss_scale: LossScaleSource | None = None,
+    **options: Any,
+) -> Handle:
+    """Compress the gradients of a wrapped model, from its next step on. Collective. Prints one line on worker 0.
+
+    Args:
+        model: A ``DistributedDataParallel`` or ``FullyShardedDataParallel``, a model to which ``fully_shard`` or
+            ``replicate`` was applied (also on a two-dimensional mesh), a DeepSpeed engine, or one of these compiled by
+            ``torch.compile``.
+        config: Configuration of the compression. None takes ``options``, and without these rank 4. A DeepSpeed engine
+            has its section "powersgd" if both are left out.
+        loss_scale: The ``torch.amp.GradScaler`` of the training, or a function that returns the loss scale. DeepSpeed's
+            own needs not be given.
+        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+
+    Returns:
+        The state of the compression. Its ``save(folder)`` and ``load(folder)`` belong into a checkpoint, and
+        ``report()`` shows the rank of each parameter. A second call for the same model returns the same state.
+
+    Raises:
+        TypeError: The model is not wrapped for data parallelism, or both ``config`` and ``options`` are given.
+        ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
+            configuration. Nothing was changed.
+    """
+    if config is not None and options:
+        raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
+    if options:
+        config = PowerSGDConfig.from_dict(options)
+    bare = _unwrapped(model)
+    reference = _attached.get(bare)
+    state = None if reference is None else reference()
+    if state is None:
+        state = _compress(bare, config)
+        _attached[bare] = weakref.ref(state)
+        if not _is_deepspeed(bare):
+            # DeepSpeed's adapter has said it.
+            announce(_describe(state))
+    elif config is not None and config != state.config:
+        raise ValueError(f"the model is compressed with {state.config} already; got {config}")
+    if loss_scale is not None:
+        state.attach(loss_scale)
+    return state
+
+
+def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
+    # Adapters are imported when they are needed, so that ``import powersgd_triton`` stays quick.
+    if _is_deepspeed(model):
+        from powersgd_triton.integrations import deepspeed
+
+        state = deepspeed.enable(model, config)
+        if state is None:
+            raise ValueError('the section "powersgd" of the DeepSpeed configuration has "enabled": false')
+        return state
+    config = config or PowerSGDConfig()
+    if isinstance(model, DistributedDataParallel):
+        from powersgd_triton.integrations import ddp
+
+        def prepare() -> tuple[ddp.PowerSGDState, Facts, Facts]:
+            if model._comm_hooks:
+                raise ValueError("the model has a communication hook already; call attach instead of setting one")
+            return ddp.PowerSGDState(config, process_group=model.process_group, module=model), {}, {}
+
+        # The other workers would wait in the first step for one that has refused its configuration.
+        device = next(model.parameters()).device
+        handle = together("attach", prepare, Communicator(model.process_group), device)
+        model.register_comm_hook(handle, ddp.powerSGD_hook)
+        return handle
+    if isinstance(model, FullyShardedDataParallel):
+        from powersgd_triton.integrations import fsdp1
+
+        sharded = fsdp1.PowerSGDState(model, config)
+        model.register_comm_hook(sharded, fsdp1.powerSGD_hook)
+        return sharded
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        from powersgd_triton.integrations.fsdp2 import apply_powersgd
+
+        return apply_powersgd(model, config)
+    raise TypeError(_not_wrapped(model))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without what ``torch.compile`` wraps around it."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        model = inner
+    return model
+
+
+def _is_deepspeed(model: nn.Module) -> bool:
+    engine: Any = sys.modules.get("deepspeed.runtime.engine")
+    return engine is not None and isinstance(model, engine.DeepSpeedEngine)
+
+
+def _not_wrapped(model: object) -> str:
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    for name, module in modules.items():
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or _is_deepspeed(module):
+            return f"attach expects the wrapped model; {type(model).__name__} has one as {name!r}: attach that"
+    return (
+        f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
+        "DistributedDataParallel(model), fully_shard(model), replicate(model), FullyShardedDataParallel(model) or "
+        "deepspeed.initialize(model=model, …). For a plain loop use powersgd_triton.integrations.optimizer"
+    )
+
+
+def _describe(state: Handle) -> str:
+    """Return one line about what a step saves."""
+    report, workers = state.report(), state._engine.communicator.world_size
+    if workers == 1:
+        return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
+    whole = report.bytes_per_step * report.compression
+    return (
+        f"powersgd: on, {describe_ranks(state.config)}; in a step each of {workers} workers sends "
+        f"{_size(report.bytes_per_step)} in place of {_size(whole)} in fp32 ({report.compression:.1f}x fewer)"
+    )
+
+
+def _size(count: float) -> str:
+    """Return a number of bytes in a unit that suits it."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
