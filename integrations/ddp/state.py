@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.integrations.ddp import pickles
+from powersgd_triton.integrations.ddp.arguments import check_group, configured, setting
 from powersgd_triton.integrations.ddp.earlier import upgraded
 from powersgd_triton.integrations.ddp.names import ParameterNames
 from powersgd_triton.integrations.ddp.pickles import torchs_logger
@@ -24,42 +25,25 @@ from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.ranks.report import RankReport
 
 
-class _TorchsDefault(int):
-    """torch's default rank. Its type distinguishes it from a rank of 1 that the user gives together with a budget."""
-
-
-def _setting(field: str) -> Any:
-    """Return a property with torch's name that reads a field of the configuration."""
-    return property(lambda state: getattr(state.config, field))
-
-
 class PowerSGDState(Handle):
     """Hyperparameters and memory of one model's compression, with the arguments of torch's class of this name.
 
-    Differences from ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``:
+    A ``PowerSGDConfig`` can be given in place of all hyperparameters, as ``PowerSGDState(config, module=model)`` or
+    after the process group. It keeps its own defaults, so it compresses from the first step.
 
-    * ``start_powerSGD_iter`` may be 0 or 1. The state belongs to parameters and not to buckets, so it survives DDP's
-      rebuilding of the buckets. Hyperparameters cannot be assigned after construction.
-    * Any number of buckets works on gloo, because no collective is issued from a Future's callback.
-    * A bucket needs two all-reduces instead of three. Tensors that are not compressed are averaged exactly and have no
-      error buffer.
-    * Factors and error buffers are fp32 (fp64 for fp64 gradients) whatever the gradients' dtype.
-    * A non-finite gradient reaches the optimizer as non-finite and does not spoil later steps.
-    * ``orthogonalization_epsilon`` is not added to norms. A column is replaced by a random direction if at most that
-      share of its norm (and at least 2⁻²²) is left after projection. 0 is safe for every input.
-    * Each worker's error is M − P̂ Qᵀ with its own Q. Averaged over the workers, it is torch's.
-    * ``state_dict()`` and ``load_state_dict()`` exist. ``error_dict``, ``p_memory_dict``, ``q_memory_dict`` and ``rng``
-      do not. torch's global random state does not change.
+    docs/guides/ddp.md lists the differences from ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
+    Hyperparameters cannot be assigned after construction.
 
     Args:
         process_group: Group to average over. None uses the default group. Can be set between steps.
         matrix_approximation_rank: Number of columns of the factors, or a function (name, shape) → rank. Omit it if
             ``compression=`` or ``bytes_per_step=`` is among the options.
-        start_powerSGD_iter: Number of first steps with exact averaging.
+        start_powerSGD_iter: Number of first steps with exact averaging. May be 0 or 1.
         min_compression_rate: Compress a tensor only if it shrinks by more than this factor.
         use_error_feedback: Add what a step did not send to the next gradient.
         warm_start: Start from the last step's Q.
-        orthogonalization_epsilon: See above.
+        orthogonalization_epsilon: A column is replaced by a random direction if at most that share of its norm (and at
+            least 2⁻²²) is left after projection. It is not added to norms. 0 is safe for every input.
         random_seed: Seed of the first Q and of replacement directions.
         compression_stats_logging_frequency: Number of steps between two log messages with statistics.
         batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
@@ -67,24 +51,54 @@ class PowerSGDState(Handle):
             ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
             used. Without ``module=``, parameters are numbered in the order of the first backward pass, and a checkpoint
             fits only the same bucket boundaries.
-        options: Further fields of ``PowerSGDConfig``.
+        options: Further fields of ``PowerSGDConfig``, if no configuration is given.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    matrix_approximation_rank = _setting("rank")
-    start_powerSGD_iter = _setting("start_iter")
-    min_compression_rate = _setting("min_compression_rate")
-    use_error_feedback = _setting("error_feedback")
-    warm_start = _setting("warm_start")
-    orthogonalization_epsilon = _setting("orthogonalization_epsilon")
-    batch_tensors_with_same_shape = _setting("batch_by_shape")
+    matrix_approximation_rank = setting("matrix_approximation_rank")
+    start_powerSGD_iter = setting("start_powerSGD_iter")
+    min_compression_rate = setting("min_compression_rate")
+    use_error_feedback = setting("use_error_feedback")
+    warm_start = setting("warm_start")
+    orthogonalization_epsilon = setting("orthogonalization_epsilon")
+    batch_tensors_with_same_shape = setting("batch_tensors_with_same_shape")
 
+    @overload
+    def __init__(
+        self,
+        config: PowerSGDConfig,
+        /,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        compression_stats_logging_frequency: int = 10_000,
+        module: nn.Module | None = None,
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int | RankFunction = _TorchsDefault(1),  # noqa: B008
+        matrix_approximation_rank: int | RankFunction | PowerSGDConfig = ...,
+        start_powerSGD_iter: int = ...,
+        min_compression_rate: float = ...,
+        use_error_feedback: bool = ...,
+        warm_start: bool = ...,
+        orthogonalization_epsilon: float = ...,
+        random_seed: int = ...,
+        compression_stats_logging_frequency: int = ...,
+        batch_tensors_with_same_shape: bool = ...,
+        *,
+        module: nn.Module | None = ...,
+        **options: Any,
+    ) -> None: ...
+
+    @configured
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int | RankFunction | PowerSGDConfig = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -97,28 +111,13 @@ class PowerSGDState(Handle):
         module: nn.Module | None = None,
         **options: Any,
     ) -> None:
-        budget = any(options.get(key) is not None for key in ("compression", "bytes_per_step"))
-        rank: int | RankFunction | None = matrix_approximation_rank
-        if isinstance(rank, _TorchsDefault):
-            rank = None if budget else int(rank)
-        config = PowerSGDConfig.from_dict(
-            {
-                "rank": rank,
-                "start_iter": start_powerSGD_iter,
-                "min_compression_rate": min_compression_rate,
-                "error_feedback": use_error_feedback,
-                "warm_start": warm_start,
-                "orthogonalization_epsilon": orthogonalization_epsilon,
-                "seed": random_seed,
-                "batch_by_shape": batch_tensors_with_same_shape,
-                **options,
-            }
-        )
+        # From ``configured``, which has also set torch's arguments to the configuration's values.
+        config: PowerSGDConfig = options["config"]
         torchs_logger.info(
             "PowerSGD config: matrix_approximation_rank = %s; start_powerSGD_iter = %s; "
             "min_compression_rate = %s; orthogonalization_epsilon = %s; use_error_feedback = %s; warm_start = %s; "
             "random_seed = %s; compression_stats_logging_frequency = %s; batch_tensors_with_same_shape = %s",
-            config.rank,
+            matrix_approximation_rank,
             start_powerSGD_iter,
             min_compression_rate,
             orthogonalization_epsilon,
@@ -157,6 +156,7 @@ class PowerSGDState(Handle):
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
+        check_group(group)
         if group is not self.process_group:
             self._engine.connect(Communicator(group))
 

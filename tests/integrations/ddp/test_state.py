@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
+from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import outcome, run_cases
@@ -84,6 +88,84 @@ def test_configuration_is_logged_as_by_torch() -> None:
         torchs.PowerSGDState(None, **arguments)
     assert ours == theirs
     assert len(ours) == 1
+
+
+# A configuration in place of torch's hyperparameters -----------------------------------------------------------------
+
+
+CONFIG = PowerSGDConfig(rank=3, min_compression_rate=1.5, seed=7, error_dtype="bf16")
+FORMS: dict[str, Callable[..., PowerSGDState]] = {
+    "first": lambda **others: PowerSGDState(CONFIG, **others),
+    "second": lambda **others: PowerSGDState(None, CONFIG, **others),
+    "with a group": lambda **others: PowerSGDState(CONFIG, process_group=None, **others),
+    "as rank": lambda **others: PowerSGDState(process_group=None, matrix_approximation_rank=CONFIG, **others),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_configuration_is_used_as_it_is(form: str) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    state = FORMS[form](module=model, compression_stats_logging_frequency=3)
+    for seen in (state, copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert seen.config == CONFIG
+        assert seen.process_group is None
+        assert seen.compression_stats_logging_frequency == 3
+        assert (seen.matrix_approximation_rank, seen.start_powerSGD_iter, seen.min_compression_rate) == (3, 0, 1.5)
+        assert seen.batch_tensors_with_same_shape
+    assert [tensor.name for tensor in state.report().tensors] == ["weight", "bias"]
+
+
+def test_a_configuration_may_have_a_budget() -> None:
+    config = PowerSGDConfig(compression=20)
+    assert PowerSGDState(config, module=nn.Linear(WIDTH, WIDTH)).config == config
+    with pytest.raises(ValueError, match="module="):
+        PowerSGDState(config)
+
+
+BESIDE: dict[str, Any] = {
+    "matrix_approximation_rank": 1,
+    "start_powerSGD_iter": 1_000,
+    "min_compression_rate": 2,
+    "use_error_feedback": True,
+    "warm_start": True,
+    "orthogonalization_epsilon": 0,
+    "random_seed": 0,
+    "batch_tensors_with_same_shape": False,
+    "wire_dtype": None,
+    "bakend": "torch",
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_hyperparameters_beside_a_configuration_are_refused(name: str) -> None:
+    """Also those that are equal to torch's defaults, or to the configuration's."""
+    with pytest.raises(TypeError, match=name):
+        PowerSGDState(CONFIG, **{name: BESIDE[name]})
+    if name != "matrix_approximation_rank":
+        with pytest.raises(TypeError, match=f"PowerSGDConfig.*{name}"):
+            PowerSGDState(None, CONFIG, **{name: BESIDE[name]})
+
+
+def test_further_positional_arguments_after_a_configuration_are_refused() -> None:
+    given: Any = (CONFIG, 3)
+    with pytest.raises(TypeError, match=r"names.*got 3"):
+        PowerSGDState(*given)
+
+
+def test_a_hyperparameter_is_given_once() -> None:
+    with pytest.raises(TypeError, match="use_error_feedback and error_feedback"):
+        PowerSGDState(None, use_error_feedback=True, error_feedback=False)
+
+
+@pytest.mark.parametrize("group", [4, "gloo", nn.Linear(2, 2), CONFIG], ids=["int", "str", "model", "configuration"])
+def test_a_process_group_of_another_type_is_refused(group: Any) -> None:
+    said = rf"process_group must be a torch.distributed.ProcessGroup or None; got {re.escape(repr(group))}"
+    with pytest.raises(TypeError, match=said):
+        PowerSGDState(process_group=group)
+    state = PowerSGDState(None)
+    with pytest.raises(TypeError, match=said):
+        state.process_group = group
+    assert state.process_group is None
 
 
 # Statistics and messages --------------------------------------------------------------------------------------------
