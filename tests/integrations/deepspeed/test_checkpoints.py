@@ -75,7 +75,7 @@ def test_the_state_is_there_before_the_checkpoint_is_the_latest(pair: Any, stage
 def test_a_file_that_one_worker_cannot_read_changes_nothing(pair: Any, stage: int) -> None:
     own = "ValueError: the file is damaged"
     for worker, found in enumerate(result(pair, f"refused {stage}")):
-        assert found["said"] == (own if worker == 1 else f"ValueError: load_checkpoint failed on worker 1: {own}")
+        assert found["said"] == (own if worker == 1 else f"ValueError: load failed on worker 1: {own}")
         assert found["unchanged"]
         assert found["iteration"] == 1
 
