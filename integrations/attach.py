@@ -54,6 +54,8 @@ def attach(
         ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
             configuration. Nothing was changed.
     """
+    if config is not None and not isinstance(config, PowerSGDConfig):
+        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
     if config is not None and options:
         raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
     if options:
@@ -88,14 +90,17 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
         from powersgd_triton.integrations import ddp
 
         def prepare() -> tuple[ddp.PowerSGDState, Facts, Facts]:
-            if model._comm_hooks:
-                raise ValueError("the model has a communication hook already; call attach instead of setting one")
             return ddp.PowerSGDState(config, process_group=model.process_group, module=model), {}, {}
 
         # The other workers would wait in the first step for one that has refused its configuration.
         device = next(model.parameters()).device
         handle = together("attach", prepare, Communicator(model.process_group), device)
-        model.register_comm_hook(handle, ddp.powerSGD_hook)
+        try:
+            model.register_comm_hook(handle, ddp.powerSGD_hook)
+        except RuntimeError as error:
+            raise ValueError(
+                "the model has a communication hook already: call attach in place of setting one"
+            ) from error
         return handle
     if isinstance(model, FullyShardedDataParallel):
         from powersgd_triton.integrations import fsdp1

@@ -281,7 +281,8 @@ class WholeParameters:
     def place(self, name: str, error: Tensor) -> DTensor:
         shape = torch.Size(self._shapes()[name])
         first, behind = rows_of(self.worker, self.workers, shape[0])
-        local = error.view(shape)[first:behind].to(self._mesh.device_type)
+        # A copy, since torch.save() does not take a DTensor whose part is a view.
+        local = error.view(shape)[first:behind].to(self._mesh.device_type, copy=True)
         return DTensor.from_local(
             local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
         )  # fmt: skip
@@ -367,7 +368,8 @@ def _own(name: str, error: Any, like: DTensor) -> DTensor:
         raise ValueError(f"the saved error of {name!r} must be a tensor of shape {tuple(like.shape)}; got {what}")
     if not isinstance(error, DTensor):
         return distribute_tensor(error.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    if error.placements != like.placements or error.to_local().shape != like.to_local().shape:
+    places = [(part.device_mesh, part.placements, part.to_local().shape) for part in (error, like)]
+    if places[0] != places[1]:
         raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
     return error
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -43,6 +41,7 @@ from tests.support.sharded_training import (
     in_one_group,
     outcome,
     sharded,
+    shared_folder,
     train,
     whole,
 )
@@ -51,16 +50,6 @@ from tests.support.training import flat, relative
 
 # Replicas × shards: where they are loaded that were saved there.
 LOADS = {(2, 2): [(2, 2), (1, 2), (2, 1), (1, 3), (4, 1)], (4, 1): [(2, 2), (1, 3)]}
-
-
-@contextlib.contextmanager
-def folder(worker: int) -> Iterator[str]:
-    """An empty one, the same on all workers."""
-    with tempfile.TemporaryDirectory() if worker == 0 else contextlib.nullcontext("") as own:
-        name = [own]
-        dist.broadcast_object_list(name, 0)
-        yield name[0]
-        dist.barrier()
 
 
 def errors_of(state: Any) -> dict[str, Tensor]:
@@ -120,7 +109,7 @@ def hybrid_meshes(worker: int, world_size: int) -> dict[str, Any]:
         train(module, worker, steps=range(4), optimizer=optimizer)
         reference, iteration = errors_of(state), state.iteration
         parameters = {name: whole(p) for name, p in module.named_parameters()}
-        with folder(worker) as path:
+        with shared_folder(worker) as path:
             save(path, module, optimizer, state)
             for shape in shapes:
                 mesh = meshes[shape]
@@ -180,7 +169,7 @@ def resumed(worker: int, world_size: int) -> dict[str, Any]:
         step(module, worker, optimizer=optimizer)
         other, other_state = build(5)
         other_optimizer = sgd(other, momentum)
-        with folder(worker) as path:
+        with shared_folder(worker) as path:
             (save_fsdp1 if mode == "fsdp1" else save)(path, module, optimizer, state)
             expected = step(module, worker, optimizer=optimizer)
             (load_fsdp1 if mode == "fsdp1" else load)(path, other, other_optimizer, other_state)
@@ -195,7 +184,7 @@ def between_modes(worker: int, world_size: int) -> dict[str, Any]:
     train(module, worker, steps=range(3))
     reference = errors_of(state)
     found = {}
-    with folder(worker) as path:
+    with shared_folder(worker) as path:
         dcp_save({"powersgd": state}, checkpoint_id=path)
         for name, (_, other) in {
             "full": full_shard(Net(), full_mesh(4), RANK_2),
@@ -226,7 +215,7 @@ def renamed(worker: int, world_size: int) -> dict[str, Any]:
     train(module, worker, steps=range(3))
     reference = errors_of(state)
     _, other = hybrid(Net(), hybrid_mesh(2, 2), RANK_2)
-    with folder(worker) as path:
+    with shared_folder(worker) as path:
         dcp_save({"powersgd": state}, checkpoint_id=path)
         dcp_load({"powersgd": other.renamed({"top.weight": "head.weight"})}, checkpoint_id=path)
     loaded = errors_of(other)
@@ -281,7 +270,7 @@ def refused_by_one(worker: int, world_size: int) -> dict[str, dict[str, Any]]:
     found = {}
     for mode, build in builds.items():
         (module, state), (other, untouched) = build(), build()
-        with folder(worker) as path:
+        with shared_folder(worker) as path:
             gradients(module, worker, 0)
             gradients(other, worker, 0)
             dcp_save({"powersgd": state}, checkpoint_id=path)
@@ -302,6 +291,40 @@ def refused_by_one(worker: int, world_size: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def of_one_worker(worker: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """States that went through torch.save: written by worker 0 for all, by each for itself, for another; and whole."""
+    builds: dict[str, Callable[[], tuple[Any, Any]]] = {
+        "hybrid": lambda: hybrid(Net(), hybrid_mesh(2, 2), RANK_2),
+        "full": lambda: full_shard(Net(), full_mesh(4), RANK_2),
+        "fsdp1": lambda: compressed(Net(), RANK_2),
+    }
+    found = {}
+    for mode, build in builds.items():
+        module, state = build()
+        for step in range(2):
+            gradients(module, worker, step)
+        before = errors_of(state)
+        files: list[Any] = [None] * world_size
+        dist.all_gather_object(files, written(state.state_dict()))
+        # The worker that has the next shard. Replicas have equal shards.
+        other = worker ^ 1
+        said = {
+            name: complaint(state.load_state_dict, torch.load(io.BytesIO(files[writer]), weights_only=False))
+            for name, writer in {"first": 0, "other": other, "own": worker}.items()
+        }
+        whole_errors = {**state.state_dict(), "error": before}
+        said["whole"] = complaint(state.load_state_dict, whole_errors)
+        said["part"] = complaint(
+            state.load_state_dict, {**whole_errors, "error": {name: error[:1] for name, error in before.items()}}
+        )
+        after = errors_of(state)
+        found[mode] = {
+            **said, "iteration": state.iteration,
+            "difference": max(float((after[name] - before[name]).abs().max()) for name in before),
+        }  # fmt: skip
+    return found
+
+
 def written(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
@@ -318,6 +341,7 @@ def four() -> dict[str, list[Any]]:
         "renamed": renamed,
         "refused": refused,
         "refused by one": refused_by_one,
+        "of one worker": of_one_worker,
     }
     return in_one_group(cases, 4)
 
@@ -380,3 +404,17 @@ def test_foreign_states_are_refused() -> None:
         assert {name for name, said in found.items() if not said.startswith("ValueError")} == set()
         assert "'error', 'factors'" in found["keys"]
         assert "no error of 'head.weight'" in found["another model"]
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "full", "fsdp1"])
+def test_a_state_with_the_shards_of_another_worker_is_refused(mode: str) -> None:
+    for results in outcome(four(), "of one worker"):
+        found = results[mode]
+        for attempt in ("first", "other"):
+            assert found[attempt].startswith("ValueError"), found[attempt]
+            assert "torch.save()" in found[attempt]
+            assert "save(folder)" in found[attempt]
+        assert found["own"] == found["whole"] == "nothing"
+        assert "must be a tensor of shape" in found["part"]
+        assert found["difference"] == 0
+        assert found["iteration"] == 2

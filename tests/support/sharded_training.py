@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -166,6 +167,16 @@ def outcome(results: Mapping[str, list[Any]], name: str) -> list[Any]:
     for worker, result in enumerate(results[name]):
         assert not isinstance(result, Failure), f"{name} failed on worker {worker}:\n{result}"
     return results[name]
+
+
+@contextlib.contextmanager
+def shared_folder(worker: int) -> Iterator[str]:
+    """An empty one, the same on all workers."""
+    with tempfile.TemporaryDirectory() if worker == 0 else contextlib.nullcontext("") as own:
+        name = [own]
+        dist.broadcast_object_list(name, 0)
+        yield name[0]
+        dist.barrier()
 
 
 @functools.cache
