@@ -60,6 +60,8 @@ def attach(
         raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
     if options:
         config = PowerSGDConfig.from_dict(options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(_not_wrapped(model))
     bare = _unwrapped(model)
     reference = _attached.get(bare)
     state = None if reference is None else reference()

@@ -191,7 +191,7 @@ def interrupted_save(worker: int, world_size: int) -> dict[str, Any]:
 def shards_of_worker_0(worker: int, world_size: int) -> dict[str, Any]:
     """All shards have the same shape, so that only the values tell whose they are."""
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(64, 64, bias=False), mesh=full_mesh(world_size))
+    model: Any = fully_shard(nn.Linear(64, 64, bias=False), mesh=full_mesh(world_size))
     state = attach(model, rank=2)
     model(torch.randn(8, 64, generator=torch.Generator().manual_seed(worker))).square().sum().backward()
     own = state.state_dict()
@@ -260,7 +260,7 @@ def test_one_line_says_that_it_is_on(wrapper: str) -> None:
     [
         ("not wrapped", ["TypeError", "Linear", "Wrap it first: DistributedDataParallel(model)"]),
         ("holder", ["TypeError", "Holder has one as 'inner': attach that"]),
-        ("no model", ["TypeError", "dict"]),
+        ("no model", ["TypeError", "got dict. Wrap it first"]),
         ("no config", ["TypeError", "PowerSGDConfig", "dict"]),
         ("hooked", ["ValueError", "has a communication hook already"]),
         ("a budget that one worker cannot keep", ["ValueError", "bytes_per_step"]),
