@@ -279,9 +279,9 @@ def messages() -> dict[str, Any]:
     found["no section"] = complaint(deepspeed.enable, made[1])
     spoken = io.StringIO()
     with contextlib.redirect_stdout(spoken):
-        state = attach(made[1], rank=3)
+        attached = attach(made[1], rank=3)
     found["attached"] = spoken.getvalue()
-    found["attached again"] = attach(made[1]) is deepspeed.enable(made[1]) is state is made[1].powersgd
+    found["attached again"] = attach(made[1]) is deepspeed.enable(made[1]) is attached is made[1].powersgd
     found["other rank"] = complaint(deepspeed.enable, made[1], PowerSGDConfig(rank=2))
     found["section attached"] = attach(made[0]) is made[0].powersgd
     found["other than the section"] = complaint(attach, made[0], rank=5)
