@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TORCH_VERSIONS = ((2, 9), (2, 13))
+TORCH_VERSIONS = ((2, 9), (2, 15))
 """The oldest and the newest release of torch with which HSDP on a two-dimensional mesh was run."""
 
 
