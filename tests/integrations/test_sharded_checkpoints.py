@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -29,6 +27,7 @@ from torch.nn import functional as F
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.sharded import ShardedHandle
 from powersgd_triton.layout.layout import compressed_rank
+from tests.support.distributed import folder
 from tests.support.fsdp1_training import compressed, train_fsdp1
 from tests.support.sharded_training import (
     RANK_2,
@@ -51,16 +50,6 @@ from tests.support.training import flat, relative
 
 # Replicas × shards: where they are loaded that were saved there.
 LOADS = {(2, 2): [(2, 2), (1, 2), (2, 1), (1, 3), (4, 1)], (4, 1): [(2, 2), (1, 3)]}
-
-
-@contextlib.contextmanager
-def folder(worker: int) -> Iterator[str]:
-    """An empty one, the same on all workers."""
-    with tempfile.TemporaryDirectory() if worker == 0 else contextlib.nullcontext("") as own:
-        name = [own]
-        dist.broadcast_object_list(name, 0)
-        yield name[0]
-        dist.barrier()
 
 
 def errors_of(state: Any) -> dict[str, Tensor]:
