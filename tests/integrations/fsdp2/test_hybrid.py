@@ -1,4 +1,4 @@
-"""HSDP with a group of replicas on gloo workers: full rank equals FSDP's own HSDP; bytes, errors, replicas, wrong use."""
+"""HSDP with a group of replicas, on gloo workers: equal to FSDP's own HSDP at full rank; bytes, replicas, wrong use."""
 
 from __future__ import annotations
 
