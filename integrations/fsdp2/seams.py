@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 TORCH_VERSIONS = ((2, 9), (2, 15))
-"""The oldest and the newest release of torch with which HSDP on a two-dimensional mesh was run: 2.9, 2.13 and 2.15 were."""
+"""The oldest and the newest release of torch with which HSDP on a two-dimensional mesh was run. 2.13 is the third."""
 
 
 def check_torch(version: str = torch.__version__) -> None:
