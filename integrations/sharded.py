@@ -74,7 +74,8 @@ class ShardedHandle(Handle):
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
         The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
-        more dimensions. On another mesh, a matrix starts from the basis of a saved shard that overlaps with its own.
+        more dimensions. On another mesh, a matrix starts from the basis of another saved shard. The basis is random if
+        the saved one does not fit, which happens after a change in the number of tensor-parallel workers.
         """
         saved = self._engine.state_dict()
         errors: dict[str, DTensor] = {}
@@ -133,7 +134,13 @@ class ShardedHandle(Handle):
                 if rank == 0 and error is not None and error.any():
                     matrices[name] = {"error": error}
                 if rank:
-                    parts = {key: part[:, :rank] for key, part in nearest["matrices"].get(name, {}).items()}
+                    rows = dict(zip(("left_basis", "basis"), matrix_shape(shape), strict=True))
+                    # A basis has other rows if tensor parallelism split the columns into another number of parts.
+                    parts = {
+                        key: part[:, :rank]
+                        for key, part in nearest["matrices"].get(name, {}).items()
+                        if part.shape[0] == rows[key]
+                    }
                     if "basis" not in parts:
                         parts["basis"] = _random_basis(shape, rank)
                     matrices[name] = parts if error is None else {**parts, "error": error}
@@ -190,7 +197,8 @@ class ShardedHandle(Handle):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
         factors = _factors(state_dict["factors"])
         worker, workers = self._sharding.shard()
-        # The saved shard that contained the first rows of this worker's shard. It is the same on all replicas.
+        # The saved shard that contained the first rows of this worker's shard, unless the number of tensor-parallel
+        # workers changed. It is the same on all replicas.
         index = worker * len(factors.shards) // workers
         # A left basis has the rows of a shard, so it only fits the same number of shards.
         keys = ("basis", "left_basis") if len(factors.shards) == workers else ("basis",)

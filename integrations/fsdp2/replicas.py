@@ -7,14 +7,24 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.comm.agreement import fingerprint
+from powersgd_triton.comm.communicator import travel_device
 from powersgd_triton.ops.gradients import as_real, write_back
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the model's parameters its shards. After a forward pass without gradients, the root's are still whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, this worker's part) of all parameters and buffers."""
+    reshard(model)
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -26,9 +36,15 @@ def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     for _, tensor in local_tensors(model):
         if tensor.numel():
-            sent = as_real(tensor)
+            # With CPU offloading, parameters are on the CPU although the group may be one of GPUs.
+            sent = as_real(tensor).to(travel_device(group) if tensor.is_cpu else tensor.device)
             dist.broadcast(sent, source, group=group)
             write_back(sent, tensor)
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Return whether a parameter or a buffer has no memory yet."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @torch.no_grad()
@@ -37,7 +53,7 @@ def unequal_tensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     names, prints = [], []
     for name, tensor in local_tensors(model):
         names.append(name)
-        prints.append(fingerprint(tensor))
+        prints.append(fingerprint(tensor).to(travel_device(group) if tensor.is_cpu else tensor.device))
     if not names:
         return []
     # One all-reduce gives the largest value of each fingerprint and, negated, the smallest.

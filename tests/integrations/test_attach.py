@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.handle import Handle
+from tests.support.distributed import folder
 from tests.support.fsdp1_training import wrapped
 from tests.support.sharded_training import (
     FULL_RANK,
@@ -30,10 +31,12 @@ from tests.support.sharded_training import (
     Net,
     batch,
     full_mesh,
+    hybrid_mesh,
     in_one_group,
     outcome,
+    replica_mesh,
+    replicated,
     sharded,
-    shared_folder,
     whole,
 )
 from tests.support.small import complaint
@@ -45,6 +48,8 @@ WRAPPERS: dict[str, Callable[[Net], Any]] = {
     "DDP of a compiled model": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
     "FSDP1": wrapped,
     "FSDP2": lambda model: sharded(model, full_mesh(dist.get_world_size())),
+    "HSDP": lambda model: sharded(model, hybrid_mesh(2, dist.get_world_size() // 2)),
+    "replicate": lambda model: replicated(model, replica_mesh(dist.get_world_size())),
 }
 
 
@@ -88,14 +93,14 @@ def every_wrapper(worker: int, world_size: int, *, wrapper: str) -> dict[str, An
     with torch.no_grad():
         for parameter, source in zip(resumed.parameters(), first.parameters(), strict=True):
             parameter.copy_(source)
-    with shared_folder(worker) as folder:
-        missing = complaint(state_3.load, folder)
-        none = state_3.load(folder, missing_ok=True)
-        state_2.save(f"{folder}/checkpoint/2")
-        report = state_3.load(f"{folder}/checkpoint/2")
+    with folder(worker) as path:
+        missing = complaint(state_3.load, path)
+        none = state_3.load(path, missing_ok=True)
+        state_2.save(f"{path}/checkpoint/2")
+        report = state_3.load(f"{path}/checkpoint/2")
         error = errors(state_2), errors(state_3)
         # A second time, over what is there.
-        state_3.save(f"{folder}/checkpoint/2")
+        state_3.save(f"{path}/checkpoint/2")
     ahead = steps(first, worker, range(3, 6), optimizer)
     return {
         "native": native, "resumed": difference(steps(resumed, worker, range(3, 6), sgd(resumed)), ahead),
@@ -128,9 +133,9 @@ def wrong_use(worker: int, world_size: int) -> dict[str, Any]:
     copied = copy.deepcopy(model)
     wrong: Any = {"rank": 4}
     budget = PowerSGDConfig(bytes_per_step=1) if worker == 1 else PowerSGDConfig()
-    with shared_folder(worker) as folder:
-        (Path(folder) / "file").touch()
-        unwritable = complaint(state.save, f"{folder}/file")
+    with folder(worker) as path:
+        (Path(path) / "file").touch()
+        unwritable = complaint(state.save, f"{path}/file")
     return {
         "not wrapped": complaint(attach, nn.Linear(4, 4)),
         "holder": complaint(attach, Holder()),
@@ -163,8 +168,8 @@ def interrupted_save(worker: int, world_size: int) -> dict[str, Any]:
     model = WRAPPERS["FSDP2"](Net())
     state, optimizer = attach(model, RANK_2), sgd(model)
     steps(model, worker, range(1), optimizer)
-    with shared_folder(worker) as folder:
-        state.save(folder)
+    with folder(worker) as path:
+        state.save(path)
         before = errors(state)
         steps(model, worker, range(1, 3), optimizer)
         original = Path.rename
@@ -175,16 +180,16 @@ def interrupted_save(worker: int, world_size: int) -> dict[str, Any]:
             return original(self, target)
 
         with mock.patch.object(Path, "rename", rename):
-            said = complaint(state.save, folder)
-        report = state.load(folder)
+            said = complaint(state.save, path)
+        report = state.load(path)
         found = {"said": said, "loaded": report is not None, "iteration": state.iteration, "difference": errors(state)}
-        state.save(folder)
-        left = sorted(path.name for path in Path(folder).iterdir())
+        state.save(path)
+        left = sorted(file.name for file in Path(path).iterdir())
         dist.barrier()
         if worker == 0:
-            shutil.rmtree(f"{folder}/powersgd")
+            shutil.rmtree(f"{path}/powersgd")
         dist.barrier()
-        gone = complaint(state.load, folder)
+        gone = complaint(state.load, path)
     return {**found, "before": before, "left": left, "gone": gone}
 
 
