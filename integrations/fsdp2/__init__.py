@@ -2,8 +2,8 @@
 
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-fully_shard(model, mesh=mesh["shard"])
-powersgd = apply_powersgd(model, PowerSGDConfig(rank=4), replicate_group=mesh["replicate"].get_group())
+fully_shard(model, mesh=mesh)
+powersgd = apply_powersgd(model, PowerSGDConfig(rank=4))
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first
+from powersgd_triton.integrations.fsdp2.seams import all_reduces_itself, guard, take_over_all_reduce
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, custom_reduce_scatter
-from powersgd_triton.integrations.fsdp2.units import Unit, find_units, shard_group
+from powersgd_triton.integrations.fsdp2.units import Unit, find_units, worker_groups
 
 __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
 
@@ -28,21 +28,23 @@ __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
 def apply_powersgd(
     model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None = None
 ) -> HybridShardState | FullShardState:
-    """Compress the gradients of a model to which ``fully_shard`` was applied. Collective.
+    """Compress the gradients of a model to which ``fully_shard`` or ``replicate`` was applied. Collective.
 
     Call it once, before the first step.
 
-    With ``replicate_group`` (HSDP), shard the model on the mesh's shard dimension only. FSDP reduce-scatters inside the
-    shard group as usual. Each worker's shard of the gradients is averaged over the replicas in compressed form.
-    Parameters and buffers are overwritten with those of the first replica.
+    If the model has replicas (HSDP), FSDP reduce-scatters inside the shard group as usual. Each worker's shard of the
+    gradients is averaged over the replicas in compressed form. Parameters and buffers are overwritten with those of the
+    first replica. If they are on the meta device, this happens at the beginning of the first training step. The model
+    has replicas if its mesh has a replicate dimension, or if ``replicate_group`` is given.
 
-    Without ``replicate_group`` (1-D), compression replaces the reduce-scatter. Every worker then has an error buffer of
-    the whole model's size. Prefer HSDP if the model's shards fit on fewer workers.
+    Otherwise (1-D), compression replaces the reduce-scatter. Every worker then has an error buffer of the whole model's
+    size. Prefer HSDP if the model's shards fit on fewer workers.
 
     Args:
         model: The root module. ``fully_shard`` may have been applied to its submodules too.
         config: Configuration of the compression.
-        replicate_group: The workers that hold the same shard, ``mesh["replicate"].get_group()``.
+        replicate_group: The workers that hold the same shard, ``mesh["replicate"].get_group()``, of a model that is
+            sharded on ``mesh["shard"]``. Not needed if the whole mesh was given to ``fully_shard``.
 
     Returns:
         The state of the compression, for checkpoints and statistics.
@@ -51,29 +53,39 @@ def apply_powersgd(
         TypeError: ``config`` is not a configuration.
         ValueError: The model is not sharded, or is sharded in a way that is not supported, or ``apply_powersgd`` was
             called before, or the configuration's budget is too small. The message says what to do. Nothing was changed.
-        RuntimeError: This version of torch is too old, or the group cannot be used.
+        RuntimeError: This version of torch is too old, or was not tried with a replicate dimension in the mesh, or the
+            group cannot be used.
     """
-    groups = [shard_group(model)] if replicate_group is None else [replicate_group, shard_group(model)]
+    replicas, others = worker_groups(model, replicate_group)
 
     def prepare() -> tuple[tuple[list[Unit], HybridShardState | FullShardState], Facts, Facts]:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
-        _check_torch("set_all_reduce_hook" if replicate_group is not None else "set_custom_reduce_scatter")
-        units = find_units(model, replicate_group)
-        if replicate_group is None:
-            return (units, FullShardState(config, units)), {}, {}
-        return (units, HybridShardState(model, config, units, replicate_group)), {}, {}
+        _check_torch("set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook")
+        units = find_units(model, replicas)
+        if replicas is None:
+            return (units, FullShardState(config, units, others[0])), {}, {}
+        return (units, HybridShardState(model, config, units, replicas, others)), {}, {}
 
     # Collectives follow, so that no worker may raise an error alone.
-    units, state = together("apply_powersgd", prepare, Communicator(groups[0], groups[1:]))
+    everyone = [*([] if replicas is None else [replicas]), *others]
+    units, state = together("apply_powersgd", prepare, Communicator(everyone[0], everyone[1:]))
     if isinstance(state, FullShardState):
         state.use_own_group()
         for unit in units:
-            unit.module.set_custom_reduce_scatter(custom_reduce_scatter(state, unit))
+            reduce_scatter = custom_reduce_scatter(state, unit)
+            unit.module.set_custom_reduce_scatter(reduce_scatter)
+            # FSDP has nothing to reduce-scatter on one worker.
+            if dist.get_world_size(others[0]) > 1:
+                guard(unit, "_reduce_scatter_comm", reduce_scatter)
         return state
-    broadcast_from_first(model, groups[0])
+    state.make_replicas_equal()
     for unit in units:
-        unit.module.set_all_reduce_hook(functools.partial(state._all_reduce, unit))
+        if all_reduces_itself(unit.parameter_group):
+            take_over_all_reduce(unit.parameter_group)
+        hook = functools.partial(state._all_reduce, unit)
+        unit.module.set_all_reduce_hook(hook)
+        guard(unit, "_all_reduce_hook", hook)
     return state
 
 

@@ -7,14 +7,23 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.ops.gradients import as_real, write_back
 
 
+def reshard(model: nn.Module) -> None:
+    """Make the model's parameters its shards. After a forward pass without gradients, the root's are still whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, this worker's part) of all parameters and buffers."""
+    reshard(model)
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -29,6 +38,11 @@ def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
             sent = as_real(tensor)
             dist.broadcast(sent, source, group=group)
             write_back(sent, tensor)
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Return whether a parameter or a buffer has no memory yet."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.integrations.fsdp2.replicas import unequal_tensors
+from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, on_meta, unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
 from powersgd_triton.integrations.sharded import (
     ShardedHandle,
@@ -36,14 +36,38 @@ class HybridShardState(ShardedHandle):
     """
 
     def __init__(
-        self, model: nn.Module, config: PowerSGDConfig, units: list[Unit], replicate_group: dist.ProcessGroup
+        self,
+        model: nn.Module,
+        config: PowerSGDConfig,
+        units: list[Unit],
+        replicate_group: dist.ProcessGroup,
+        shard_groups: list[dist.ProcessGroup],
     ) -> None:
-        shard_group = units[0].shard_group
-        engine = Engine(config, Communicator(replicate_group, [shard_group]), lambda: shapes(units, padded=True))
-        super().__init__(engine, Shards(units, shard_group))
+        engine = Engine(config, Communicator(replicate_group, shard_groups), lambda: shapes(units, padded=True))
+        super().__init__(engine, Shards(units, shard_groups))
         self._model, self._group = model, replicate_group
         # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
+        self._equal = False
+
+    def make_replicas_equal(self) -> None:
+        """Give all replicas the parameters and buffers of the first one, now or when they have values. Collective."""
+        if not on_meta(self._model):
+            broadcast_from_first(self._model, self._group)
+            self._equal = True
+            return
+
+        # Values exist at the latest when the first training step begins, and no gradient depends on them before. After
+        # its forward pass it would be too late: gradients would belong to other parameters. An evaluation is left out,
+        # since a single replica may do it.
+        def before_first_step(module: nn.Module, _args: Any) -> None:
+            if module.training or torch.is_grad_enabled():
+                broadcast_from_first(module, self._group)
+                self._equal = True
+                handle.remove()
+
+        # FSDP's own hook, which gathers the parameters, must come after it.
+        handle = self._model.register_forward_pre_hook(torch.compiler.disable(before_first_step), prepend=True)
 
     def check_replicas(self) -> None:
         """Compare parameters and buffers of all replicas, bit by bit. Collective.
@@ -72,6 +96,13 @@ class HybridShardState(ShardedHandle):
     @torch.no_grad()
     def _all_reduce(self, unit: Unit, output: Tensor) -> None:
         """FSDP's all-reduce hook. It averages ``output``, this worker's result of the reduce-scatter, in place."""
+        unit.calls += 1
+        if not self._equal:
+            raise RuntimeError(
+                "replicas were not made equal: the model was on the meta device in apply_powersgd, and its first "
+                "forward pass did not call the module that apply_powersgd was given. Call that module, or give the "
+                "parameters values before apply_powersgd"
+            )
         # On a 1-D mesh FSDP may free this memory while the hook's stream still uses it.
         if output.is_cuda:
             output.record_stream(torch.cuda.current_stream(output.device))
@@ -115,11 +146,12 @@ class Shards:
 
     Args:
         units: Units of the model.
-        group: Process group of the workers that hold the shards of one replica.
+        groups: Process groups of the workers that hold the shards of one replica: those of FSDP, then those of tensor
+            parallelism, which splits parameters before FSDP does.
     """
 
-    def __init__(self, units: list[Unit], group: dist.ProcessGroup) -> None:
-        self._units, self._group = units, group
+    def __init__(self, units: list[Unit], groups: list[dist.ProcessGroup]) -> None:
+        self._units, self._groups = units, groups
 
     def place(self, name: str, error: Tensor) -> DTensor:
         parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
@@ -141,19 +173,26 @@ class Shards:
         return matrix
 
     def shard(self) -> tuple[int, int]:
-        return dist.get_rank(self._group), dist.get_world_size(self._group)
+        # In the order of ``gather``. Parts of rows that are split by tensor parallelism, too, are then in order.
+        index, number = 0, 1
+        for group in reversed(self._groups):
+            workers = dist.get_world_size(group)
+            index, number = index * workers + dist.get_rank(group), number * workers
+        return index, number
 
     def gather(self, factors: Any) -> list[Any]:
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, factors, group=self._group)
+        gathered = [factors]
+        for group in self._groups:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, gathered, group=group)
+            gathered = [factors for part in parts for factors in part]
         return gathered
 
 
 class FullShardState(ShardedHandle):
     """Compresses whole gradients, of which each worker keeps its shard. ``apply_powersgd`` creates it."""
 
-    def __init__(self, config: PowerSGDConfig, units: list[Unit]) -> None:
-        group = units[0].shard_group
+    def __init__(self, config: PowerSGDConfig, units: list[Unit], group: dist.ProcessGroup) -> None:
         mesh = units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh
 
         def whole_shapes() -> dict[str, tuple[int, ...]]:
@@ -175,6 +214,7 @@ class FullShardState(ShardedHandle):
 
         ``sent`` is [workers, shard]. A shard has the rows of each parameter that belong to one worker, padded.
         """
+        unit.calls += 1
         whole_output, whole_sent = output, sent
         output, sent = as_real(output), as_real(sent)
         worker, workers = self._whole.worker, self._whole.workers

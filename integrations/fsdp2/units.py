@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -9,25 +10,32 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from powersgd_triton.integrations.fsdp2.replicas import reshard
+from powersgd_triton.integrations.fsdp2.seams import check_torch, replicas_of, shards_of
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.ops.gradients import real_shape
 
-ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'
+TWO_MESHES = (
+    'give fully_shard the mesh of both dimensions, and no replicate_group; or give fully_shard mesh["shard"], and '
+    'apply_powersgd replicate_group=mesh["replicate"].get_group()'
+)
 
 
 class Unit:
     """Parameters whose gradients FSDP reduces in one message.
 
     Attributes:
-        module: Module to which ``fully_shard`` was applied.
+        module: Module to which ``fully_shard`` or ``replicate`` was applied.
+        where: The module's name, for messages.
         parameter_group: FSDP's object for these parameters.
-        shard_group: Process group of the reduce-scatter.
+        shard_group: Process group of the reduce-scatter. None if the parameters are replicated only.
+        calls: Number of times that FSDP asked this package to average the unit's gradients.
     """
 
-    def __init__(self, module: FSDPModule, parameter_group: Any, names: dict[int, str]) -> None:
-        self.module = module
-        self.parameter_group = parameter_group
-        self.shard_group: dist.ProcessGroup = parameter_group.mesh_info.shard_process_group
+    def __init__(self, module: FSDPModule, where: str, parameter_group: Any, names: dict[int, str]) -> None:
+        self.module, self.where, self.parameter_group = module, where, parameter_group
+        self.shard_group = shards_of(parameter_group)
+        self.calls = 0
         # The order in which FSDP packs gradients, which differs from that of named_parameters().
         self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
 
@@ -41,17 +49,17 @@ class Unit:
         }
 
     def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of whole parameters."""
-        parameters = self.parameters
-        sizes = {name: tuple(p.shape) for name, p in parameters.items()}
-        if any(p.device_mesh.ndim > 1 for p in parameters.values()):
-            # With tensor parallelism on dim 0, FSDP shards only this worker's part of a parameter.
-            by_name = dict(zip(self._names, self.parameter_group.fsdp_params, strict=True))
-            sizes = {name: tuple(by_name[name]._orig_size) for name in parameters}
-        if padded:
-            workers = dist.get_world_size(self.shard_group)
-            sizes = {name: (-(-size[0] // workers), *size[1:]) for name, size in sizes.items()}
-        return {name: real_shape(size, parameters[name].dtype) for name, size in sizes.items()}
+        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of whole parameters.
+
+        With tensor parallelism, "whole" is this worker's part of a parameter, which FSDP shards.
+        """
+        found = {}
+        workers = dist.get_world_size(self.shard_group) if padded and self.shard_group is not None else 1
+        for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True):
+            if parameter.sharded_param.requires_grad:
+                rows, *columns = parameter._orig_size
+                found[name] = real_shape((-(-rows // workers), *columns), parameter.sharded_param.dtype)
+        return found
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
@@ -65,29 +73,53 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
     return list(groups)
 
 
-def shard_group(model: nn.Module) -> dist.ProcessGroup:
-    """Return the process group over which the model's first unit is sharded.
+def worker_groups(
+    model: nn.Module, replicate_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
+    """Return the process groups of which all workers of the model are made.
+
+    Returns:
+        The replicas: ``replicate_group``, or else those of the mesh's replicate dimension. None without replicas. And
+        the workers that hold different shards: over which FSDP shards, then those of tensor parallelism.
 
     Raises:
-        ValueError: No module is sharded.
+        ValueError: No module is sharded or replicated by FSDP2.
     """
-    for module in model.modules():
-        for group in _parameter_groups(module):
-            found: dist.ProcessGroup | None = getattr(group.mesh_info, "shard_process_group", None)
-            if found is not None:
-                return found
-    raise ValueError(
-        "the model has no sharded parameters; apply torch.distributed.fsdp.fully_shard to it first. "
-        "If it is replicated, use DistributedDataParallel and integrations.ddp"
-    )
+    groups = [group for module in model.modules() for group in _parameter_groups(module)]
+    if not groups:
+        raise ValueError(
+            "the model has no parameters to which torch.distributed.fsdp.fully_shard was applied; apply it first. "
+            "If the model is in DistributedDataParallel, use integrations.ddp"
+        )
+    native = next(filter(None, map(replicas_of, groups)), None)
+    replicas = replicate_group if replicate_group is not None else native
+    shards = next(filter(None, map(shards_of, groups)), None)
+    found = [] if shards is None else [shards]
+    known = {_ranks(group) for group in (replicas, native, shards) if group is not None}
+    for mesh in dict.fromkeys(p.sharded_param.device_mesh for group in groups for p in group.fsdp_params):
+        for group in mesh.get_all_groups():
+            if _ranks(group) not in known and dist.get_world_size(group) > 1:
+                known.add(_ranks(group))
+                found.append(group)
+    return replicas, found
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
     """Return the model's units that have parameters.
 
+    Args:
+        model: The root module.
+        replicate_group: The replicas. None without replicas.
+
     Raises:
         ValueError: A unit is sharded in a way that is not supported.
+        RuntimeError: The model's mesh has a replicate dimension, and torch is of another version than those tried.
     """
+    reshard(model)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     units: list[Unit] = []
     for path, module in model.named_modules():
@@ -101,17 +133,13 @@ def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> l
         for group in groups:
             if not any(unit.parameter_group is group for unit in units):
                 _check(group, where, names, replicate_group)
-                units.append(Unit(module, group, names))
-    if len({tuple(dist.get_process_group_ranks(unit.shard_group)) for unit in units}) > 1:
+                units.append(Unit(module, where, group, names))
+    if len({None if unit.shard_group is None else _ranks(unit.shard_group) for unit in units}) > 1:
         raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
     return units
 
 
 def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.ProcessGroup | None) -> None:
-    if getattr(group.mesh_info, "shard_process_group", None) is None:
-        raise ValueError(f"{where} is replicated, not sharded; use DistributedDataParallel and integrations.ddp for it")
-    if getattr(group.mesh_info, "replicate_process_group", None) is not None:
-        raise ValueError(f"{where} is sharded on a two-dimensional mesh, where FSDP itself all-reduces; {ONE_MESH}")
     if group._all_reduce_hook is not None:
         raise ValueError(f"{where} has an all-reduce hook; was apply_powersgd called before? Call it once for a model")
     if replicate_group is None and type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
@@ -122,25 +150,31 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
     for parameter in group.fsdp_params:
         placements = parameter.sharded_param.placements
         name = names[id(parameter.sharded_param)]
-        if parameter.sharded_param.is_meta:
+        if parameter.fsdp_placement.dim != 0:
             raise ValueError(
-                f"parameter {name!r} is on the meta device; give it memory and values before apply_powersgd"
-            )
-        if any(getattr(placement, "dim", None) != 0 for placement in placements):
-            raise ValueError(
-                f"parameter {name!r} is placed as {placements}, but must be sharded on dim 0 only; shard it on dim 0, "
-                "or leave its module out of tensor parallelism"
+                f"FSDP shards parameter {name!r} as {parameter.fsdp_placement}, but must shard it on dim 0; leave "
+                "shard_placement_fn out"
             )
         if replicate_group is None and list(placements) != [Shard(0)]:
             raise ValueError(
-                f"parameter {name!r} is placed as {placements}; without replicate_group only FSDP may shard it. "
-                f"For tensor parallelism use replicas: {ONE_MESH}"
+                f"parameter {name!r} is placed as {placements}; without replicas only FSDP may shard it. "
+                f"For tensor parallelism use replicas: {TWO_MESHES}"
             )
     if replicate_group is not None:
-        shards = set(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
-        replicas = set(dist.get_process_group_ranks(replicate_group))
-        if shards & replicas != {dist.get_rank()}:
+        _check_replicas(group, where, _ranks(replicate_group))
+
+
+def _check_replicas(group: Any, where: str, replicas: Iterable[int]) -> None:
+    native, shards = replicas_of(group), shards_of(group)
+    if native is not None:
+        check_torch()
+        if _ranks(native) != replicas:
             raise ValueError(
-                f"replicate_group has the workers {sorted(replicas)} and {where} is sharded over {sorted(shards)}; "
-                f"they must have this worker ({dist.get_rank()}) in common and no other: {ONE_MESH}"
+                f"replicate_group has the workers {[*replicas]}, but {where} is replicated over the workers "
+                f"{[*_ranks(native)]} by its mesh; leave replicate_group out"
             )
+    elif shards is not None and {*_ranks(shards)} & {*replicas} != {dist.get_rank()}:
+        raise ValueError(
+            f"replicate_group has the workers {[*replicas]} and {where} is sharded over {[*_ranks(shards)]}; "
+            f"they must have this worker ({dist.get_rank()}) in common and no other: {TWO_MESHES}"
+        )

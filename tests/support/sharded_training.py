@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.fsdp2 import apply_powersgd
+from powersgd_triton.integrations.fsdp2 import HybridShardState, apply_powersgd
 from tests.support.distributed import HUNG, Failure, Worker, run
 from tests.support.training import flat, relative
 
@@ -188,6 +189,25 @@ def hybrid(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any)
     return module, apply_powersgd(module, config, replicate_group=mesh["replicate"].get_group())
 
 
+def two_dimensional(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any) -> tuple[Any, Any]:
+    """The model sharded on the whole mesh, and compressed; and the compression's state."""
+    module = sharded(model, mesh, **options)
+    return module, apply_powersgd(module, config)
+
+
+@functools.cache
+def replica_mesh(workers: int) -> DeviceMesh:
+    """A mesh of replicas alone."""
+    return DeviceMesh("cpu", torch.arange(workers), mesh_dim_names=("replicate",))
+
+
+def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
+    """``replicate`` on each block and on the model."""
+    for block in model.blocks:
+        replicate(block, mesh=mesh, **options)
+    return replicate(model, mesh=mesh, **options)
+
+
 def full_mesh(world_size: int) -> DeviceMesh:
     """A mesh of one dimension."""
     return hybrid_mesh(1, world_size)["shard"]
@@ -264,25 +284,37 @@ def against_native(
     divide: float | None = None,
     force_sum: bool = False,
     options: dict[str, Any] | None = None,
+    shape: tuple[int, int] | None = None,
+    after: Callable[[Any], None] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Steps of FSDP2 alone, and of ours at full rank: mode "hybrid" on replicas × shards, "full" on one dimension.
+    """Steps of FSDP2 alone, and of ours at full rank.
+
+    Modes: "hybrid" shards on one dimension of replicas × shards, "mesh" on both; "replicate" has replicas alone, "full"
+    has shards alone.
 
     Returns:
         What ``compare`` gives; the numbers of elements all-reduced, over the replicas in the hybrid mode.
     """
     runs, sent = [], []
     for native in (True, False):
-        mesh = hybrid_mesh(*MESHES[world_size]) if mode == "hybrid" else full_mesh(world_size)
-        group = mesh["replicate"].get_group() if mode == "hybrid" else None
+        if mode == "full":
+            mesh, group = full_mesh(world_size), None
+        else:
+            mesh = replica_mesh(world_size) if mode == "replicate" else hybrid_mesh(*(shape or MESHES[world_size]))
+            group = mesh["replicate"].get_group() if mode != "replicate" else mesh.get_group()
         # Native replicas must start from the same parameters, ours are made to.
         model = Net(seed=0 if native or group is None else dist.get_rank(group))
         if prepare is not None:
             prepare(model)
-        if native:
-            module = sharded(model, mesh, **(options or {}))
-        else:
-            module, _ = (hybrid if mode == "hybrid" else full_shard)(model, mesh, FULL_RANK, **(options or {}))
+        wrap = replicated if mode == "replicate" else sharded
+        module = wrap(model, mesh["shard"] if mode == "hybrid" and not native else mesh, **(options or {}))
+        placements = [parameter.placements for parameter in module.parameters()]
+        state = None
+        if not native:
+            state = apply_powersgd(module, FULL_RANK, replicate_group=group if mode == "hybrid" else None)
+        if after is not None:
+            after(module)
         # torch 2.9 lacks it.
         if reduce_unused and hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
@@ -305,6 +337,9 @@ def against_native(
             settings |= {"micro_batches": 2 if accumulate else 1}
             runs.append(train(module, worker, before_micro=before_micro, before_step=before_step, **settings))
         sent.append(sum(counts))
+        assert [parameter.placements for parameter in module.parameters()] == placements
+        if isinstance(state, HybridShardState):
+            state.check_replicas()
     return {**compare(runs[1], runs[0]), "sent": sent}
 
 
