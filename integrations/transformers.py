@@ -50,8 +50,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def __init__(self, trainer: Trainer, config: PowerSGDConfig | None = None, **options: Any) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(
-                f"expected trainer.add_callback(PowerSGDCallback(trainer, rank=4)); got {type(trainer).__name__} as the "
-                "trainer"
+                f"expected a Trainer, as in PowerSGDCallback(trainer, rank=4); got {type(trainer).__name__}"
             )
         if config is not None and options:
             raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")

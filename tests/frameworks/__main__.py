@@ -21,12 +21,12 @@ def main() -> int:
         parser.error("--write needs all frameworks and wrappers")
     # Before torch is imported, here and in the workers.
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    from tests.support.frameworks import table
+    from tests.support.frameworks import job, table
 
     cells: dict[tuple[str, str], table.Cell] = {}
     failed = False
     for framework in table.FRAMEWORKS:
-        for wrapper in table.WRAPPERS:
+        for wrapper in job.WRAPPERS:
             wanted = ((arguments.framework, framework), (arguments.wrapper, wrapper))
             if any(part is not None and part.lower() not in name.lower() for part, name in wanted):
                 continue

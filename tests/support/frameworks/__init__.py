@@ -1,1 +1,1 @@
-"""Training with each framework, with every wrapper that it offers. Needs the environment of ``make test-frameworks``."""
+"""Training with each framework and wrapper. Needs the environment of ``make test-frameworks``."""

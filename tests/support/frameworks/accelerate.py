@@ -24,7 +24,7 @@ from tests.support.frameworks.job import (
     ZERO2,
     Data,
     Job,
-    NotOffered,
+    NotOfferedError,
     deepspeed_configuration,
     whole,
 )
@@ -34,7 +34,7 @@ def accelerator_for(job: Job) -> Accelerator:
     """Make the accelerator that a user of this wrapper makes.
 
     Raises:
-        NotOffered: Accelerate refuses it.
+        NotOfferedError: Accelerate refuses it.
     """
     # An accelerator's state is the process's.
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -59,7 +59,7 @@ def accelerator_for(job: Job) -> Accelerator:
     try:
         return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
     except ValueError as error:
-        raise NotOffered(str(error)) from error
+        raise NotOfferedError(str(error)) from error
 
 
 def train(job: Job) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""FSDP and DeepSpeed under Accelerate on CPUs with gloo, which it ignores there. For tests only: a GPU needs none of it."""
+"""FSDP and DeepSpeed under Accelerate on CPUs with gloo, where it ignores them. For tests only; GPUs need none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from accelerate.utils import DistributedType
 
 def pretend_gpus(*, deepspeed: bool = False) -> None:
     """Make Accelerate believe that the workers have GPUs. Call it before an ``Accelerator`` is made."""
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     PartialState(cpu=True)
     shared = PartialState._shared_state
     shared["distributed_type"] = DistributedType.MULTI_GPU
@@ -18,5 +17,6 @@ def pretend_gpus(*, deepspeed: bool = False) -> None:
         import deepspeed as framework
 
         framework.init_distributed(dist_backend="gloo", verbose=False)
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         # Accelerate leaves DeepSpeed to GPUs.
         shared["_cpu"] = False

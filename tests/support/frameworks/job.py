@@ -16,7 +16,7 @@ WIDTH, TARGETS, SAMPLES = 32, 8, 64
 BATCH, MICRO_BATCHES, STEPS, SAVED = 4, 2, 6, 3
 CLIP = 0.5
 # A larger epsilon than usual, so that rounding is not amplified where second moments are still close to zero.
-ADAM = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.0}
+ADAM: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.0}
 
 DDP, FSDP2, HSDP, REPLICATE, ZERO2 = "DDP", "FSDP2 1-D", "HSDP 2 × 2", "`replicate()`", "DeepSpeed ZeRO 2"
 WRAPPERS = [DDP, FSDP2, HSDP, REPLICATE, ZERO2]
@@ -24,7 +24,7 @@ FULL_RANK = {"rank": 999, "min_compression_rate": 0}
 RANK_4 = {"rank": 4, "min_compression_rate": 1}
 
 
-class NotOffered(Exception):
+class NotOfferedError(Exception):
     """The framework refuses to wrap a model in this way. The message is the framework's own."""
 
 
@@ -141,7 +141,7 @@ def loss(parameters: dict[str, Tensor] | None = None) -> float:
     if parameters is not None:
         net.load_state_dict(parameters)
     with torch.no_grad():
-        return net(data.inputs, data.labels)["loss"].item()
+        return float(net(data.inputs, data.labels)["loss"])
 
 
 def batches(first: int = 0) -> list[dict[str, Tensor]]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -59,7 +60,7 @@ def _with_torch(job: Job) -> dict[str, Tensor]:
     powersgd = None if job.options is None else attach(model, **job.options)
     if job.resume:
         weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=job.folder)
+        dcp_load({"model": weights, "optimizer": moments}, checkpoint_id=job.folder)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         if powersgd is not None:
             powersgd.load(job.folder)
@@ -75,7 +76,7 @@ def _with_torch(job: Job) -> dict[str, Tensor]:
         optimizer.zero_grad()
         if job.save and step + 1 == SAVED:
             weights, moments = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=job.folder)
+            dcp_save({"model": weights, "optimizer": moments}, checkpoint_id=job.folder)
             if powersgd is not None:
                 powersgd.save(job.folder)
     return whole(model)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import run
-from tests.support.frameworks.job import FULL_RANK, HSDP, RANK_4, WRAPPERS, Job, NotOffered, be_launched, loss
+from tests.support.frameworks.job import FULL_RANK, HSDP, RANK_4, WRAPPERS, Job, NotOfferedError, be_launched, loss
 
 PAGE = Path("docs", "frameworks.md")
 BEGIN, END = "<!-- frameworks: begin -->", "<!-- frameworks: end -->"
@@ -69,7 +69,8 @@ def measure(framework: str, wrapper: str, *, bf16: bool = False) -> Cell:
     """Run the trainings of one cell in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         workers = 4 if wrapper == HSDP else 2
-        return max(run(_cell, workers, framework, wrapper, folder, bf16, timeout=TIMEOUT), key=lambda c: c.full_rank)
+        cells: list[Cell] = run(_cell, workers, framework, wrapper, folder, bf16, timeout=TIMEOUT)
+        return max(cells, key=lambda cell: cell.full_rank)
 
 
 def _cell(worker: int, workers: int, framework: str, wrapper: str, folder: str, bf16: bool) -> Cell:
@@ -78,7 +79,7 @@ def _cell(worker: int, workers: int, framework: str, wrapper: str, folder: str, 
     job = Job(wrapper, Path(folder, "without"), bf16=bf16)
     try:
         native = train(job)
-    except NotOffered as error:
+    except NotOfferedError as error:
         return Cell(not_offered=str(error))
     full = train(dataclasses.replace(job, folder=Path(folder, "full"), options=FULL_RANK))
     compressed = dataclasses.replace(job, folder=Path(folder, "compressed"), options=RANK_4)
