@@ -7,6 +7,7 @@ powersgd = compress(accelerator, model, rank=4)
 from __future__ import annotations
 
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ __all__ = ["compress"]
 logger = logging.getLogger("powersgd_triton")
 
 STATES = "_powersgd_states"
-"""The attribute of an accelerator that has its compressed models' states, in order."""
+"""The attribute of an accelerator that has the states of its compressed models."""
+
+# {unwrapped model: state}. Neither is kept alive, so that accelerator.free_memory can release them.
+States = weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Handle]"]
 
 
 def compress(
@@ -63,36 +67,38 @@ def compress(
         if config is not None and options:
             raise
         raise TypeError(f"{error}. With Accelerate, give what accelerator.prepare(model) has returned") from None
-    states: list[Handle] | None = getattr(accelerator, STATES, None)
-    if states is None:
-        states = []
-        setattr(accelerator, STATES, states)
-        _follow_checkpoints(accelerator, states)
     # DeepSpeed's engine saves its state by itself.
-    if state not in states and not state.saved_with_model:
-        states.append(state)
+    if not state.saved_with_model:
+        _follow_checkpoints(accelerator)[accelerator.unwrap_model(model)] = weakref.ref(state)
     return state
 
 
-def _follow_checkpoints(accelerator: Accelerator, states: list[Handle]) -> None:
-    """Save and load states together with the accelerator's."""
+def _follow_checkpoints(accelerator: Accelerator) -> States:
+    """Make the accelerator save and load the states of the models that are in what is returned."""
+    known: States | None = getattr(accelerator, STATES, None)
+    if known is not None:
+        return known
+    states: States = weakref.WeakKeyDictionary()
+    setattr(accelerator, STATES, states)
+
+    def places(folder: str) -> list[tuple[Handle, Path]]:
+        # A model that accelerator.free_memory has released is no longer among the accelerator's.
+        models = [accelerator.unwrap_model(model) for model in accelerator._models]
+        found = [state for model in models if model in states and (state := states[model]()) is not None]
+        if len(found) == 1:
+            return [(found[0], Path(folder))]
+        return [(state, Path(folder) / f"powersgd_{index}") for index, state in enumerate(found)]
 
     # Not accelerator.register_for_checkpointing, which saves what worker 0 has: of a sharded state, that is one shard.
     def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:  # noqa: ARG001
-        for place, state in zip(_places(folder, states), states, strict=True):
+        for state, place in places(folder):
             state.save(place)
 
     def load(models: list[nn.Module], folder: str) -> None:  # noqa: ARG001
-        for place, state in zip(_places(folder, states), states, strict=True):
+        for state, place in places(folder):
             if state.load(place, missing_ok=True) is None:
                 logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", place)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-
-
-def _places(folder: str, states: list[Handle]) -> list[Path]:
-    """Return where in a checkpoint each state is saved: one directly, several in folders of their own."""
-    if len(states) == 1:
-        return [Path(folder)]
-    return [Path(folder) / f"powersgd_{index}" for index in range(len(states))]
+    return states

@@ -18,7 +18,7 @@ from powersgd_triton.integrations.attach import attach
 
 try:
     from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import get_last_checkpoint
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 except ImportError as error:
     raise ImportError("transformers is not installed; run pip install 'powersgd_triton[transformers]'") from error
 
@@ -58,23 +58,22 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._trainer = trainer
         self._config = PowerSGDConfig.from_dict(options) if options else config
         self._checkpoint: str | None = None
-        self._follow(trainer)
+        self._trial: Any = None
+        self._note_arguments(trainer)
 
-    def _follow(self, trainer: Trainer) -> None:
-        """Note the checkpoint that ``trainer.train`` resumes from, since callbacks are not told."""
+    def _note_arguments(self, trainer: Trainer) -> None:
+        """Note the arguments of ``trainer.train``, of which callbacks are not told."""
         train = trainer.train
 
         @functools.wraps(train)
-        def noting(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            # As Trainer does it.
+        def noting(resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # The Trainer chooses the last checkpoint in the same way.
             if resume_from_checkpoint is True:
                 self._checkpoint = get_last_checkpoint(trainer.args.output_dir)
             else:
                 self._checkpoint = resume_from_checkpoint or None
-            try:
-                return train(resume_from_checkpoint, *args, **kwargs)
-            finally:
-                self._checkpoint = None
+            self._trial = trial
+            return train(resume_from_checkpoint, trial, *args, **kwargs)
 
         trainer.train = noting
 
@@ -93,5 +92,9 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Save the state into the checkpoint that the Trainer has just written."""
-        if self.powersgd is not None and not self.powersgd.saved_with_model:
-            self.powersgd.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        # Nothing can be resumed from a checkpoint that has the model only.
+        if self.powersgd is None or self.powersgd.saved_with_model or args.save_only_model:
+            return
+        # Not args.output_dir: each trial of a hyperparameter search has a folder of its own.
+        folder = self._trainer._get_output_dir(trial=self._trial)
+        self.powersgd.save(Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -20,8 +20,8 @@ ADAM: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_
 
 DDP, FSDP2, HSDP, REPLICATE, ZERO2 = "DDP", "FSDP2 1-D", "HSDP 2 × 2", "`replicate()`", "DeepSpeed ZeRO 2"
 WRAPPERS = [DDP, FSDP2, HSDP, REPLICATE, ZERO2]
-FULL_RANK = {"rank": 999, "min_compression_rate": 0}
-RANK_4 = {"rank": 4, "min_compression_rate": 1}
+FULL_RANK: dict[str, Any] = {"rank": 999, "min_compression_rate": 0}
+RANK_4: dict[str, Any] = {"rank": 4, "min_compression_rate": 1}
 
 
 class NotOfferedError(Exception):
