@@ -160,6 +160,12 @@ def test_resumes_from_a_checkpoint(wrapper: str, tmp_path: Path):
         assert found["still on"] > 0
 
 
+class Trial(dict[str, Any]):
+    """A trial of a hyperparameter search, as Optuna's."""
+
+    number = 3
+
+
 def _trial(worker: int, workers: int, folder: str) -> list[str]:
     be_launched(worker, workers)
     trainer, _ = _trainer(Job(DDP, Path(folder), RANK_4, save=True))
@@ -167,15 +173,13 @@ def _trial(worker: int, workers: int, folder: str) -> list[str]:
 
     # As a hyperparameter search sets it.
     trainer.hp_search_backend = HPSearchBackend.OPTUNA
-    trainer.hp_name = lambda trial: f"trial-{trial['seed']}"
-    trainer._hp_search_setup = lambda trial: setattr(trainer, "_trial", trial)
-    trainer.train(trial={"seed": 3})
+    trainer.train(trial=Trial())
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("powersgd*"))
 
 
 def test_trials_have_folders_of_their_own(tmp_path: Path):
     for found in run(_trial, 2, str(tmp_path), timeout=TIMEOUT):
-        assert found == [f"trial-3/checkpoint-{step}/powersgd.pt" for step in (SAVED, STEPS)]
+        assert found == [f"run-3/checkpoint-{step}/powersgd.pt" for step in (SAVED, STEPS)]
 
 
 def _save_only_model(worker: int, workers: int, folder: str) -> list[Path]:
