@@ -22,6 +22,10 @@ TIMEOUT = 240.0
 FRAMEWORKS = {"plain loop": "plain", "Accelerate": "accelerate", "transformers' Trainer": "transformers"}
 """{name: module of this folder, which has ``train(job)``}. Modules other than plain have the name of what they need."""
 
+HEAD = (
+    "| framework | wrapper | lines to add | full rank, difference | loss at rank 4 (without) | resumed, difference |\n"
+    "|---|---|---|---|---|---|"
+)
 LINES = 1
 """Lines that a user adds for the compression, in all of these trainings: the call or the callback."""
 
@@ -44,25 +48,26 @@ class Cell:
 
     def problems(self) -> list[str]:
         """What is not as it has to be."""
+        if self.not_offered:
+            return []
         start, _, end = self.losses
-        return [] if self.not_offered else [
-            problem
-            for problem, found in {
-                f"full rank differs from the framework's own by {self.full_rank:.1e}": not self.full_rank <= LIMIT,
-                f"the loss at rank 4 goes from {start:.3f} to {end:.3f}": not end < 0.9 * start,
-                f"a resumed training differs by {self.resumed:.1e}": not self.resumed <= LIMIT,
-            }.items()
-            if found
-        ]  # fmt: skip
+        found: list[str] = []
+        # Written so that NaN is a problem too.
+        if not self.full_rank <= LIMIT:
+            found.append(f"full rank differs from the framework's own by {self.full_rank:.1e}")
+        if not end < 0.9 * start:
+            found.append(f"the loss at rank 4 goes from {start:.3f} to {end:.3f}")
+        if not self.resumed <= LIMIT:
+            found.append(f"a resumed training differs by {self.resumed:.1e}")
+        return found
 
     def text(self) -> str:
+        """The columns of the table that show what came of it."""
         if self.not_offered:
-            return f"not offered: {self.not_offered}"
-        resumed = "equal" if self.resumed == 0 else f"{self.resumed:.0e}"
+            return f"not offered: {self.not_offered} | | | "
         start, native, end = self.losses
-        return (
-            f"full rank {self.full_rank:.0e}; loss {start:.2f} → {end:.2f} (without: {native:.2f}); resumed: {resumed}"
-        )
+        resumed = "equal bits" if self.resumed == 0 else f"{self.resumed:.0e}"
+        return f"{LINES} | {self.full_rank:.0e} | {start:.2f} → {end:.2f} ({native:.2f}) | {resumed}"
 
 
 def measure(framework: str, wrapper: str, *, bf16: bool = False) -> Cell:
@@ -80,7 +85,7 @@ def _cell(worker: int, workers: int, framework: str, wrapper: str, folder: str, 
     try:
         native = train(job)
     except NotOfferedError as error:
-        return Cell(not_offered=str(error))
+        return Cell(not_offered=str(error).partition(". ")[0])
     full = train(dataclasses.replace(job, folder=Path(folder, "full"), options=FULL_RANK))
     compressed = dataclasses.replace(job, folder=Path(folder, "compressed"), options=RANK_4)
     uninterrupted = train(dataclasses.replace(compressed, save=True))
@@ -104,16 +109,15 @@ def markdown(cells: dict[tuple[str, str], Cell], command: str) -> str:
     """The table, with a line about how it was made."""
     frameworks = list(dict.fromkeys(framework for framework, _ in cells))
     rows = [
-        f"| {framework} | {wrapper} | {LINES} | {cells[framework, wrapper].text()} |"
+        f"| {framework} | {wrapper} | {cells[framework, wrapper].text()} |"
         for framework in frameworks
         for wrapper in WRAPPERS
         if (framework, wrapper) in cells
     ]
     names = ["torch", *(FRAMEWORKS[framework] for framework in frameworks if framework != "plain loop"), "deepspeed"]
     versions = ", ".join(f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in names)
-    head = "| framework | wrapper | lines | outcome |\n|---|---|---|---|"
     made = f"Made by `{command}` with {versions}; 2 gloo workers, 4 for HSDP."
-    return "\n".join([head, *rows, "", made])
+    return "\n".join([HEAD, *rows, "", made])
 
 
 def replaced(text: str, table: str) -> str:
