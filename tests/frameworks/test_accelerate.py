@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run
+from tests.support.frameworks.checks import largest, refused, warnings_of
 from tests.support.frameworks.job import DDP, FSDP2, RANK_4, Job, be_launched
 from tests.support.frameworks.table import TIMEOUT, difference
 
@@ -21,36 +20,11 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow
 
 
-def refused(error: type[Exception], call: Any, *args: Any, **options: Any) -> str:
-    """Message of the error that a call raises."""
-    with pytest.raises(error) as caught:
-        call(*args, **options)
-    return str(caught.value)
-
-
-def warnings_of(call: Any) -> list[str]:
-    """What the package logs in a call."""
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("powersgd_triton")
-    logger.addHandler(handler)
-    try:
-        call()
-    finally:
-        logger.removeHandler(handler)
-    return records
-
-
 def backward(accelerator: Any, *models: Any) -> None:
     """One backward pass of each model, on other inputs in each worker."""
     torch.manual_seed(dist.get_rank())
     for model in models:
         accelerator.backward(model(torch.randn(8, 32), torch.randn(8, 8))["loss"])
-
-
-def largest(errors: Iterable[torch.Tensor]) -> float:
-    return max(error.abs().max().item() for error in errors)
 
 
 def _several_models(worker: int, workers: int, folder: str) -> dict[str, Any]:

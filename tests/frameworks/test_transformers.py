@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.frameworks.test_accelerate import largest, refused, warnings_of
 from tests.support.distributed import run
+from tests.support.frameworks.checks import largest, refused, warnings_of
 from tests.support.frameworks.job import DDP, FSDP2, RANK_4, SAVED, STEPS, ZERO2, Job, be_launched, whole
 from tests.support.frameworks.table import TIMEOUT, difference
 
