@@ -5,7 +5,12 @@ INSTALLED := .venv/.installed
 # What only the documentation needs has a stamp of its own, so that `make test` does not wait for it.
 INSTALLED_DOCS := .venv/.installed-docs
 
-.PHONY: demo demo-deepspeed test test-all faults check docs bench bench-gpu clean
+# The frameworks have an environment of their own, since the package does not need them.
+PYTHON_FRAMEWORKS := .venv-frameworks/bin/python
+INSTALLED_FRAMEWORKS := .venv-frameworks/.installed
+FRAMEWORKS := --constraint constraints.txt --constraint constraints-frameworks.txt
+
+.PHONY: demo demo-deepspeed test test-all test-frameworks faults frameworks check docs bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -24,6 +29,14 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 3600 -m "not gpu"
+
+# Accelerate, transformers' Trainer and Lightning with every wrapper, and their checkpoints.
+test-frameworks: $(INSTALLED_FRAMEWORKS)
+	OMP_NUM_THREADS=1 $(PYTHON_FRAMEWORKS) -m pytest tests/frameworks --timeout 1800
+
+# Rewrites the table in docs/frameworks.md.
+frameworks: $(INSTALLED_FRAMEWORKS)
+	$(PYTHON_FRAMEWORKS) -m tests.frameworks --write
 
 # Rewrites the table in docs/faults.md, with every fault 50 times, in ten to twenty minutes. The page says how many times
 # each fault was injected for the table that it holds.
@@ -47,7 +60,7 @@ bench-gpu: $(INSTALLED)
 	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m gpu --record gpu
 
 clean:
-	rm -rf .venv build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-frameworks build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first and by itself, so that nothing else decides which build of it is taken.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
@@ -58,4 +71,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 
 $(INSTALLED_DOCS): $(INSTALLED)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+$(INSTALLED_FRAMEWORKS): pyproject.toml setup.py constraints.txt constraints-frameworks.txt
+	$(PYTHON3) -m venv .venv-frameworks
+	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) torch
+	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) --editable ".[accelerate,deepspeed,lightning,transformers]" hypothesis pytest pytest-timeout
 	touch $@

@@ -1,0 +1,104 @@
+"""Accelerate: compression in one line, for every wrapper that ``accelerator.prepare`` makes.
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+powersgd = compress(accelerator, model, rank=4)
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.integrations.announce import announce
+from powersgd_triton.integrations.attach import attach
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise ImportError("Accelerate is not installed; run pip install 'powersgd_triton[accelerate]'") from error
+
+__all__ = ["compress"]
+
+logger = logging.getLogger("powersgd_triton")
+
+STATES = "_powersgd_states"
+"""The attribute of an accelerator that has the states of its compressed models."""
+
+# {unwrapped model: state}. Neither is kept alive, so that accelerator.free_memory can release them.
+States = weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Handle]"]
+
+
+def compress(
+    accelerator: Accelerator, model: nn.Module, config: PowerSGDConfig | None = None, **options: Any
+) -> Handle | None:
+    """Compress the gradients of a prepared model, from its next step on. Collective. Prints one line on worker 0.
+
+    From then on ``accelerator.save_state`` and ``accelerator.load_state`` save and load the compression's state too.
+    If the training uses a ``GradScaler``, the error follows its scale.
+
+    Args:
+        accelerator: The ``Accelerator`` that has prepared the model.
+        model: What ``accelerator.prepare`` returned for the model.
+        config: Configuration of the compression. None takes ``options``, and without these rank 4. With DeepSpeed, a
+            section "powersgd" of its configuration is enough.
+        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+
+    Returns:
+        The state of the compression. A second call for the same model returns the same state. None if there is only
+        one process, which has nothing to send.
+
+    Raises:
+        TypeError: The model is not prepared, or both ``config`` and ``options`` are given.
+        ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
+            configuration. Nothing was changed.
+    """
+    if accelerator.num_processes == 1:
+        announce("powersgd: off, since there is only one process and nothing to send")
+        return None
+    try:
+        state = attach(model, config, loss_scale=accelerator.scaler, **options)
+    except TypeError as error:
+        if config is not None and options:
+            raise
+        raise TypeError(f"{error}. With Accelerate, give what accelerator.prepare(model) has returned") from None
+    # DeepSpeed's engine saves its state by itself.
+    if not state.saved_with_model:
+        _follow_checkpoints(accelerator)[accelerator.unwrap_model(model)] = weakref.ref(state)
+    return state
+
+
+def _follow_checkpoints(accelerator: Accelerator) -> States:
+    """Make the accelerator save and load the states of the models that are in what is returned."""
+    known: States | None = getattr(accelerator, STATES, None)
+    if known is not None:
+        return known
+    states: States = weakref.WeakKeyDictionary()
+    setattr(accelerator, STATES, states)
+
+    def places(folder: str) -> list[tuple[Handle, Path]]:
+        # A model that accelerator.free_memory has released is no longer among the accelerator's.
+        models = [accelerator.unwrap_model(model) for model in accelerator._models]
+        found = [state for model in models if model in states and (state := states[model]()) is not None]
+        if len(found) == 1:
+            return [(found[0], Path(folder))]
+        return [(state, Path(folder) / f"powersgd_{index}") for index, state in enumerate(found)]
+
+    # Not accelerator.register_for_checkpointing, which saves what worker 0 has: of a sharded state, that is one shard.
+    def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:  # noqa: ARG001
+        for state, place in places(folder):
+            state.save(place)
+
+    def load(models: list[nn.Module], folder: str) -> None:  # noqa: ARG001
+        for state, place in places(folder):
+            if state.load(place, missing_ok=True) is None:
+                logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", place)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    return states

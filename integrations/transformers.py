@@ -1,0 +1,100 @@
+"""transformers' Trainer: compression in one line, for every wrapper that it makes.
+
+trainer = Trainer(model, arguments, train_dataset=data)
+trainer.add_callback(PowerSGDCallback(trainer, rank=4))
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.integrations.announce import announce
+from powersgd_triton.integrations.attach import attach
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+except ImportError as error:
+    raise ImportError("transformers is not installed; run pip install 'powersgd_triton[transformers]'") from error
+
+__all__ = ["PowerSGDCallback"]
+
+logger = logging.getLogger("powersgd_triton")
+
+
+class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
+    """Compress the gradients of a ``Trainer``'s model in ``train()``, and save the state in its checkpoints.
+
+    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint. A second ``train()`` continues with
+    the errors of the first one.
+
+    Args:
+        trainer: The ``Trainer``.
+        config: Configuration of the compression. None takes ``options``, and without these rank 4. With DeepSpeed, a
+            section "powersgd" of its configuration is enough.
+        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+
+    Attributes:
+        powersgd: The state of the compression. None before ``train()``, and if there is only one process.
+
+    Raises:
+        TypeError: ``trainer`` is not a ``Trainer``, or both ``config`` and ``options`` are given.
+        ValueError: An option is unknown or has an impossible value.
+    """
+
+    def __init__(self, trainer: Trainer, config: PowerSGDConfig | None = None, **options: Any) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"expected a Trainer, as in PowerSGDCallback(trainer, rank=4); got {type(trainer).__name__}"
+            )
+        if config is not None and options:
+            raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
+        self.powersgd: Handle | None = None
+        self._trainer = trainer
+        self._config = PowerSGDConfig.from_dict(options) if options else config
+        self._checkpoint: str | None = None
+        self._trial: Any = None
+        self._note_arguments(trainer)
+
+    def _note_arguments(self, trainer: Trainer) -> None:
+        """Note the arguments of ``trainer.train``, of which callbacks are not told."""
+        train = trainer.train
+
+        @functools.wraps(train)
+        def noting(resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # The Trainer chooses the last checkpoint in the same way.
+            if resume_from_checkpoint is True:
+                self._checkpoint = get_last_checkpoint(trainer.args.output_dir)
+            else:
+                self._checkpoint = resume_from_checkpoint or None
+            self._trial = trial
+            return train(resume_from_checkpoint, trial, *args, **kwargs)
+
+        trainer.train = noting
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Compress the model that ``train()`` has wrapped, and load the state of the checkpoint it resumes from."""
+        if args.world_size == 1:
+            announce("powersgd: off, since there is only one process and nothing to send")
+            return
+        trainer = self._trainer
+        self.powersgd = attach(trainer.model_wrapped, self._config, loss_scale=trainer.accelerator.scaler)
+        if self._checkpoint is None:
+            return
+        # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
+        if self.powersgd.load(self._checkpoint, missing_ok=True) is None:
+            logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", self._checkpoint)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Save the state into the checkpoint that the Trainer has just written."""
+        # Nothing can be resumed from a checkpoint that has the model only.
+        if self.powersgd is None or self.powersgd.saved_with_model or args.save_only_model:
+            return
+        # Not args.output_dir: each trial of a hyperparameter search has a folder of its own.
+        folder = self._trainer._get_output_dir(trial=self._trial)
+        self.powersgd.save(Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -1,0 +1,94 @@
+"""A loop with Accelerate."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+
+from powersgd_triton.integrations.accelerate import compress
+from tests.support.frameworks.gloo import pretend_gpus
+from tests.support.frameworks.job import (
+    ADAM,
+    BATCH,
+    CLIP,
+    DDP,
+    HSDP,
+    MICRO_BATCHES,
+    REPLICATE,
+    SAVED,
+    ZERO2,
+    Data,
+    Job,
+    NotOfferedError,
+    deepspeed_configuration,
+    whole,
+)
+
+
+def accelerator_for(job: Job) -> Accelerator:
+    """Make the accelerator that a user of this wrapper makes.
+
+    Raises:
+        NotOfferedError: Accelerate refuses it.
+    """
+    # An accelerator's state is the process's.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "mixed_precision": "bf16" if job.bf16 else "no",
+    }
+    if job.wrapper == DDP:
+        return Accelerator(cpu=True, **options)
+    if job.wrapper == ZERO2:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        pretend_gpus(deepspeed=True)
+        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_configuration()), **options)
+    pretend_gpus()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    replicas, shards = {HSDP: (2, 2), REPLICATE: (2, 1)}.get(job.wrapper, (1, 2))
+    if replicas > 1:
+        options["parallelism_config"] = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
+    try:
+        return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+    except ValueError as error:
+        raise NotOfferedError(str(error)) from error
+
+
+def train(job: Job) -> dict[str, Tensor]:
+    """Return the parameters after the last step."""
+    accelerator = accelerator_for(job)
+    net = job.net()
+    optimizer = torch.optim.AdamW(net.parameters(), **ADAM)
+    loader = torch.utils.data.DataLoader(Data(), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    if job.options is not None:
+        compress(accelerator, model, **job.options)
+    if job.resume:
+        accelerator.load_state(str(job.folder))
+    step, micro = job.steps.start, job.steps.start * MICRO_BATCHES
+    while step in job.steps:
+        epoch = micro % len(loader)
+        for batch in accelerator.skip_first_batches(loader, epoch) if epoch else loader:
+            micro += 1
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            if micro % MICRO_BATCHES:
+                continue
+            step += 1
+            if job.save and step == SAVED:
+                accelerator.save_state(str(job.folder))
+            if step not in job.steps:
+                break
+    return whole(model)

@@ -1,0 +1,35 @@
+"""What the tests of several frameworks ask."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+
+def refused(error: type[Exception], call: Any, *args: Any, **options: Any) -> str:
+    """Message of the error that a call raises."""
+    with pytest.raises(error) as caught:
+        call(*args, **options)
+    return str(caught.value)
+
+
+def warnings_of(call: Any) -> list[str]:
+    """What the package logs in a call."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("powersgd_triton")
+    logger.addHandler(handler)
+    try:
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def largest(errors: Iterable[torch.Tensor]) -> float:
+    return max(error.abs().max().item() for error in errors)
