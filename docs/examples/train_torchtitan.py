@@ -1,8 +1,6 @@
-"""Train torchtitan's llama3 debug model, replicated 2 times and sharded over 2 workers, with compressed gradients.
+"""Train torchtitan's llama3 debug model with compressed gradients: torchrun --nproc-per-node 4 train_torchtitan.py."""
 
-torchrun --nproc-per-node 4 train_torchtitan.py
-"""
-
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -18,14 +16,14 @@ from powersgd_triton import attach
 parallel_dims.device_type = "cpu"  # leave this out on GPUs
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-    """Attention in place of flex attention, which needs a GPU."""
+def causal(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+    """Attention on CPUs. Leave it out on GPUs, where torchtitan's flex attention runs."""
     heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def parallelize(model: nn.Module, **settings: object) -> nn.Module:
-    """Torchtitan's own function, and one more line. In its Trainer, give this to the ModelSpec as parallelize_fn."""
+    """Torchtitan's own function for llama3, and one line more."""
     global powersgd
     model = spec.parallelize_fn(model, **settings)
     powersgd = attach(model, rank=8)
@@ -33,9 +31,10 @@ def parallelize(model: nn.Module, **settings: object) -> nn.Module:
 
 
 dist.init_process_group("gloo")
+replicas, shards = map(int, sys.argv[1:] or (2, 2))
 spec = model_registry("debugmodel")
 parallelism = ParallelismConfig(
-    data_parallel_replicate_degree=2, data_parallel_shard_degree=2, spmd_backend="partial_dtensor"
+    data_parallel_replicate_degree=replicas, data_parallel_shard_degree=shards, spmd_backend="partial_dtensor"
 )
 spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
 with torch.device("meta"):
@@ -45,7 +44,14 @@ for layer in model.layers.values():
 model = parallelize(
     model,
     parallel_dims=ParallelDims(
-        dp_replicate=2, dp_shard=2, cp=1, tp=1, pp=1, ep=1, world_size=4, spmd_backend="partial_dtensor"
+        dp_replicate=replicas,
+        dp_shard=shards,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=1,
+        world_size=replicas * shards,
+        spmd_backend="partial_dtensor",
     ),
     training=TrainingConfig(mixed_precision_param="float32"),
     parallelism=parallelism,
@@ -57,13 +63,14 @@ for module in model.modules():
     if hasattr(module, "set_force_sum_reduction_for_comms"):
         module.set_force_sum_reduction_for_comms(True)  # for gloo, which cannot multiply while it sums
 model.to_empty(device="cpu")
+torch.manual_seed(0)
 with torch.no_grad():
     model.init_weights(buffer_device="cpu")
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 torch.manual_seed(1 + dist.get_rank())  # each worker draws other tokens
 for step in range(31):
-    tokens = (torch.arange(64) + torch.randint(2000, (1,))).unsqueeze(0)
+    tokens = (torch.arange(64) + torch.randint(1900, (1,))).unsqueeze(0)
     logits = model(tokens, positions=torch.arange(64).unsqueeze(0))
     # torchtitan sums gradients, so each worker's loss is divided by the number of workers.
     loss = F.cross_entropy(logits.float().flatten(0, 1)[:-1], tokens.flatten()[1:]) / dist.get_world_size()
