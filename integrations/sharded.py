@@ -149,32 +149,42 @@ class ShardedHandle(Handle):
         return self._engine.load_state_dict(read)
 
     def save(self, folder: Folder) -> None:
-        """See ``Handle.save``. Writes with torch.distributed.checkpoint, on all workers."""
-        path = Path(folder) / FOLDER
+        """See ``Handle.save``. Writes with torch.distributed.checkpoint. With replicas, all processes must call it."""
+        saved, path, group = self.state_dict(), Path(folder) / FOLDER, self._group()
         new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        dcp_save(self.state_dict(), checkpoint_id=new)
+        first = dist.get_rank(group) == 0
+
+        def prepare() -> None:
+            if first:
+                shutil.rmtree(new, ignore_errors=True)
 
         def replace() -> None:
             # If this is interrupted, ``load`` finds the old state.
-            if dist.get_rank() == 0:
+            if first:
                 if path.exists():
                     shutil.rmtree(old, ignore_errors=True)
                     path.rename(old)
                 new.rename(path)
                 shutil.rmtree(old, ignore_errors=True)
 
+        self._together("save", prepare)
+        dcp_save(saved, checkpoint_id=new, process_group=group)
         self._together("save", replace)
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """See ``Handle.load``."""
+        """See ``Handle.load``. With replicas, all processes must call it."""
         path = Path(folder) / FOLDER
         found = self._together("load", lambda: [p.name for p in (path, path.with_suffix(".old")) if p.exists()], FOUND)
         if not found:
             self._begin_without(path, missing_ok)
             return None
         saved = self.state_dict()
-        dcp_load(saved, checkpoint_id=path.with_name(found[0]))
+        dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=self._group())
         return self.load_state_dict(saved)
+
+    def _group(self) -> dist.ProcessGroup | None:
+        """Return the group of all workers that hold parts of the model. None stands for the default group."""
+        return None if self._engine.communicator.others else self._engine.communicator.group
 
     def _checked(
         self, state_dict: Any, rename: Mapping[str, str]
