@@ -10,9 +10,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed.fsdp
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from powersgd_triton.integrations.fsdp2 import apply_powersgd, seams
 from tests.support.sharded_training import (
@@ -36,6 +44,7 @@ from tests.support.sharded_training import (
     whole,
 )
 from tests.support.small import complaint
+from tests.support.training import relative
 
 # Full rank against the framework's own averaging ----------------------------------------------------------------------
 
@@ -71,6 +80,7 @@ def cases(mode: str, names: Any, **settings: Any) -> dict[str, Callable[..., Any
     return {f"{mode} {name}": functools.partial(against_native, mode=mode, **ALL[name], **settings) for name in names}
 
 
+MESH_DIMS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 FAST = {
     **cases("mesh", ["plain", "no all-reduce", "frozen", "offload", "compiled", "bf16"]),
     **cases("replicate", ["plain", "no sync"]),
@@ -135,6 +145,33 @@ def evaluated_first(worker: int, world_size: int) -> dict[str, Any]:
         module(batch(0, 0)[0])
     state.check_replicas()
     return compare(got, expected)
+
+
+def mesh_dims(worker: int, world_size: int) -> dict[str, Any]:
+    """All parameters and inputs are DTensors on the whole mesh, of which FSDP gets the names of its dimensions."""
+    mesh = hybrid_mesh(2, 2)
+    dims = torch.distributed.fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+    runs: list[Tensor] = []
+    state: Any = None
+    for native in (True, False):
+        torch.manual_seed(0)
+        module: Any = distribute_module(nn.Sequential(nn.Linear(40, 81), nn.Tanh(), nn.Linear(81, 40)), mesh)
+        for child in (module[0], module):
+            fully_shard(child, mesh=mesh, dp_mesh_dims=dims)
+        state = None if native else apply_powersgd(module, FULL_RANK)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for step in range(4):
+            inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + worker))
+            inputs = DTensor.from_local(inputs, mesh, [Shard(0), Shard(0)])
+            optimizer.zero_grad()
+            (module(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+        runs.append(torch.cat([whole(parameter).flatten() for parameter in module.parameters()]))
+    return {
+        "difference": relative(runs[1], runs[0]),
+        "iteration": state.iteration,
+        "sent": state.compression_stats()[2],
+    }
 
 
 # Guards ---------------------------------------------------------------------------------------------------------------
@@ -238,7 +275,14 @@ def wrong_use(worker: int, world_size: int) -> dict[str, Any]:
 
 @functools.cache
 def four() -> dict[str, list[Any]]:
-    others = {"meta": meta, "evaluated first": evaluated_first, "wrong use": wrong_use, "guards": guards}
+    others: dict[str, Any] = {
+        "meta": meta,
+        "evaluated first": evaluated_first,
+        "wrong use": wrong_use,
+        "guards": guards,
+    }
+    if MESH_DIMS:
+        others["mesh dims"] = mesh_dims
     return in_one_group({**FAST, **others}, 4)
 
 
@@ -260,6 +304,14 @@ def test_full_rank_equals_native(case: str) -> None:
 @pytest.mark.parametrize("case", ["meta", "evaluated first"])
 def test_replicas_that_start_differently(case: str) -> None:
     check_full_rank(outcome(four(), case))
+
+
+@pytest.mark.skipif(not MESH_DIMS, reason="this torch has no DataParallelMeshDims")
+def test_meshes_with_named_dimensions() -> None:
+    for seen in outcome(four(), "mesh dims"):
+        assert seen["difference"] <= 1e-6
+        assert seen["iteration"] == 4
+        assert seen["sent"] > 0
 
 
 def test_replicas_on_meta_are_made_equal_before_the_first_step() -> None:
