@@ -57,7 +57,7 @@ class PretendGPUs(CUDAAccelerator):
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        return [torch.device("cpu")] * len(devices)
+        return [torch.device("cpu", index) for index in devices]
 
     @staticmethod
     def is_available() -> bool:
