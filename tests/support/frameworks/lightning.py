@@ -64,6 +64,15 @@ class PretendGPUs(CUDAAccelerator):
         return True
 
 
+class FSDPOnCPUs(FSDPStrategy):
+    """FSDP1 needs the device by name on CPUs. Otherwise as Lightning wraps a model."""
+
+    def _setup_model(self, model: Any) -> Any:
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            return super()._setup_model(model)
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 class Module(pl.LightningModule):
     """The regression as a user of Lightning writes it."""
 
@@ -107,7 +116,7 @@ def strategy_for(job: Job) -> Any:
         configuration = {key: v for key, v in deepspeed_configuration().items() if key not in left_to_lightning}
         return DeepSpeedStrategy(config=configuration, process_group_backend="gloo")
     if job.wrapper == FSDP1:
-        return FSDPStrategy(process_group_backend="gloo", state_dict_type="sharded", use_orig_params=True)
+        return FSDPOnCPUs(process_group_backend="gloo", state_dict_type="sharded")
     return ModelParallelStrategy(dist.get_world_size(), 1, process_group_backend="gloo")
 
 
