@@ -39,7 +39,7 @@ from tests.support.frameworks.job import (
 CHECKPOINT = f"step={SAVED}.ckpt"
 
 
-class PretendGPUs(CUDAAccelerator):
+class PretendGPUs(CUDAAccelerator):  # type: ignore[misc,unused-ignore]
     """CPUs for the strategies that Lightning leaves to GPUs. For tests with gloo only; GPUs need none."""
 
     def setup_device(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class PretendGPUs(CUDAAccelerator):
         return True
 
 
-class FSDPOnCPUs(FSDPStrategy):
+class FSDPOnCPUs(FSDPStrategy):  # type: ignore[misc,unused-ignore]
     """FSDP1 needs the device by name on CPUs. Otherwise as Lightning wraps a model."""
 
     def _setup_model(self, model: Any) -> Any:
@@ -73,20 +73,20 @@ class FSDPOnCPUs(FSDPStrategy):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-class Module(pl.LightningModule):
+class Module(pl.LightningModule):  # type: ignore[misc,unused-ignore]
     """The regression as a user of Lightning writes it."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.job = job
-        self.net = job.net()
+        self.net: Any = job.net()
         self.sharded = False
 
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = self.net(**batch)["loss"]
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+    def validation_step(self, batch: dict[str, Tensor]) -> None:
         self.net(**batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
