@@ -6,7 +6,9 @@ import dataclasses
 import inspect
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -164,15 +166,19 @@ class Trial(dict[str, Any]):
     """A trial of a hyperparameter search, as Optuna's."""
 
     number = 3
+    params: Mapping[str, Any] = MappingProxyType({})
 
 
 def _trial(worker: int, workers: int, folder: str) -> list[str]:
     be_launched(worker, workers)
     trainer, _ = _trainer(Job(DDP, Path(folder), RANK_4, save=True))
+    from transformers.integrations import integration_utils
     from transformers.trainer_utils import HPSearchBackend
 
-    # As a hyperparameter search sets it.
+    # As a hyperparameter search sets it. Trials that are dictionaries belong to other backends than Optuna.
+    integration_utils.is_wandb_available = lambda: True
     trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.hp_space = dict
     trainer.train(trial=Trial())
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("powersgd*"))
 
