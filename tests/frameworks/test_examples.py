@@ -13,7 +13,7 @@ from tests.support.frameworks.table import TIMEOUT
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 EXAMPLES = ROOT / "docs" / "examples"
-FRAMEWORKS = ["accelerate", "transformers"]
+FRAMEWORKS = ["accelerate", "lightning", "transformers"]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
