@@ -76,5 +76,5 @@ $(INSTALLED_DOCS): $(INSTALLED)
 $(INSTALLED_FRAMEWORKS): pyproject.toml setup.py constraints.txt constraints-frameworks.txt
 	$(PYTHON3) -m venv .venv-frameworks
 	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) torch
-	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) --editable ".[accelerate,deepspeed,lightning,transformers]" hypothesis pytest pytest-timeout
+	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) --editable ".[accelerate,deepspeed,lightning,transformers]" hypothesis pytest pytest-timeout torchtitan
 	touch $@

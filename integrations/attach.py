@@ -55,6 +55,8 @@ def attach(
             configuration. Nothing was changed.
     """
     config = chosen(config, options)
+    if not isinstance(model, nn.Module):
+        raise TypeError(_not_wrapped(model))
     bare = _unwrapped(model)
     reference = _attached.get(bare)
     state = None if reference is None else reference()
@@ -75,9 +77,11 @@ def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDCo
     """Return the configuration that a user gave as such, or by its fields. None if there is neither.
 
     Raises:
-        TypeError: Both are given.
+        TypeError: Both are given, or the configuration is something else.
         ValueError: An option is unknown or has an impossible value.
     """
+    if config is not None and not isinstance(config, PowerSGDConfig):
+        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
     if config is not None and options:
         raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
     return PowerSGDConfig.from_dict(options) if options else config
@@ -97,14 +101,17 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
         from powersgd_triton.integrations import ddp
 
         def prepare() -> tuple[ddp.PowerSGDState, Facts, Facts]:
-            if model._comm_hooks:
-                raise ValueError("the model has a communication hook already; call attach instead of setting one")
             return ddp.PowerSGDState(config, process_group=model.process_group, module=model), {}, {}
 
         # The other workers would wait in the first step for one that has refused its configuration.
         device = next(model.parameters()).device
         handle = together("attach", prepare, Communicator(model.process_group), device)
-        model.register_comm_hook(handle, ddp.powerSGD_hook)
+        try:
+            model.register_comm_hook(handle, ddp.powerSGD_hook)
+        except RuntimeError as error:
+            raise ValueError(
+                "the model has a communication hook already: call attach in place of setting one"
+            ) from error
         return handle
     if isinstance(model, FullyShardedDataParallel):
         from powersgd_triton.integrations import fsdp1

@@ -74,7 +74,8 @@ class ShardedHandle(Handle):
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
         The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
-        more dimensions. On another mesh, a matrix starts from the basis of a saved shard that overlaps with its own.
+        more dimensions. On another mesh, a matrix starts from the basis of another saved shard. The basis is random if
+        the saved one does not fit, which happens after a change in the number of tensor-parallel workers.
         """
         saved = self._engine.state_dict()
         errors: dict[str, DTensor] = {}
@@ -133,7 +134,13 @@ class ShardedHandle(Handle):
                 if rank == 0 and error is not None and error.any():
                     matrices[name] = {"error": error}
                 if rank:
-                    parts = {key: part[:, :rank] for key, part in nearest["matrices"].get(name, {}).items()}
+                    rows = dict(zip(("left_basis", "basis"), matrix_shape(shape), strict=True))
+                    # A basis has other rows if tensor parallelism split the columns into another number of parts.
+                    parts = {
+                        key: part[:, :rank]
+                        for key, part in nearest["matrices"].get(name, {}).items()
+                        if part.shape[0] == rows[key]
+                    }
                     if "basis" not in parts:
                         parts["basis"] = _random_basis(shape, rank)
                     matrices[name] = parts if error is None else {**parts, "error": error}
@@ -142,32 +149,42 @@ class ShardedHandle(Handle):
         return self._engine.load_state_dict(read)
 
     def save(self, folder: Folder) -> None:
-        """See ``Handle.save``. Writes with torch.distributed.checkpoint, on all workers."""
-        path = Path(folder) / FOLDER
+        """See ``Handle.save``. Writes with torch.distributed.checkpoint. With replicas, all processes must call it."""
+        saved, path, group = self.state_dict(), Path(folder) / FOLDER, self._holders()
         new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        dcp_save(self.state_dict(), checkpoint_id=new)
+        first = dist.get_rank(group) == 0
+
+        def prepare() -> None:
+            if first:
+                shutil.rmtree(new, ignore_errors=True)
 
         def replace() -> None:
             # If this is interrupted, ``load`` finds the old state.
-            if dist.get_rank() == 0:
+            if first:
                 if path.exists():
                     shutil.rmtree(old, ignore_errors=True)
                     path.rename(old)
                 new.rename(path)
                 shutil.rmtree(old, ignore_errors=True)
 
+        self._together("save", prepare)
+        dcp_save(saved, checkpoint_id=new, process_group=group)
         self._together("save", replace)
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """See ``Handle.load``."""
+        """See ``Handle.load``. With replicas, all processes must call it."""
         path = Path(folder) / FOLDER
         found = self._together("load", lambda: [p.name for p in (path, path.with_suffix(".old")) if p.exists()], FOUND)
         if not found:
             self._begin_without(path, missing_ok)
             return None
         saved = self.state_dict()
-        dcp_load(saved, checkpoint_id=path.with_name(found[0]))
+        dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=self._holders())
         return self.load_state_dict(saved)
+
+    def _holders(self) -> dist.ProcessGroup | None:
+        """Return the group of all workers that hold parts of the model. None stands for the default group."""
+        return None if self._engine.communicator.others else self._engine.communicator.group
 
     def _checked(
         self, state_dict: Any, rename: Mapping[str, str]
@@ -190,7 +207,8 @@ class ShardedHandle(Handle):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
         factors = _factors(state_dict["factors"])
         worker, workers = self._sharding.shard()
-        # The saved shard that contained the first rows of this worker's shard. It is the same on all replicas.
+        # The saved shard that contained the first rows of this worker's shard, unless the number of tensor-parallel
+        # workers changed. It is the same on all replicas.
         index = worker * len(factors.shards) // workers
         # A left basis has the rows of a shard, so it only fits the same number of shards.
         keys = ("basis", "left_basis") if len(factors.shards) == workers else ("basis",)
@@ -281,7 +299,8 @@ class WholeParameters:
     def place(self, name: str, error: Tensor) -> DTensor:
         shape = torch.Size(self._shapes()[name])
         first, behind = rows_of(self.worker, self.workers, shape[0])
-        local = error.view(shape)[first:behind].to(self._mesh.device_type)
+        # A copy, since torch.save() does not take a DTensor whose part is a view.
+        local = error.view(shape)[first:behind].to(self._mesh.device_type, copy=True)
         return DTensor.from_local(
             local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
         )  # fmt: skip
@@ -367,7 +386,8 @@ def _own(name: str, error: Any, like: DTensor) -> DTensor:
         raise ValueError(f"the saved error of {name!r} must be a tensor of shape {tuple(like.shape)}; got {what}")
     if not isinstance(error, DTensor):
         return distribute_tensor(error.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    if error.placements != like.placements or error.to_local().shape != like.to_local().shape:
+    places = [(part.device_mesh, part.placements, part.to_local().shape) for part in (error, like)]
+    if places[0] != places[1]:
         raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
     return error
 

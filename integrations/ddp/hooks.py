@@ -29,10 +29,11 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     and in every step if a parameter's memory format was changed after DDP had built its buckets.
 
     Raises:
-        TypeError: The bucket is not a dense floating-point tensor.
+        TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
         RuntimeError: A loaded checkpoint does not fit the model, a gradient is not in its bucket, or a collective
             failed.
     """
+    _check_bucket(bucket)
     parameters = bucket.parameters()
 
     def shapes() -> dict[str, tuple[int, ...]]:
@@ -57,10 +58,11 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     boundaries must not change.
 
     Raises:
-        TypeError: The bucket is not a dense floating-point tensor.
+        TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
         ValueError: ``start_powerSGD_iter`` is below 2, or ranks are given for each parameter.
         RuntimeError: A bucket's size has changed, or a collective failed.
     """
+    _check_bucket(bucket)
     if state.config.start_iter < 2:
         raise ValueError(
             "batched_powerSGD_hook keeps errors by bucket, and DDP rebuilds its buckets after the first iteration: "
@@ -87,6 +89,20 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         return {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
 
     return _average(state, bucket, (index, numel), shapes, named)
+
+
+def _check_bucket(bucket: object) -> None:
+    """Refuse what DDP's Python reducer gives a hook in place of a bucket: one parameter's gradient and the parameter.
+
+    It does not say which parameter is a step's last, and leaves out those without a gradient on this worker, so that
+    workers would not agree on where a step ends.
+    """
+    if isinstance(bucket, tuple):
+        raise TypeError(
+            'with torch._dynamo.config.optimize_ddp = "python_reducer", DDP gives communication hooks single gradients '
+            "instead of buckets, and does not say where a step ends. Set torch._dynamo.config.optimize_ddp = "
+            '"ddp_optimizer" before DistributedDataParallel wraps the model; torch.compile works with it'
+        )
 
 
 def _average(

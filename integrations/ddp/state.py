@@ -129,6 +129,8 @@ class PowerSGDState(Handle):
         )
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.next_stats_report = 0
+        # A compiled DDP model is one.
+        module = getattr(module, "_orig_mod", module)
         names = ParameterNames(module)
         if config.planned and names.shapes() is None:
             raise ValueError(

@@ -6,14 +6,16 @@ torchrun --nproc_per_node 2 -m powersgd_triton.integrations.deepspeed train.py -
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import deepspeed
 
-from powersgd_triton.integrations.deepspeed import initialize
+from powersgd_triton.integrations import deepspeed as adapter
 
 USAGE = (
     "usage: deepspeed [options] --module powersgd_triton.integrations.deepspeed PROGRAM [its arguments]\n"
@@ -23,7 +25,7 @@ USAGE = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the program that the arguments name, as ``python`` would.
+    """Run the program that the arguments name, as ``python`` would. Say so if it never calls ``deepspeed.initialize``.
 
     Raises:
         SystemExit: There is no program.
@@ -41,9 +43,23 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"{missing}{USAGE}")
     program = rest.pop(0)
     sys.argv = [program, *launcher, *rest]
-    deepspeed.initialize = initialize
-    if as_module:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(program))
-        runpy.run_path(program, run_name="__main__")
+    initialize, called = adapter.initialize, False
+
+    @functools.wraps(initialize)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        called = True
+        return initialize(*args, **kwargs)
+
+    # A program may use the adapter by itself.
+    deepspeed.initialize = adapter.initialize = noting
+    try:
+        if as_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(program))
+            runpy.run_path(program, run_name="__main__")
+    finally:
+        # Launchers set RANK. The process group may be gone, or was never made.
+        if not called and os.environ.get("RANK", "0") == "0":
+            print("powersgd: off, nothing was compressed: the program did not call deepspeed.initialize", flush=True)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.comm.agreement import fingerprint
+from powersgd_triton.comm.communicator import travel_device
 from powersgd_triton.ops.gradients import as_real, write_back
 
 
@@ -35,7 +36,8 @@ def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     for _, tensor in local_tensors(model):
         if tensor.numel():
-            sent = as_real(tensor)
+            # With CPU offloading, parameters are on the CPU although the group may be one of GPUs.
+            sent = as_real(tensor).to(travel_device(group) if tensor.is_cpu else tensor.device)
             dist.broadcast(sent, source, group=group)
             write_back(sent, tensor)
 
@@ -51,7 +53,7 @@ def unequal_tensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     names, prints = [], []
     for name, tensor in local_tensors(model):
         names.append(name)
-        prints.append(fingerprint(tensor))
+        prints.append(fingerprint(tensor).to(travel_device(group) if tensor.is_cpu else tensor.device))
     if not names:
         return []
     # One all-reduce gives the largest value of each fingerprint and, negated, the smallest.

@@ -94,13 +94,7 @@ class Communicator:
         """
         if self.world_size == 1:
             return tensor.unsqueeze(0)
-        # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
-        types = [pair.split(":")[0] for pair in dist.get_backend_config(self.group).split(",")]
-        if "cpu" in types:
-            device = torch.device("cpu")
-        elif device is None or device.type not in types:
-            device = torch.device(types[0], torch.get_device_module(types[0]).current_device())
-        sent = tensor.to(device)
+        sent = tensor.to(travel_device(self.group, device))
         gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
         dist.all_gather(gathered, sent, group=self.group)
         return torch.stack(gathered).cpu()
@@ -109,6 +103,20 @@ class Communicator:
         """Average ``tensor`` over the workers in place and return it."""
         wait(self.all_reduce(tensor))
         return tensor.div_(self.world_size) if self.world_size > 1 else tensor
+
+
+def travel_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
+    """Return the device from which a tensor on the CPU travels in a group: the CPU, if the group has a backend for it.
+
+    Otherwise it is ``device``, or the current one if the group has no backend for ``device``.
+    """
+    # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
+    types = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if "cpu" in types:
+        return torch.device("cpu")
+    if device is None or device.type not in types:
+        return torch.device(types[0], torch.get_device_module(types[0]).current_device())
+    return device
 
 
 def wait(work: dist.Work | None) -> None:

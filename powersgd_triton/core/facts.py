@@ -16,33 +16,36 @@ Tensors = Mapping[str, Sequence[int]]
 """{name: shape}."""
 
 
-def common_facts(config: PowerSGDConfig, tensors: Tensors, iteration: int) -> dict[str, Any]:
-    """Return facts about the configuration, the tensors and the step."""
+def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:
+    """Return facts about the configuration and the step."""
     return {
         "iteration": iteration,
         **{f"config.{field}": value for field, value in config.to_dict().items()},
-        **shape_facts(tensors),
     }
 
 
 def shape_facts(tensors: Tensors) -> dict[str, Any]:
-    """Return the shapes of tensors."""
+    """Return the shapes of tensors. Replicas have the same. Tensor-parallel workers may have parts of other sizes."""
     return {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
 
 
-def rank_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
-    """Return facts about the ranks, if they do not follow from the configuration and the shapes."""
+def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
+    """Return facts about the tensors, and the ranks if they do not follow from the configuration and the shapes."""
     ranks = plan.ranks
     if callable(config.rank):
         ranks = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
     facts: dict[str, Any] = {_rank_of(name): rank for name, rank in ranks.items()}
-    return {**facts, **({"ranks are planned from": plan.planned_from} if config.planned else {})}
+    return {
+        **shape_facts(tensors),
+        **facts,
+        **({"ranks are planned from": plan.planned_from} if config.planned else {}),
+    }
 
 
-def layout_facts(config: PowerSGDConfig, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
+def layout_facts(config: PowerSGDConfig, layout: Layout) -> dict[str, Any]:
     """Return the shapes of a bucket's tensors, and the ranks that a function has given them."""
     ranks = {_rank_of(s.name): s.rank for s in layout.segments} if callable(config.rank) else {}
-    return shape_facts(layout.shapes), ranks
+    return {**shape_facts(layout.shapes), **ranks}
 
 
 def saved_facts(saved: SavedState) -> dict[str, Any]:

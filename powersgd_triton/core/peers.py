@@ -11,7 +11,7 @@ from torch import Tensor
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, rank_facts, saved_facts
+from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 from powersgd_triton.layout.layout import Layout
@@ -81,13 +81,14 @@ class Peers:
 
         def introduce() -> tuple[Layout, Facts, Facts]:
             introduced = layout or Layout.build(shapes(), self._config)
-            common, replicated = layout_facts(self._config, introduced)
+            common: Facts = {}
+            replicated: Facts = layout_facts(self._config, introduced)
             if self._compared is None:
                 all_common, all_replicated = self._facts(self._tensors() or introduced.shapes)
                 # Workers that load a state compare it then. Those that unpickle one have not.
                 with self._memory.streams.everywhere():
                     saved = saved_facts(self._memory.loaded)
-                common, replicated = {**common, **all_common}, {**replicated, **all_replicated, **saved}
+                common, replicated = all_common, {**replicated, **all_replicated, **saved}
             return introduced, common, replicated
 
         layout = self._layouts[key] = self.together("a step", introduce)
@@ -126,8 +127,8 @@ class Peers:
 
     def _facts(self, tensors: Tensors) -> tuple[Facts, Facts]:
         """Return common and replicated facts."""
-        common = common_facts(self._config, tensors, self._step.iteration)
-        return common, rank_facts(self._config, tensors, self._plan)
+        common = common_facts(self._config, self._step.iteration)
+        return common, replicated_facts(self._config, tensors, self._plan)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -56,15 +56,12 @@ def shard(model: GPT, parallelism: str, options: dict[str, Any] | None, device: 
         return wrapped
     workers = dist.get_world_size()
     if parallelism == "fsdp2":
-        module = _fully_sharded(model, init_device_mesh(device.type, (workers,)))
-        if config is not None:
-            apply_powersgd(module, config)
-        return module
-    mesh = init_device_mesh(device.type, (REPLICAS, workers // REPLICAS), mesh_dim_names=("replicate", "shard"))
-    if config is None:
-        return _fully_sharded(model, mesh)
-    module = _fully_sharded(model, mesh["shard"])
-    apply_powersgd(module, config, replicate_group=mesh["replicate"].get_group())
+        mesh = init_device_mesh(device.type, (workers,))
+    else:
+        mesh = init_device_mesh(device.type, (REPLICAS, workers // REPLICAS), mesh_dim_names=("replicate", "shard"))
+    module = _fully_sharded(model, mesh)
+    if config is not None:
+        apply_powersgd(module, config)
     return module
 
 

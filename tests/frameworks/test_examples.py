@@ -13,7 +13,8 @@ from tests.support.frameworks.table import TIMEOUT
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 EXAMPLES = ROOT / "docs" / "examples"
-FRAMEWORKS = ["accelerate", "lightning", "transformers"]
+FRAMEWORKS = {"accelerate": 2, "lightning": 2, "transformers": 2, "torchtitan": 4}
+"""The number of workers of each framework's example."""
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -28,10 +29,24 @@ def test_example_prints_what_the_guide_says(framework: str, tmp_path: Path):
     pytest.importorskip(framework)
     guide = (ROOT / "docs" / "guides" / f"{framework}.md").read_text(encoding="utf-8")
     expected = guide.split("```text\n")[1].split("```")[0].splitlines()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_example(framework, tmp_path)
+    printed = [line for line in done.splitlines() if line in expected]
+    assert printed == expected, done
+
+
+@pytest.mark.slow
+def test_torchtitan_with_four_replicas(tmp_path: Path):
+    pytest.importorskip("torchtitan")
+    losses = [float(line.split()[-1]) for line in run_example("torchtitan", tmp_path, "4", "1").splitlines()[-4:]]
+    assert losses[-1] < losses[0] - 1
+
+
+def run_example(framework: str, folder: Path, *arguments: str) -> str:
+    """Return what an example prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(FRAMEWORKS[framework])]
     done = subprocess.run(
-        [sys.executable, *launcher, EXAMPLES / f"train_{framework}.py"],
-        cwd=tmp_path,
+        [sys.executable, *launcher, EXAMPLES / f"train_{framework}.py", *arguments],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -39,5 +54,4 @@ def test_example_prints_what_the_guide_says(framework: str, tmp_path: Path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    printed = [line for line in done.stdout.splitlines() if line in expected]
-    assert printed == expected, done.stdout
+    return done.stdout

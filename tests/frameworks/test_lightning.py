@@ -82,6 +82,7 @@ def _refusals(worker: int, workers: int) -> dict[str, str]:
     zero = Job(ZERO2, Path())
     return {
         "both": refused(TypeError, PowerSGD, PowerSGDConfig(), rank=4),
+        "number": refused(TypeError, PowerSGD, 4),
         "unknown": refused(ValueError, PowerSGD, rnak=4),
         "two": refused(ValueError, two.fit, Module(job), Loader()),
         # Lightning's own: the strategies that are tested with pretended GPUs.
@@ -95,6 +96,7 @@ def _refusals(worker: int, workers: int) -> dict[str, str]:
 def test_wrong_use_and_what_lightning_leaves_to_gpus():
     for found in run(_refusals, 2, timeout=TIMEOUT):
         assert "got both" in found["both"]
+        assert "got int" in found["number"]
         assert "'rank'" in found["unknown"]
         assert "compressed with" in found["two"]
         assert "requires a GPU" in found["fsdp"]

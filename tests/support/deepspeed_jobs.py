@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import checkpoint
+from powersgd_triton import PowerSGDConfig, attach, checkpoint
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.deepspeed_cases import zero
 from tests.support.deepspeed_training import (
@@ -276,10 +276,16 @@ def messages() -> dict[str, Any]:
                 found["again"] = deepspeed.enable(engine) is state is engine.powersgd
         found[name] = [line for line in spoken.getvalue().splitlines() if line.startswith("powersgd:")]
         made.append(engine)
-    try:
-        deepspeed.enable(made[1])
-    except ValueError as error:
-        found["no section"] = str(error)
+    found["no section"] = complaint(deepspeed.enable, made[1])
+    spoken = io.StringIO()
+    with contextlib.redirect_stdout(spoken):
+        attached = attach(made[1], rank=3)
+    found["attached"] = spoken.getvalue()
+    found["attached again"] = attach(made[1]) is deepspeed.enable(made[1]) is attached is made[1].powersgd
+    found["other rank"] = complaint(deepspeed.enable, made[1], PowerSGDConfig(rank=2))
+    found["section attached"] = attach(made[0]) is made[0].powersgd
+    found["other than the section"] = complaint(attach, made[0], rank=5)
+    found["disabled attached"] = complaint(attach, made[2])
     for engine in made:
         engine.destroy()
     return found

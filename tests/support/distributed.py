@@ -166,3 +166,13 @@ def environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def folder(worker: int) -> Iterator[str]:
+    """An empty one, the same on all workers."""
+    with tempfile.TemporaryDirectory() if worker == 0 else contextlib.nullcontext("") as own:
+        name = [own]
+        dist.broadcast_object_list(name, 0)
+        yield name[0]
+        dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -195,17 +196,24 @@ def two_dimensional(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **opti
     return module, apply_powersgd(module, config)
 
 
+# In torch 2.9 the argument has another name, and the mesh a shard dimension of one worker.
+MESH_ARGUMENT = "mesh" if "mesh" in inspect.signature(replicate).parameters else "device_mesh"
+
+
 @functools.cache
 def replica_mesh(workers: int) -> DeviceMesh:
     """A mesh of replicas alone."""
+    if MESH_ARGUMENT != "mesh":
+        return hybrid_mesh(workers, 1)
     return DeviceMesh("cpu", torch.arange(workers), mesh_dim_names=("replicate",))
 
 
 def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
     """``replicate`` on each block and on the model."""
+    options[MESH_ARGUMENT] = mesh
     for block in model.blocks:
-        replicate(block, mesh=mesh, **options)
-    return replicate(model, mesh=mesh, **options)
+        replicate(block, **options)
+    return replicate(model, **options)
 
 
 def full_mesh(world_size: int) -> DeviceMesh:
@@ -302,7 +310,7 @@ def against_native(
             mesh, group = full_mesh(world_size), None
         else:
             mesh = replica_mesh(world_size) if mode == "replicate" else hybrid_mesh(*(shape or MESHES[world_size]))
-            group = mesh["replicate"].get_group() if mode != "replicate" else mesh.get_group()
+            group = mesh["replicate"].get_group()
         # Native replicas must start from the same parameters, ours are made to.
         model = Net(seed=0 if native or group is None else dist.get_rank(group))
         if prepare is not None:

@@ -208,6 +208,13 @@ def test_ways_to_switch_it_on(pair: Any) -> None:
     assert first["again"]
     assert first["forwarded"]
     assert 'add "powersgd": {"rank": 4}' in first["no section"]
+    assert first["attached"].startswith("powersgd: on at ZeRO stage 2")
+    assert "rank 3" in first["attached"]
+    assert first["attached again"]
+    assert first["section attached"]
+    assert "the engine is compressed with" in first["other rank"]
+    assert "is compressed with" in first["other than the section"]
+    assert '"enabled": false' in first["disabled attached"]
     assert all(not found[1][name] for name in ("on", "off", "disabled", "by hand")), "only one worker says it"
 
 
