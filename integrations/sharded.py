@@ -150,7 +150,7 @@ class ShardedHandle(Handle):
 
     def save(self, folder: Folder) -> None:
         """See ``Handle.save``. Writes with torch.distributed.checkpoint. With replicas, all processes must call it."""
-        saved, path, group = self.state_dict(), Path(folder) / FOLDER, self._holders()
+        saved, path, group = self.state_dict(), Path(folder) / FOLDER, self._savers()
         new, old = path.with_suffix(".new"), path.with_suffix(".old")
         first = dist.get_rank(group) == 0
 
@@ -179,10 +179,10 @@ class ShardedHandle(Handle):
             self._begin_without(path, missing_ok)
             return None
         saved = self.state_dict()
-        dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=self._holders())
+        dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=self._savers())
         return self.load_state_dict(saved)
 
-    def _holders(self) -> dist.ProcessGroup | None:
+    def _savers(self) -> dist.ProcessGroup | None:
         """Return the group of all workers that hold parts of the model. None stands for the default group."""
         return None if self._engine.communicator.others else self._engine.communicator.group
 
