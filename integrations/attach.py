@@ -54,12 +54,7 @@ def attach(
         ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
             configuration. Nothing was changed.
     """
-    if config is not None and not isinstance(config, PowerSGDConfig):
-        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
-    if config is not None and options:
-        raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
-    if options:
-        config = PowerSGDConfig.from_dict(options)
+    config = chosen(config, options)
     if not isinstance(model, nn.Module):
         raise TypeError(_not_wrapped(model))
     bare = _unwrapped(model)
@@ -76,6 +71,20 @@ def attach(
     if loss_scale is not None:
         state.attach(loss_scale)
     return state
+
+
+def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDConfig | None:
+    """Return the configuration that a user gave as such, or by its fields. None if there is neither.
+
+    Raises:
+        TypeError: Both are given, or the configuration is something else.
+        ValueError: An option is unknown or has an impossible value.
+    """
+    if config is not None and not isinstance(config, PowerSGDConfig):
+        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+    if config is not None and options:
+        raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
+    return PowerSGDConfig.from_dict(options) if options else config
 
 
 def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:

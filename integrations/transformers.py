@@ -14,7 +14,7 @@ from typing import Any
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.attach import attach
+from powersgd_triton.integrations.attach import attach, chosen
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -52,11 +52,9 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             raise TypeError(
                 f"expected a Trainer, as in PowerSGDCallback(trainer, rank=4); got {type(trainer).__name__}"
             )
-        if config is not None and options:
-            raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
         self.powersgd: Handle | None = None
         self._trainer = trainer
-        self._config = PowerSGDConfig.from_dict(options) if options else config
+        self._config = chosen(config, options)
         self._checkpoint: str | None = None
         self._trial: Any = None
         self._note_arguments(trainer)

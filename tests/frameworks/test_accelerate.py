@@ -29,6 +29,7 @@ def backward(accelerator: Any, *models: Any) -> None:
 
 def _several_models(worker: int, workers: int, folder: str) -> dict[str, Any]:
     be_launched(worker, workers)
+    from powersgd_triton import PowerSGDConfig
     from powersgd_triton.integrations.accelerate import compress
     from tests.support.frameworks.accelerate import accelerator_for
 
@@ -39,7 +40,7 @@ def _several_models(worker: int, workers: int, folder: str) -> dict[str, Any]:
     net = job.net()
     model = accelerator.prepare(net)
     found["inner"] = refused(TypeError, compress, accelerator, net)
-    found["both"] = refused(TypeError, compress, accelerator, model, object(), rank=4)
+    found["both"] = refused(TypeError, compress, accelerator, model, PowerSGDConfig(), rank=4)
     found["unknown"] = refused(ValueError, compress, accelerator, model, rnak=4)
     state = compress(accelerator, model, **RANK_4)
     found["same"] = compress(accelerator, model) is state

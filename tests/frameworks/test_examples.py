@@ -13,7 +13,7 @@ from tests.support.frameworks.table import TIMEOUT
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 EXAMPLES = ROOT / "docs" / "examples"
-FRAMEWORKS = {"accelerate": 2, "transformers": 2, "torchtitan": 4}
+FRAMEWORKS = {"accelerate": 2, "lightning": 2, "transformers": 2, "torchtitan": 4}
 """The number of workers of each framework's example."""
 
 

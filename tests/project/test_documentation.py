@@ -32,7 +32,7 @@ STATE_ARGUMENTS = {*FIELDS, *inspect.signature(PowerSGDState).parameters} - {"op
 SECTION_KEYS = {*FIELDS, "enabled"}
 PUBLIC = ["powersgd_triton"]
 PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("ddp", "fsdp1", "fsdp2", "deepspeed", "optimizer")]
-PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("accelerate", "transformers")]
+PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("accelerate", "lightning", "transformers")]
 
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -19,6 +19,8 @@ CLIP = 0.5
 ADAM: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.0}
 
 DDP, FSDP2, HSDP, REPLICATE, ZERO2 = "DDP", "FSDP2 1-D", "HSDP 2 × 2", "`replicate()`", "DeepSpeed ZeRO 2"
+FSDP1 = "FSDP1"
+"""Only with frameworks that still offer it, and not in the table."""
 WRAPPERS = [DDP, FSDP2, HSDP, REPLICATE, ZERO2]
 FULL_RANK: dict[str, Any] = {"rank": 999, "min_compression_rate": 0}
 RANK_4: dict[str, Any] = {"rank": 4, "min_compression_rate": 1}

@@ -19,7 +19,12 @@ BEGIN, END = "<!-- frameworks: begin -->", "<!-- frameworks: end -->"
 LIMIT = 1e-6
 TIMEOUT = 240.0
 
-FRAMEWORKS = {"plain loop": "plain", "Accelerate": "accelerate", "transformers' Trainer": "transformers"}
+FRAMEWORKS = {
+    "plain loop": "plain",
+    "Accelerate": "accelerate",
+    "transformers' Trainer": "transformers",
+    "Lightning": "lightning",
+}
 """{name: module of this folder, which has ``train(job)``}. Modules other than plain have the name of what they need."""
 
 HEAD = (

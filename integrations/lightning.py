@@ -1,0 +1,169 @@
+"""Lightning: compression in one line, for every strategy that averages gradients.
+
+trainer = Trainer(callbacks=[PowerSGD(rank=4)], strategy="ddp", devices=8)
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.integrations.announce import announce
+from powersgd_triton.integrations.attach import attach, chosen
+from powersgd_triton.integrations.sharded import FOLDER, ShardedHandle
+
+try:
+    # `lightning` and `pytorch_lightning` have a class each. Both trainers take callbacks of either.
+    try:
+        from lightning.pytorch.callbacks import Callback
+    except ImportError:
+        from pytorch_lightning.callbacks import Callback
+except ImportError as error:
+    raise ImportError("Lightning is not installed; run pip install 'powersgd_triton[lightning]'") from error
+
+__all__ = ["PowerSGD"]
+
+logger = logging.getLogger("powersgd_triton")
+
+BESIDE = {"folder": FOLDER}
+"""What a checkpoint has in place of the state if this is in a folder of its own."""
+
+
+class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
+    """Compress the gradients that a ``Trainer`` averages in ``fit()``, and save the state in its checkpoints.
+
+    ``fit(ckpt_path=…)`` continues from the state in the checkpoint. Another ``fit()`` of the same module continues with
+    the errors of the one before.
+
+    Args:
+        config: Configuration of the compression. None takes ``options``, and without these rank 4. With DeepSpeed, a
+            section "powersgd" of its configuration is enough.
+        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+
+    Attributes:
+        powersgd: The state of the compression. None before ``fit()``, and if gradients are averaged over one worker.
+
+    Raises:
+        TypeError: Both ``config`` and ``options`` are given.
+        ValueError: An option is unknown or has an impossible value.
+    """
+
+    def __init__(self, config: PowerSGDConfig | None = None, **options: Any) -> None:
+        self.powersgd: Handle | None = None
+        self._config = chosen(config, options)
+        self._module: weakref.ref[nn.Module] | None = None
+        self._before: Handle | None = None
+        self._restored: tuple[Any, Any] | None = None
+        self._follows: weakref.ref[Any] | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Prepare for another ``fit()``."""
+        if stage == "fit":
+            same = self._module is not None and self._module() is pl_module
+            self._before, self.powersgd = self.powersgd if same else None, None
+            self._module, self._restored = weakref.ref(pl_module), None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Compress the model that the strategy has wrapped, and continue with the errors that there are."""
+        before, self._before = self._before, None
+        # A trainer without a strategy for several workers has no sampler for them.
+        if (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) == 1:
+            announce("powersgd: off, since gradients are averaged over one worker only and there is nothing to send")
+            return
+        # Precision plugins for a loss scale have this attribute. DeepSpeed's engine has a scale of its own.
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        try:
+            self.powersgd = attach(_outermost(trainer.strategy.model), self._config, loss_scale=scaler)
+        except TypeError as error:
+            raise TypeError(f"{error}. The strategy is {type(trainer.strategy).__name__}") from None
+        if isinstance(self.powersgd, ShardedHandle):
+            self._follow(trainer.strategy)
+        if self._restored is not None:
+            self._load()
+        elif before is not None and before is not self.powersgd:
+            self.powersgd.load_state_dict(before.state_dict())
+
+    # Not state_dict() and load_state_dict(), which are not told where the checkpoint is, nor whether it is sharded.
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Add the state to a checkpoint. Lightning calls this on all workers."""
+        # DeepSpeed's engine saves its state by itself.
+        if self.powersgd is None or self.powersgd.saved_with_model:
+            return
+        if any(isinstance(value, (DTensor, ShardedTensor)) for value in checkpoint["state_dict"].values()):
+            checkpoint["callbacks"][self.state_key] = BESIDE
+        else:
+            checkpoint["callbacks"][self.state_key] = _whole(self.powersgd.state_dict())
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Continue from the state in a checkpoint."""
+        if trainer.state.fn != "fit":
+            return
+        self._restored = trainer.ckpt_path, checkpoint["callbacks"].get(self.state_key)
+        # Strategies that shard load checkpoints after on_fit_start, and others before it.
+        if self.powersgd is not None:
+            self._load()
+
+    def _load(self) -> None:
+        """Load what a checkpoint had."""
+        assert self.powersgd is not None
+        assert self._restored is not None
+        (path, saved), self._restored = self._restored, None
+        if self.powersgd.saved_with_model:
+            return
+        found: Any = None
+        if saved == BESIDE:
+            found = self.powersgd.load(path, missing_ok=True)
+        elif saved:
+            found = self.powersgd.load_state_dict(saved)
+        else:
+            self.powersgd.forget()
+        if found is None:
+            logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", path)
+
+    def _follow(self, strategy: Any) -> None:
+        """Write the state into each folder that the strategy writes as a sharded checkpoint."""
+        if self._follows is not None and self._follows() is strategy:
+            return
+        self._follows = weakref.ref(strategy)
+        save = strategy.save_checkpoint
+
+        # Lightning tells callbacks what it saves, but not where.
+        @functools.wraps(save)
+        def saving(checkpoint: dict[str, Any], filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+            save(checkpoint, filepath, *args, **kwargs)
+            if self.powersgd is not None and checkpoint.get("callbacks", {}).get(self.state_key) == BESIDE:
+                # The strategy uses worker 0's path too.
+                self.powersgd.save(Path(strategy.broadcast(filepath)))
+
+        strategy.save_checkpoint = saving
+
+
+def _outermost(model: nn.Module) -> nn.Module:
+    """Return the FSDP1 module of a model that wraps its network by itself, and any other model as it is."""
+    roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+    return roots[0] if len(roots) == 1 else model
+
+
+def _whole(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose errors are whole and on the CPU of worker 0, which writes it. Collective."""
+    if not any(isinstance(error, DTensor) for error in state.get("error", {}).values()):
+        return state
+    errors = {}
+    for name, error in state["error"].items():
+        whole = error.full_tensor()
+        if dist.get_rank() == 0:
+            errors[name] = whole.cpu()
+    return {**state, "error": errors}
