@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
@@ -149,14 +150,28 @@ class ShardedHandle(Handle):
         return self._engine.load_state_dict(read)
 
     def save(self, folder: Folder) -> None:
-        """See ``Handle.save``. Writes with torch.distributed.checkpoint. With replicas, all processes must call it."""
-        saved, path, group = self.state_dict(), Path(folder) / FOLDER, self._savers()
+        """See ``Handle.save``. Writes with torch.distributed.checkpoint, on all workers."""
+        path = Path(folder) / FOLDER
         new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        first = dist.get_rank(group) == 0
+        communicator = self._everyone()
+        # One worker is the first one of all its groups.
+        first = all(workers.index == 0 for workers in (communicator, *communicator.others))
 
-        def prepare() -> None:
+        def prepare() -> tuple[dist.ProcessGroup | None, bool]:
             if first:
+                # What an interrupted call has left.
                 shutil.rmtree(new, ignore_errors=True)
+            return self._holders()
+
+        group, first_replica = self._together("save", prepare)
+        saved = self.state_dict()
+
+        def write() -> None:
+            if group is None or first_replica:
+                try:
+                    dcp_save(saved, checkpoint_id=new, process_group=group)
+                except CheckpointException as error:
+                    raise OSError(f"the state cannot be written to {new}: {error}") from error
 
         def replace() -> None:
             # If this is interrupted, ``load`` finds the old state.
@@ -167,8 +182,7 @@ class ShardedHandle(Handle):
                 new.rename(path)
                 shutil.rmtree(old, ignore_errors=True)
 
-        self._together("save", prepare)
-        dcp_save(saved, checkpoint_id=new, process_group=group)
+        self._together("save", write)
         self._together("save", replace)
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
@@ -178,13 +192,41 @@ class ShardedHandle(Handle):
         if not found:
             self._begin_without(path, missing_ok)
             return None
+        group, _ = self._together("load", self._holders)
         saved = self.state_dict()
-        dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=self._savers())
+
+        def read() -> None:
+            try:
+                dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=group)
+            except CheckpointException as error:
+                raise ValueError(f"the saved state {path.with_name(found[0])} cannot be read: {error}") from error
+
+        self._together("load", read)
         return self.load_state_dict(saved)
 
-    def _savers(self) -> dist.ProcessGroup | None:
-        """Return the group of all workers that hold parts of the model. None stands for the default group."""
-        return None if self._engine.communicator.others else self._engine.communicator.group
+    def _holders(self) -> tuple[dist.ProcessGroup | None, bool]:
+        """Return the group in which DCP saves and loads the whole state, and whether this is the first replica's.
+
+        DCP needs one process group of all workers that it is called on. None is the default group, of all workers.
+
+        Raises:
+            ValueError: There is no such group.
+        """
+        communicator = self._everyone()
+        every = [communicator, *communicator.others]
+        groups = [workers for workers in every if workers.world_size > 1] or [communicator]
+        if math.prod(workers.world_size for workers in groups) == dist.get_world_size():
+            return None, True
+        if len(groups) == 1:
+            return groups[0].group, True
+        # The model uses a part of the workers, as replicas of shards. Each replica has the whole state.
+        if len(groups) == 2 and groups[0] is communicator:
+            return groups[1].group, communicator.index == 0
+        raise ValueError(
+            "save and load need a process group of all workers of the model, and with tensor parallelism on "
+            f"{math.prod(workers.world_size for workers in groups)} of {dist.get_world_size()} workers there is none; "
+            "start the program on these workers only"
+        )
 
     def _checked(
         self, state_dict: Any, rename: Mapping[str, str]

@@ -135,7 +135,8 @@ class Handle:
 
         Raises:
             FileNotFoundError: The folder has no state. Nothing was changed.
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            ValueError: A worker's state belongs to another model or wrapper, or has another format. Nothing was
+                changed.
             DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
         """
         path = Path(folder) / self._file()
@@ -154,7 +155,18 @@ class Handle:
         return FILE
 
     def _begin_without(self, path: Path, missing_ok: bool) -> None:
-        """Set all errors to zero, because a folder has no state. An error if it must have one."""
+        """Set all errors to zero, because a folder has no state. Collective. An error if it must have one."""
+
+        def check() -> None:
+            # The errors of such a state would be lost without a word. What ends in .new was never complete.
+            found = sorted(other.name for other in path.parent.glob("powersgd*") if other.suffix != ".new")
+            if found:
+                raise ValueError(
+                    f"{path.parent} has {', '.join(found)} and not {path.name}: the state of another wrapper, or of "
+                    "several models. Continue with what saved it, or remove it to start with errors of zero"
+                )
+
+        self._together("load", check)
         if not missing_ok:
             raise FileNotFoundError(f"there is no saved PowerSGD state {path}")
         self.forget()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -208,6 +209,41 @@ def shards_of_worker_0(worker: int, world_size: int) -> dict[str, Any]:
     return {"said": said, "own": complaint(state.load_state_dict, own)}
 
 
+def other_wrapper(worker: int, world_size: int) -> dict[str, str]:
+    """The state of another wrapper is not taken for none."""
+    states = {name: attach(WRAPPERS[name](Net()), RANK_2) for name in ("DDP", "FSDP2")}
+    said = {}
+    for name, other in (("DDP", "FSDP2"), ("FSDP2", "DDP")):
+        with folder(worker) as path:
+            states[name].save(path)
+            said[name] = complaint(states[other].load, path, missing_ok=True)
+    return said
+
+
+def part_of_the_workers(worker: int, world_size: int) -> dict[str, Any]:
+    """The first worker has no model. The others save and load without it."""
+    halves = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3, 4])
+    meshes = {
+        "FSDP2": DeviceMesh("cpu", [1, 2, 3, 4]),
+        "HSDP": DeviceMesh("cpu", torch.arange(1, 5).view(2, 2), mesh_dim_names=("replicate", "shard")),
+        "two models": halves[worker > 2],
+    }
+    found: dict[str, Any] = {}
+    with folder(worker) as path:
+        for name, mesh in meshes.items():
+            if worker == 0:
+                continue
+            models = sharded(Net(), mesh), sharded(Net(), mesh)
+            state, resumed = (attach(model, RANK_2) for model in models)
+            steps(models[0], worker, range(3), sgd(models[0]))
+            place = f"{path}/{name} {worker > 2 and name == 'two models'}"
+            state.save(place)
+            report = resumed.load(place)
+            means = (saved["error"] for saved in (state.state_dict(), resumed.state_dict()))
+            found[name] = difference(*means), report is not None and len(report.loaded)
+    return found
+
+
 def one_worker(worker: int, world_size: int) -> dict[str, str]:
     said = {}
     for name in ("DDP", "FSDP2"):
@@ -222,7 +258,7 @@ def one_worker(worker: int, world_size: int) -> dict[str, str]:
 
 CASES = {name: functools.partial(every_wrapper, wrapper=name) for name in WRAPPERS} | {
     "wrong use": wrong_use, "loss scale": loss_scale, "interrupted": interrupted_save,
-    "shards": shards_of_worker_0,
+    "shards": shards_of_worker_0, "other wrapper": other_wrapper,
 }  # fmt: skip
 
 
@@ -307,6 +343,20 @@ def test_shards_of_another_worker_are_told_by_their_values() -> None:
             "ValueError: the saved errors of 'weight' are neither whole nor this worker's own"
         )
         assert found["own"] == "nothing"
+
+
+def test_the_state_of_another_wrapper_is_not_taken_for_none() -> None:
+    for found in outcome(two(), "other wrapper"):
+        assert "has powersgd.pt and not powersgd: the state of another wrapper" in found["DDP"]
+        assert "has powersgd and not powersgd.pt: the state of another wrapper" in found["FSDP2"]
+
+
+def test_a_part_of_the_workers_saves_and_loads_alone() -> None:
+    first, *others = outcome(in_one_group({"part": part_of_the_workers}, 5), "part")
+    assert first == {}
+    for found in others:
+        assert found.keys() == {"FSDP2", "HSDP", "two models"}
+        assert all(far <= 1e-6 and loaded > 3 for far, loaded in found.values())
 
 
 def test_one_worker_is_told_that_nothing_is_sent() -> None:
