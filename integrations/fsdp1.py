@@ -22,7 +22,8 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.integrations.sharded import ShardedHandle, WholeParameters, group_of_its_own
+from powersgd_triton.integrations.sharded import ShardedHandle
+from powersgd_triton.integrations.whole_parameters import WholeParameters, group_of_its_own
 from powersgd_triton.layout.layout import Segment
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]

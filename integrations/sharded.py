@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,23 +15,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from powersgd_triton.checkpoint import StateDict, unpickled
+from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import FOUND, Folder, Handle
-from powersgd_triton.core.saved_state import LoadReport, Size, check_version, is_part, listing
+from powersgd_triton.core.saved_state import LoadReport, Size, listing
+from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, random_basis, read_factors, weighted_squares
 from powersgd_triton.layout.layout import compressed_rank, matrix_shape
 from powersgd_triton.ops.reference import note_overflow
 
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
-
-FOREIGN = (
-    "neither whole nor this worker's own. If one worker wrote the state with torch.save(), it has only that worker's "
-    "shards. Write and read it on all workers: with save(folder) and load(folder), or with torch.distributed.checkpoint"
-)
 
 
 class Sharding(Protocol):
@@ -143,7 +137,7 @@ class ShardedHandle(Handle):
                         if part.shape[0] == rows[key]
                     }
                     if "basis" not in parts:
-                        parts["basis"] = _random_basis(shape, rank)
+                        parts["basis"] = random_basis(shape, rank)
                     matrices[name] = parts if error is None else {**parts, "error": error}
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
 
@@ -247,7 +241,7 @@ class ShardedHandle(Handle):
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
-        factors = _factors(state_dict["factors"])
+        factors = read_factors(state_dict["factors"])
         worker, workers = self._sharding.shard()
         # The saved shard that contained the first rows of this worker's shard, unless the number of tensor-parallel
         # workers changed. It is the same on all replicas.
@@ -274,7 +268,7 @@ class ShardedHandle(Handle):
                 if saved not in state_dict["error"]:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
                 like = self._sharding.place(name, torch.zeros(shape))
-                errors[name] = _own(saved, state_dict["error"][saved], like)
+                errors[name] = own_part(saved, state_dict["error"][saved], like)
         return nearest, errors, {rename.get(name, name): total for name, total in factors.squares.items()}
 
     def renamed(self, names: Mapping[str, str]) -> Renamed:
@@ -318,170 +312,3 @@ class Renamed:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state that has the saved names."""
         self._state.load_state_dict(state_dict, rename=self._names)
-
-
-class WholeParameters:
-    """The sharding in which every worker compresses whole gradients of sharded parameters.
-
-    Args:
-        group: Process group of the workers that hold shards.
-        mesh: Mesh of one dimension over these workers.
-        shapes: Returns {name: shape} of the whole trainable parameters.
-
-    Attributes:
-        worker, workers: Index of this worker in the group, and the group's world size.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, mesh: DeviceMesh, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
-    ) -> None:
-        self.worker, self.workers = dist.get_rank(group), dist.get_world_size(group)
-        self._mesh, self._shapes = mesh, shapes
-
-    def place(self, name: str, error: Tensor) -> DTensor:
-        shape = torch.Size(self._shapes()[name])
-        first, behind = rows_of(self.worker, self.workers, shape[0])
-        # A copy, since torch.save() does not take a DTensor whose part is a view.
-        local = error.view(shape)[first:behind].to(self._mesh.device_type, copy=True)
-        return DTensor.from_local(
-            local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
-        )  # fmt: skip
-
-    def fetch(self, error: DTensor) -> Tensor:
-        return error.full_tensor()
-
-    def take(self, name: str, rows: Tensor) -> Tensor:
-        return rows.reshape(matrix_shape(self._shapes()[name]))
-
-    def shard(self) -> tuple[int, int]:
-        return 0, 1
-
-    def gather(self, factors: Any) -> list[Any]:
-        return [factors]
-
-
-def group_of_its_own(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return a new group of all workers, so that sums of factors do not queue behind the framework's collectives.
-
-    If ``group`` does not contain all workers, return ``group``, since all workers have to create a new group together.
-    (With use_local_synchronization=True they do not. But then members that have created different numbers of groups
-    wait for each other forever.)
-    """
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < dist.get_world_size():
-        return group
-    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
-    # Keep the timeout of ``group``. None if its backend does not report it, which selects torch's default.
-    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
-    new: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
-    return new
-
-
-def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
-    """Return (first row, row after the last) of a worker's shard on dim 0, sharded as FSDP2 does."""
-    each = -(-rows // workers)
-    return min(worker * each, rows), min((worker + 1) * each, rows)
-
-
-def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    shape = tuple(shape)
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
-def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
-    """Return Σ_ij w_ij E_ij² of each error over all shards, computed in fp64. Collective.
-
-    It tells whether all workers have the shards that were saved. The weights grow with the first two indices, so the
-    sums also change if workers have each other's shards.
-    """
-    placed: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
-    for name, error in errors.items():
-        mesh = error.device_mesh
-        squares: Any = error.detach().double().square()
-        for dim in range(2):
-            shape = [1] * error.dim()
-            shape[dim] = error.shape[dim]
-            weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
-            squares = squares * DTensor.from_local(
-                weights.view(shape), mesh, [Replicate()] * mesh.ndim, run_check=False
-            )
-        placed.setdefault((mesh, error.placements), {})[name] = squares.to_local().sum()
-    totals: dict[str, float] = {}
-    for (mesh, placements), sums in placed.items():
-        stacked = torch.stack(list(sums.values()))
-        for dim, placement in enumerate(placements):
-            if not placement.is_replicate():
-                dist.all_reduce(stacked, group=mesh.get_group(dim))
-        totals.update(zip(sums, stacked.tolist(), strict=True))
-    return totals
-
-
-def _own(name: str, error: Any, like: DTensor) -> DTensor:
-    """Return a saved error as this worker's part of a DTensor like ``like``.
-
-    Raises:
-        ValueError: It is neither this worker's part nor whole.
-    """
-    if not isinstance(error, Tensor) or error.shape != like.shape:
-        what = tuple(error.shape) if isinstance(error, Tensor) else type(error).__name__
-        raise ValueError(f"the saved error of {name!r} must be a tensor of shape {tuple(like.shape)}; got {what}")
-    if not isinstance(error, DTensor):
-        return distribute_tensor(error.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    places = [(part.device_mesh, part.placements, part.to_local().shape) for part in (error, like)]
-    if places[0] != places[1]:
-        raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
-    return error
-
-
-class Factors(NamedTuple):
-    """What a sharded state saves as bytes.
-
-    Attributes:
-        version: Format version.
-        shards: {name: parts} of each shard.
-        plans: Plan of each shard, empty if ranks are not planned.
-        squares: Result of ``weighted_squares``. Empty if an earlier version has saved the state.
-    """
-
-    version: int
-    shards: list[Any]
-    plans: list[Any]
-    squares: dict[str, float]
-
-
-def _factors(content: Any) -> Factors:
-    """Read the factors of a saved state.
-
-    Raises:
-        ValueError: They cannot be read, or have another format.
-    """
-    try:
-        found = unpickled(content)
-    # Damaged content can make the reader raise anything.
-    except Exception as error:
-        raise ValueError(f"the factors in the saved state cannot be read: {error!r}") from error
-    if not isinstance(found, Mapping) or not isinstance(found.get("shards"), list):
-        raise ValueError("the factors in the saved state must have a version and a list of shards")
-    check_version(found.get("version"))
-    shards = found["shards"]
-    plans = found.get("plans", [{}] * len(shards))
-    plans = plans if isinstance(plans, list) else [plans]
-    bases = [parts for shard in shards for parts in (shard.values() if isinstance(shard, Mapping) else [None])]
-    values = [part for parts in bases for part in (parts.values() if isinstance(parts, Mapping) else [None])]
-    if not shards or not all(map(is_part, values)):
-        raise ValueError("the factors of each shard must be {name: {part: matrix}}")
-    parts = [part for plan in plans for part in (plan.values() if isinstance(plan, Mapping) else [None])]
-    if len(plans) != len(shards) or not all(isinstance(part, Mapping) for part in parts):
-        raise ValueError("the plans in the saved state must be one {part: {name: value}} for each shard")
-    squares = found.get("squares", {})
-    if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
-        raise ValueError("the squares in the saved state must be {name: number}")
-    return Factors(found["version"], shards, plans, dict(squares))
-
-
-def _random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
-    """Return a basis, equal on all workers, for a matrix that was not compressed when the state was saved."""
-    generator = torch.Generator().manual_seed(0)
-    basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
-    return basis

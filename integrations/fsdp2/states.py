@@ -17,12 +17,8 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, on_meta, unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
-from powersgd_triton.integrations.sharded import (
-    ShardedHandle,
-    WholeParameters,
-    contiguous_stride,
-    group_of_its_own,
-)
+from powersgd_triton.integrations.sharded import ShardedHandle
+from powersgd_triton.integrations.whole_parameters import WholeParameters, contiguous_stride, group_of_its_own
 from powersgd_triton.layout.layout import Layout, matrix_shape
 from powersgd_triton.ops.gradients import as_real, real_shape
 

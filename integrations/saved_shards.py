@@ -1,0 +1,119 @@
+"""The content of a sharded model's saved state: errors of this worker, and the factors of all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from powersgd_triton.checkpoint import unpickled
+from powersgd_triton.core.saved_state import check_version, is_part
+from powersgd_triton.layout.layout import matrix_shape
+
+FOREIGN = (
+    "neither whole nor this worker's own. If one worker wrote the state with torch.save(), it has only that worker's "
+    "shards. Write and read it on all workers: with save(folder) and load(folder), or with torch.distributed.checkpoint"
+)
+
+
+def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
+    """Return Σ_ij w_ij E_ij² of each error over all shards, computed in fp64. Collective.
+
+    It tells whether all workers have the shards that were saved. The weights grow with the first two indices, so the
+    sums also change if workers have each other's shards.
+    """
+    placed: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
+    for name, error in errors.items():
+        mesh = error.device_mesh
+        squares: Any = error.detach().double().square()
+        for dim in range(2):
+            shape = [1] * error.dim()
+            shape[dim] = error.shape[dim]
+            weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
+            squares = squares * DTensor.from_local(
+                weights.view(shape), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
+        placed.setdefault((mesh, error.placements), {})[name] = squares.to_local().sum()
+    totals: dict[str, float] = {}
+    for (mesh, placements), sums in placed.items():
+        stacked = torch.stack(list(sums.values()))
+        for dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(stacked, group=mesh.get_group(dim))
+        totals.update(zip(sums, stacked.tolist(), strict=True))
+    return totals
+
+
+def own_part(name: str, error: Any, like: DTensor) -> DTensor:
+    """Return a saved error as this worker's part of a DTensor like ``like``.
+
+    Raises:
+        ValueError: It is neither this worker's part nor whole.
+    """
+    if not isinstance(error, Tensor) or error.shape != like.shape:
+        what = tuple(error.shape) if isinstance(error, Tensor) else type(error).__name__
+        raise ValueError(f"the saved error of {name!r} must be a tensor of shape {tuple(like.shape)}; got {what}")
+    if not isinstance(error, DTensor):
+        return distribute_tensor(error.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    places = [(part.device_mesh, part.placements, part.to_local().shape) for part in (error, like)]
+    if places[0] != places[1]:
+        raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
+    return error
+
+
+class Factors(NamedTuple):
+    """What a sharded state saves as bytes.
+
+    Attributes:
+        version: Format version.
+        shards: {name: parts} of each shard.
+        plans: Plan of each shard, empty if ranks are not planned.
+        squares: Result of ``weighted_squares``. Empty if an earlier version has saved the state.
+    """
+
+    version: int
+    shards: list[Any]
+    plans: list[Any]
+    squares: dict[str, float]
+
+
+def read_factors(content: Any) -> Factors:
+    """Read the factors of a saved state.
+
+    Raises:
+        ValueError: They cannot be read, or have another format.
+    """
+    try:
+        found = unpickled(content)
+    # Damaged content can make the reader raise anything.
+    except Exception as error:
+        raise ValueError(f"the factors in the saved state cannot be read: {error!r}") from error
+    if not isinstance(found, Mapping) or not isinstance(found.get("shards"), list):
+        raise ValueError("the factors in the saved state must have a version and a list of shards")
+    check_version(found.get("version"))
+    shards = found["shards"]
+    plans = found.get("plans", [{}] * len(shards))
+    plans = plans if isinstance(plans, list) else [plans]
+    bases = [parts for shard in shards for parts in (shard.values() if isinstance(shard, Mapping) else [None])]
+    values = [part for parts in bases for part in (parts.values() if isinstance(parts, Mapping) else [None])]
+    if not shards or not all(map(is_part, values)):
+        raise ValueError("the factors of each shard must be {name: {part: matrix}}")
+    parts = [part for plan in plans for part in (plan.values() if isinstance(plan, Mapping) else [None])]
+    if len(plans) != len(shards) or not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError("the plans in the saved state must be one {part: {name: value}} for each shard")
+    squares = found.get("squares", {})
+    if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
+        raise ValueError("the squares in the saved state must be {name: number}")
+    return Factors(found["version"], shards, plans, dict(squares))
+
+
+def random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
+    """Return a basis, equal on all workers, for a matrix that was not compressed when the state was saved."""
+    generator = torch.Generator().manual_seed(0)
+    basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
+    return basis
