@@ -38,7 +38,8 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
             squares = squares * DTensor.from_local(
                 weights.view(shape), mesh, [Replicate()] * mesh.ndim, run_check=False
             )
-        placed.setdefault((mesh, error.placements), {})[name] = squares.to_local().sum()
+        # Not the error's placements: DTensor gathers what has fewer rows than there are workers.
+        placed.setdefault((mesh, squares.placements), {})[name] = squares.to_local().sum()
     totals: dict[str, float] = {}
     for (mesh, placements), sums in placed.items():
         stacked = torch.stack(list(sums.values()))
