@@ -155,10 +155,11 @@ def _describe(state: Handle) -> str:
     report, workers = state.report(), state._engine.communicator.world_size
     if workers == 1:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
-    whole = report.bytes_per_step * report.compression
+    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
+    compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
     return (
-        f"powersgd: on, {describe_ranks(state.config)}; in a step each of {workers} workers sends "
-        f"{_size(report.bytes_per_step)} in place of {_size(whole)} in fp32 ({report.compression:.1f}x fewer)"
+        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {_size(report.bytes_per_step)} in "
+        f"place of {_size(report.bytes_per_step * compression)} in fp32 ({compression:.1f}x fewer)"
     )
 
 
