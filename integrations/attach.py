@@ -12,7 +12,6 @@ import weakref
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.agreement import Facts, together
@@ -88,7 +87,10 @@ def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDCo
 
 
 def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
-    # Adapters are imported when they are needed, so that ``import powersgd_triton`` stays quick.
+    # Adapters and torch's FSDP are imported when they are needed: FSDP takes about a second, and every import of
+    # powersgd_triton would wait for it.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     if _is_deepspeed(model):
         from powersgd_triton.integrations import deepspeed
 
@@ -139,6 +141,8 @@ def _is_deepspeed(model: nn.Module) -> bool:
 
 
 def _not_wrapped(model: object) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     for name, module in modules.items():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or _is_deepspeed(module):
