@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.frameworks.test_table import BF16_LIMIT
 from tests.support.distributed import run
 from tests.support.frameworks import table
 from tests.support.frameworks.checks import largest, refused, warnings_of
@@ -31,7 +30,7 @@ from tests.support.frameworks.job import (
     be_launched,
     whole,
 )
-from tests.support.frameworks.table import LIMIT, TIMEOUT, difference
+from tests.support.frameworks.table import BF16_LIMIT, LIMIT, TIMEOUT, difference
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.slow
