@@ -12,7 +12,6 @@ import weakref
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.agreement import Facts, together
@@ -88,7 +87,10 @@ def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDCo
 
 
 def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
-    # Adapters are imported when they are needed, so that ``import powersgd_triton`` stays quick.
+    # Adapters and torch's FSDP are imported when they are needed: FSDP takes about a second, and every import of
+    # powersgd_triton would wait for it.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     if _is_deepspeed(model):
         from powersgd_triton.integrations import deepspeed
 
@@ -139,6 +141,8 @@ def _is_deepspeed(model: nn.Module) -> bool:
 
 
 def _not_wrapped(model: object) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     for name, module in modules.items():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or _is_deepspeed(module):
@@ -155,10 +159,11 @@ def _describe(state: Handle) -> str:
     report, workers = state.report(), state._engine.communicator.world_size
     if workers == 1:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
-    whole = report.bytes_per_step * report.compression
+    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
+    compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
     return (
-        f"powersgd: on, {describe_ranks(state.config)}; in a step each of {workers} workers sends "
-        f"{_size(report.bytes_per_step)} in place of {_size(whole)} in fp32 ({report.compression:.1f}x fewer)"
+        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {_size(report.bytes_per_step)} in "
+        f"place of {_size(report.bytes_per_step * compression)} in fp32 ({compression:.1f}x fewer)"
     )
 
 

@@ -143,6 +143,7 @@ class PowerSGDState(ShardedHandle):
         engine.connect(Communicator(group_of_its_own(group, device.type)))
         sharding = WholeParameters(group, DeviceMesh.from_group(group, device.type), lambda: shapes)
         super().__init__(engine, sharding)
+        self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
         self._workers, self._worker = sharding.workers, sharding.worker
         self._current: Unit | None = None
         for unit, handle in units.items():

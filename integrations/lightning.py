@@ -111,7 +111,9 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
         """Continue from the state in a checkpoint."""
         if trainer.state.fn != "fit":
             return
-        self._restored = trainer.ckpt_path, checkpoint["callbacks"].get(self.state_key)
+        # The strategy loads from worker 0's path too.
+        path = trainer.strategy.broadcast(trainer.ckpt_path)
+        self._restored = path, checkpoint["callbacks"].get(self.state_key)
         # Strategies that shard load checkpoints after on_fit_start, and others before it.
         if self.powersgd is not None:
             self._load()

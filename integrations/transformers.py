@@ -55,7 +55,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.powersgd: Handle | None = None
         self._trainer = trainer
         self._config = chosen(config, options)
-        self._checkpoint: str | None = None
+        self._checkpoint: Any = None
         self._trial: Any = None
         self._note_arguments(trainer)
 
@@ -64,14 +64,15 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         train = trainer.train
 
         @functools.wraps(train)
-        def noting(resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # The Trainer chooses the last checkpoint in the same way.
-            if resume_from_checkpoint is True:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            # Passed on as they came, since the train() of a subclass may take fewer arguments.
+            given = {**dict(zip(("resume_from_checkpoint", "trial"), args, strict=False)), **kwargs}
+            self._checkpoint = given.get("resume_from_checkpoint") or None
+            if self._checkpoint is True:
+                # The Trainer chooses the last checkpoint in the same way.
                 self._checkpoint = get_last_checkpoint(trainer.args.output_dir)
-            else:
-                self._checkpoint = resume_from_checkpoint or None
-            self._trial = trial
-            return train(resume_from_checkpoint, trial, *args, **kwargs)
+            self._trial = given.get("trial")
+            return train(*args, **kwargs)
 
         trainer.train = noting
 
@@ -83,6 +84,12 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         trainer = self._trainer
         self.powersgd = attach(trainer.model_wrapped, self._config, loss_scale=trainer.accelerator.scaler)
         if self._checkpoint is None:
+            if state.global_step:
+                # The train() of a subclass may choose the checkpoint by itself.
+                logger.warning(
+                    "powersgd: the Trainer resumes, but train() was not given a checkpoint as resume_from_checkpoint; "
+                    "errors are not those of the checkpoint"
+                )
             return
         # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
         if self.powersgd.load(self._checkpoint, missing_ok=True) is None:

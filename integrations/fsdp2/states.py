@@ -188,6 +188,8 @@ class Shards:
 class FullShardState(ShardedHandle):
     """Compresses whole gradients, of which each worker keeps its shard. ``apply_powersgd`` creates it."""
 
+    replaces_reduce_scatter = True
+
     def __init__(self, config: PowerSGDConfig, units: list[Unit], group: dist.ProcessGroup) -> None:
         mesh = units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh
 

@@ -37,9 +37,11 @@ class Handle:
 
     Attributes:
         saved_with_model: Whether the framework's own checkpoints contain the state, as DeepSpeed's do.
+        replaces_reduce_scatter: Whether gradients would be reduce-scattered without compression, not all-reduced.
     """
 
     saved_with_model = False
+    replaces_reduce_scatter = False
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

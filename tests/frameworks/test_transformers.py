@@ -162,6 +162,28 @@ def test_resumes_from_a_checkpoint(wrapper: str, tmp_path: Path):
         assert found["still on"] > 0
 
 
+def _chosen_by_train(worker: int, workers: int, folder: str) -> list[str]:
+    be_launched(worker, workers)
+    from powersgd_triton.integrations.transformers import PowerSGDCallback
+    from tests.support.frameworks.transformers import trainer_for
+
+    job = Job(DDP, Path(folder), RANK_4, save=True)
+    trainer, _ = _trainer(job)
+    trainer.train()
+    trainer = trainer_for(dataclasses.replace(job, save=False))
+    train = trainer.train
+    # As a subclass may have it: without the arguments of the Trainer's own.
+    trainer.train = lambda: train(resume_from_checkpoint=True)
+    trainer.add_callback(PowerSGDCallback(trainer, **RANK_4))
+    return warnings_of(trainer.train)
+
+
+def test_a_checkpoint_that_a_subclass_chooses_is_noticed(tmp_path: Path):
+    for warned in run(_chosen_by_train, 2, str(tmp_path), timeout=TIMEOUT):
+        (warning,) = warned
+        assert "was not given a checkpoint" in warning
+
+
 class Trial(dict[str, Any]):
     """A trial of a hyperparameter search, as Optuna's."""
 

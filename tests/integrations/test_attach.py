@@ -110,7 +110,7 @@ def every_wrapper(worker: int, world_size: int, *, wrapper: str) -> dict[str, An
         "other": complaint(attach, ours, rank=3), "both": complaint(attach, ours, FULL_RANK, rank=3),
         "missing": missing, "none": none, "loaded": report is not None and len(report.loaded),
         "iterations": (state.iteration, state_2.iteration, state_3.iteration), "error": error,
-        "size": state_2.compression_stats()[0],
+        "compression": state.report().compression, "size": state_2.compression_stats()[0],
     }  # fmt: skip
 
 
@@ -308,7 +308,10 @@ def test_a_resumed_run_goes_on(wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_one_line_says_that_it_is_on(wrapper: str) -> None:
     first, second = outcome(two(), wrapper)
-    assert first["said"].startswith("powersgd: on, rank 999; in a step each of 2 workers sends")
+    assert first["said"].startswith("powersgd: on, rank 999; in a step each worker sends ")
+    # A reduce-scatter sends half of what an all-reduce does.
+    compression = first["compression"] / (2 if wrapper in ("FSDP1", "FSDP2") else 1)
+    assert first["said"].endswith(f"in fp32 ({compression:.1f}x fewer)\n")
     assert first["said"].count("\n") == 1
     assert second["said"] == ""
     assert first["same"]

@@ -139,3 +139,12 @@ def test_symlink_is_tracked():
     assert listing.startswith("120000 "), f"expected a tracked symlink; got {listing!r}"
     assert link.is_symlink()
     assert link.resolve() == ROOT / "integrations"
+
+
+def test_the_package_does_not_load_what_only_some_wrappers_need():
+    # FSDP alone takes about a second.
+    program = (
+        "import sys, powersgd_triton; print(*{'torch.distributed.fsdp', 'deepspeed', 'accelerate'} & {*sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
