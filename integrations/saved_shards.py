@@ -64,7 +64,10 @@ def own_part(name: str, error: Any, like: DTensor) -> DTensor:
     places = [(part.device_mesh, part.placements, part.to_local().shape) for part in (error, like)]
     if places[0] != places[1]:
         raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
-    return error
+    # Not its own mesh, which may have the process groups of the worker that pickled it.
+    return DTensor.from_local(
+        error.to_local(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 class Factors(NamedTuple):

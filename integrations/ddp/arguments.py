@@ -46,6 +46,8 @@ def configured(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def configured_init(state: Any, *positional: Any, **keywords: Any) -> None:
+        if isinstance(keywords.get("config"), PowerSGDConfig):
+            positional = (keywords.pop("config"), *positional)
         if positional and isinstance(positional[0], PowerSGDConfig):
             if len(positional) > 1:
                 raise TypeError(

@@ -69,7 +69,6 @@ class PowerSGDState(Handle):
     def __init__(
         self,
         config: PowerSGDConfig,
-        /,
         *,
         process_group: dist.ProcessGroup | None = None,
         compression_stats_logging_frequency: int = 10_000,

@@ -163,9 +163,10 @@ class DeepSpeedState(Handle):
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""
-        read = self.read(lambda: self.tagged(folder, None) or Path(folder))
+        path = Path(folder)
+        read = self.read(lambda: path if (path / self._file()).exists() else self.tagged(path, None) or path)
         if read is None:
-            self._begin_without(Path(folder) / self._file(), missing_ok)
+            self._begin_without(path / self._file(), missing_ok)
             return None
         return self.adopt(*read)
 

@@ -244,6 +244,17 @@ def part_of_the_workers(worker: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+def of_another_replica(worker: int, world_size: int) -> str:
+    """Replicas have the same shards, but process groups of their own."""
+    model: Any = fully_shard(nn.Linear(64, 64, bias=False), mesh=hybrid_mesh(world_size, 1))
+    state = attach(model, rank=2)
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    files: list[Any] = [None] * world_size
+    dist.all_gather_object(files, file.getvalue())
+    return complaint(state.load_state_dict, torch.load(io.BytesIO(files[1 - worker]), weights_only=False))
+
+
 def fewer_rows_than_workers(worker: int, world_size: int) -> dict[str, Any]:
     """A state goes from shards, some of them without a row, to whole replicas, and back."""
     found = {}
@@ -278,7 +289,7 @@ def one_worker(worker: int, world_size: int) -> dict[str, str]:
 CASES = {name: functools.partial(every_wrapper, wrapper=name) for name in WRAPPERS} | {
     "wrong use": wrong_use, "loss scale": loss_scale, "interrupted": interrupted_save,
     "shards": shards_of_worker_0, "other wrapper": other_wrapper,
-    "fewer rows": fewer_rows_than_workers,
+    "fewer rows": fewer_rows_than_workers, "another replica": of_another_replica,
 }  # fmt: skip
 
 
@@ -372,6 +383,10 @@ def test_the_state_of_another_wrapper_is_not_taken_for_none() -> None:
     for found in outcome(two(), "other wrapper"):
         assert "has powersgd.pt and not powersgd: the state of another wrapper" in found["DDP"]
         assert "has powersgd and not powersgd.pt: the state of another wrapper" in found["FSDP2"]
+
+
+def test_the_shard_of_another_replica_is_loaded() -> None:
+    assert outcome(two(), "another replica") == ["nothing", "nothing"]
 
 
 def test_shards_without_a_row_are_saved_and_loaded() -> None:
