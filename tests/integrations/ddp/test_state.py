@@ -97,6 +97,7 @@ CONFIG = PowerSGDConfig(rank=3, min_compression_rate=1.5, seed=7, error_dtype="b
 FORMS: dict[str, Callable[..., PowerSGDState]] = {
     "first": lambda **others: PowerSGDState(CONFIG, **others),
     "second": lambda **others: PowerSGDState(None, CONFIG, **others),
+    "by name": lambda **others: PowerSGDState(config=CONFIG, **others),
     "with a group": lambda **others: PowerSGDState(CONFIG, process_group=None, **others),
     "as rank": lambda **others: PowerSGDState(process_group=None, matrix_approximation_rank=CONFIG, **others),
 }
