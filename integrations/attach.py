@@ -161,9 +161,10 @@ def _describe(state: Handle) -> str:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
     # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
     compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
+    change = f"{compression:.1f}x fewer" if compression >= 1 else f"{1 / compression:.1f}x more"
     return (
         f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {_size(report.bytes_per_step)} in "
-        f"place of {_size(report.bytes_per_step * compression)} in fp32 ({compression:.1f}x fewer)"
+        f"place of {_size(report.bytes_per_step * compression)} in fp32 ({change})"
     )
 
 
