@@ -94,5 +94,8 @@ def check_group(group: Any) -> None:
     Raises:
         TypeError: It is neither a process group nor None.
     """
+    # torch.distributed.new_group returns this to workers that are not in the group; ``Communicator`` refuses it.
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None; got {group!r}")
