@@ -322,7 +322,8 @@ def test_one_line_says_that_it_is_on(wrapper: str) -> None:
     assert first["said"].startswith("powersgd: on, rank 999; in a step each worker sends ")
     # A reduce-scatter sends half of what an all-reduce does.
     compression = first["compression"] / (2 if wrapper in ("FSDP1", "FSDP2") else 1)
-    assert first["said"].endswith(f"in fp32 ({compression:.1f}x fewer)\n")
+    change = f"{compression:.1f}x fewer" if compression >= 1 else f"{1 / compression:.1f}x more"
+    assert first["said"].endswith(f"in fp32 ({change})\n")
     assert first["said"].count("\n") == 1
     assert second["said"] == ""
     assert first["same"]

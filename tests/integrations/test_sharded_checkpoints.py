@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -165,9 +165,11 @@ def on_replicas(seed: int) -> tuple[Any, Any]:
 
 RESUMED = {"hybrid": "mesh", "mesh": "hybrid", "replicate": "replicate", "full": "full", "fsdp1": "fsdp1"}
 """Modes of saving and of loading. HSDP with a mesh of both dimensions saves what HSDP with a group loads."""
+RESUMED_FAST = ["hybrid", "mesh"]
+"""The others are quick with two workers; see ``test_attach.py``."""
 
 
-def resumed(worker: int, world_size: int) -> dict[str, Any]:
+def resumed(worker: int, world_size: int, *, chosen: Sequence[str]) -> dict[str, Any]:
     """On the same mesh the run goes on as if it had not been interrupted."""
     found = {}
     modes = {
@@ -177,8 +179,8 @@ def resumed(worker: int, world_size: int) -> dict[str, Any]:
         "full": lambda seed: full_shard(Net(seed), full_mesh(4), RANK_2),
         "fsdp1": lambda seed: compressed(Net(seed), RANK_2),
     }
-    for mode, build in modes.items():
-        module, state = build(0)
+    for mode in chosen:
+        module, state = modes[mode](0)
         step = train_fsdp1 if mode == "fsdp1" else train
         momentum = 0.0 if mode == "fsdp1" else 0.9
         optimizer = sgd(module, momentum)
@@ -350,9 +352,9 @@ def written(value: Any) -> bytes:
 @functools.cache
 def four() -> dict[str, list[Any]]:
     warnings.filterwarnings("ignore")
-    cases = {
+    cases: dict[str, Callable[..., Any]] = {
         "meshes": hybrid_meshes,
-        "resumed": resumed,
+        "resumed": functools.partial(resumed, chosen=RESUMED_FAST),
         "modes": between_modes,
         "renamed": renamed,
         "refused": refused,
@@ -381,9 +383,21 @@ def test_meshes_differ_in_what_is_compressed() -> None:
     assert ranks == [2, 0, 0]
 
 
-@pytest.mark.parametrize("mode", RESUMED)
+@pytest.mark.parametrize("mode", RESUMED_FAST)
 def test_a_resumed_run_goes_on(mode: str) -> None:
-    for found in outcome(four(), "resumed"):
+    check_resumed(outcome(four(), "resumed"), mode)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_in_every_mode() -> None:
+    cases = {"resumed": functools.partial(resumed, chosen=[*RESUMED])}
+    results = outcome(in_one_group(cases, 4), "resumed")
+    for mode in RESUMED:
+        check_resumed(results, mode)
+
+
+def check_resumed(results: list[Any], mode: str) -> None:
+    for found in results:
         assert found[mode]["gradient"] <= 1e-4, found[mode]
         assert found[mode]["parameters"] <= 1e-6, found[mode]
         assert found[mode]["iterations"] == (2 * STEPS, 2 * STEPS)
