@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
@@ -151,15 +150,6 @@ class DeepSpeedState(Handle):
         idle = {name: [n, m, 0] for name, (n, m, _) in self._sizes().items()}
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
-
-    def load_state_dict(self, state_dict: StateDict) -> LoadReport:
-        """Continue from a saved state of any number of workers and any rank, or from a file. Collective.
-
-        Raises:
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
-            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
-        """
-        return self._engine.load_state_dict(lambda: (opened(state_dict), self._sizes()))
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from powersgd_triton.checkpoint import StateDict
+from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.ranks.report import RankReport
 
@@ -105,8 +106,13 @@ class Handle:
         return self._engine.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
-        """Continue from a saved state. Collective: call it on all workers."""
-        raise NotImplementedError
+        """Continue from a saved state of any number of workers and any rank, or from a file. Collective.
+
+        Raises:
+            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
+            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
+        """
+        return self._engine.load_state_dict(lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)))
 
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.
