@@ -1,4 +1,4 @@
-"""The format of factors in messages, and which worker sums which part of a message. Integers only."""
+"""The formats of factors and of differences in messages, and which worker sums which part. Integers only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ALIGNMENT = 16
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
-    """A width of factors in messages.
+    """A width of factors, or of differences, in messages.
 
     Attributes:
-        name: Name of a torch dtype, or int4.
+        name: Name of a torch dtype, int4 or int2.
         bits: Bits of an entry.
         scaled: Whether each 128 entries of a column share a bf16 scale: their largest magnitude divided by ``levels``.
             The scale is not fp16, in which scales of columns below 1e-6 would have few bits or be zero.
@@ -39,6 +39,12 @@ class WireFormat:
         codes = whole * self.code_bytes(BLOCK, rank) + self.code_bytes(rest, rank)
         return codes + (SCALE_BYTES * rank * -(-rows // BLOCK) if self.scaled else 0)
 
+    def difference_bytes(self, numel: int) -> tuple[int, int]:
+        """Return (offset of the codes, bytes) of a flat tensor's differences: [scales | codes], in whole blocks."""
+        blocks = -(-numel // BLOCK)
+        codes = -(-SCALE_BYTES * blocks // ALIGNMENT) * ALIGNMENT
+        return codes, codes + -(-blocks * BLOCK * self.bits // 8 // ALIGNMENT) * ALIGNMENT
+
 
 FORMATS = {
     "float32": WireFormat("float32", 32, False),
@@ -48,6 +54,15 @@ FORMATS = {
     "int8": WireFormat("int8", 8, True, 127),
     "int4": WireFormat("int4", 4, True, 7),
 }
+"""Formats of factors."""
+
+DIFFERENCES = {
+    "int8": FORMATS["int8"],
+    "int4": FORMATS["int4"],
+    # Codes −3, −1, 1 and 3. There is no code 0: codes −1, 0 and 1 follow a parameter worse.
+    "int2": WireFormat("int2", 2, True, 3),
+}
+"""Formats of differences. Factors need more than 2 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
