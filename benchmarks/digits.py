@@ -64,9 +64,9 @@ def _train_all(
 
 
 def _train(worker: int, arm: Arm, seed: int, steps: int) -> Figures:
-    images, labels = _images_and_labels()
+    images, labels = images_and_labels()
     torch.manual_seed(seed)
-    model = _perceptron()
+    model = perceptron()
     # One bucket, since torch's hook cannot do more on gloo.
     replica = DistributedDataParallel(model, bucket_cap_mb=1024)
     replica.register_comm_hook(*communication(arm, model))
@@ -81,22 +81,26 @@ def _train(worker: int, arm: Arm, seed: int, steps: int) -> Figures:
             nn.functional.cross_entropy(replica(images[batch]), labels[batch]).backward()
             optimizer.step()
             schedule.step()
+    return Figures(**validate(model, images, labels), bytes_per_step=traffic.sent / steps)
+
+
+def validate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return loss and accuracy on the validation images, as in ``Figures``."""
     images, labels = images[:VALIDATION_IMAGES], labels[:VALIDATION_IMAGES]
     with torch.no_grad():
         scores = model(images)
-    return Figures(
-        loss=nn.functional.cross_entropy(scores, labels).item(),
-        accuracy=100 * (scores.argmax(1) == labels).double().mean().item(),
-        bytes_per_step=traffic.sent / steps,
-    )
+    return {
+        "loss": nn.functional.cross_entropy(scores, labels).item(),
+        "accuracy": 100 * (scores.argmax(1) == labels).double().mean().item(),
+    }
 
 
-def _perceptron() -> nn.Sequential:
+def perceptron() -> nn.Sequential:
     first, *others = (nn.Linear(n, m) for n, m in itertools.pairwise(WIDTHS))
     return nn.Sequential(first, *(module for layer in others for module in (nn.ReLU(), layer)))
 
 
-def _images_and_labels() -> tuple[Tensor, Tensor]:
+def images_and_labels() -> tuple[Tensor, Tensor]:
     """(images [N, 64] from 0 to 1, labels [N]), shuffled, always in the same order."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))

@@ -24,3 +24,11 @@ def describe_ranks(config: PowerSGDConfig) -> str:
     if config.planned:
         return f"planned ranks{start}"
     return f"ranks by a function{start}" if callable(config.rank) else f"rank {config.rank}{start}"
+
+
+def describe_bytes(count: float) -> str:
+    """Return a number of bytes in a unit that suits it."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"

@@ -18,7 +18,7 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.handle import Handle
-from powersgd_triton.integrations.announce import announce, describe_ranks
+from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
 from powersgd_triton.ops.step import LossScaleSource
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
@@ -162,15 +162,8 @@ def _describe(state: Handle) -> str:
     # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
     compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
     change = f"{compression:.1f}x fewer" if compression >= 1 else f"{1 / compression:.1f}x more"
+    sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
     return (
-        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {_size(report.bytes_per_step)} in "
-        f"place of {_size(report.bytes_per_step * compression)} in fp32 ({change})"
+        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "
+        f"({change})"
     )
-
-
-def _size(count: float) -> str:
-    """Return a number of bytes in a unit that suits it."""
-    units = ["bytes", "kB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
-        count, units = count / 1000, units[1:]
-    return f"{count:.3g} {units[0]}"

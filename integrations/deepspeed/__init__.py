@@ -1,5 +1,7 @@
 """DeepSpeed: gradient compression through a section ``"powersgd": {"rank": 4}`` of ds_config.json, ZeRO stages 0 to 3.
 
+At stages 1 and 2 the parameters that workers gather after a step are compressed too.
+
 There are three ways to switch it on:
 
     from powersgd_triton.integrations import deepspeed     # in place of: import deepspeed
@@ -28,7 +30,8 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints
+from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
+from powersgd_triton.integrations.deepspeed.parameters import ParameterSeam, gathering_module
 from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
     PowerSGDConfigError,
@@ -85,36 +88,40 @@ def enable(engine: Any, config: PowerSGDConfig | None = None) -> DeepSpeedState 
             refuse([f"the engine is compressed with {state.config} already; got {config}"])
         return state
 
-    def prepare() -> tuple[tuple[DeepSpeedState, str] | None, Facts, Facts]:
-        section = section_of(engine)
-        if section is None and config is None:
+    def prepare() -> tuple[tuple[DeepSpeedState, str | None] | None, Facts, Facts]:
+        given = section_of(engine)
+        if given is None and config is None:
             refuse([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
-        wanted, enabled, problems = read_section({} if section is None else section)
-        if section is None and config is not None:
-            wanted = config
-        if not enabled and not problems:
+        section = read_section({} if given is None else given)
+        problems = list(section.problems)
+        if not section.enabled and not problems:
             return None, {"enabled": False}, {}
+        wanted = section.config if config is None or section.configures else config
         if config not in (None, wanted) and not problems:
             problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
-        refuse(problems + engine_problems(engine))
+        refuse(problems + engine_problems(engine, section))
         try:
             state = DeepSpeedState(wanted, engine, averaging_group(engine))
         except ValueError as error:
             raise refusal([str(error)]) from None
-        return (state, describe(engine, state)), {"enabled": True}, {}
+        parameters = section.parameters if gathering_module(engine.optimizer) else None
+        return (state, parameters), {"enabled": True, "parameters": parameters}, {}
 
     # The other workers would wait in the first step for one that has refused its configuration.
     prepared = together("deepspeed.enable", prepare, Communicator(), torch.device(engine.device))
     if prepared is None:
         announce('powersgd: off, the section has "enabled": false')
         return None
-    state, line = prepared
+    state, parameters = prepared
     engine.powersgd = state
     state.attach(loss_scale_source(engine))
     seam_class(engine)(engine, state)
+    if parameters is not None:
+        state.parameters = ParameterSeam(engine, state.config, parameters)
+        attach_exports(engine, state)
     _attach_guard(engine, state)
     attach_checkpoints(engine, state)
-    announce(line)
+    announce(describe(engine, state))
     return state
 
 

@@ -1,17 +1,26 @@
-"""DeepSpeed: the compression's state in ``engine.save_checkpoint`` and ``engine.load_checkpoint``."""
+"""DeepSpeed: the compression's state in the engine's checkpoints, and the optimizer's parameters in exports.
+
+What ``engine.save_checkpoint`` writes has the model's parameters v as they are, and the masters w in the optimizer's
+files. So training continues with the same bits. Exports have w rounded.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
 logger = logging.getLogger("powersgd_triton")
+
+EXACT = "_powersgd_exact"
+"""Marks the function of ``Accelerator`` that is replaced, once for all engines."""
 
 
 def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
@@ -42,6 +51,32 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
         return found
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def attach_exports(engine: Any, state: DeepSpeedState) -> None:
+    """Make exports write the optimizer's parameters, rounded."""
+    save = engine.save_16bit_model
+
+    @functools.wraps(save)
+    def save_16bit_model(*args: Any, **kwargs: Any) -> Any:
+        with state.exact_parameters():
+            return save(*args, **kwargs)
+
+    engine.save_16bit_model = save_16bit_model
+    accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if accelerator is None or hasattr(accelerator.get_state_dict, EXACT):
+        return
+    get = accelerator.get_state_dict
+
+    # Accelerate's and the Trainer's exports. They copy what they take from the model.
+    @functools.wraps(get)
+    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        compressed = getattr(model, "powersgd", None)
+        with compressed.exact_parameters() if isinstance(compressed, DeepSpeedState) else nullcontext():
+            return get(self, model, *args, **kwargs)
+
+    setattr(get_state_dict, EXACT, True)
+    accelerator.get_state_dict = get_state_dict
 
 
 def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

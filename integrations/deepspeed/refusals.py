@@ -12,10 +12,15 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.deepspeed.parameters import gathering_module
 from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
+from powersgd_triton.layout.wire_format import DIFFERENCES
 
 SECTION = "powersgd"
 ENABLED = "enabled"
+PARAMETERS = "parameters"
+DEFAULT_PARAMETERS = "int2"
+"""Format in which parameters are sent, where DeepSpeed gathers them after a step."""
 OLDEST = Version("0.16")
 FP16_UNSCALED_AT_STAGE_0 = Version("0.18.3")
 WRONG_AT_STAGE_2 = (Version("0.17.6"), Version("0.18.2"))
@@ -31,19 +36,44 @@ def section_of(engine: Any) -> Any:
     return engine._config._param_dict.get(SECTION)
 
 
-def read_section(section: Any) -> tuple[PowerSGDConfig, bool, list[str]]:
-    """Return (configuration, whether it is on, problems). If there are problems, the configuration is the default."""
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Content of the section "powersgd".
+
+    Attributes:
+        config: Configuration of the compression. If there are problems, it is the default.
+        enabled: Whether compression is on.
+        parameters: Format in which parameters are sent. None for DeepSpeed's own all-gather.
+        keys: Keys that the section gives.
+        problems: All that is wrong with it.
+    """
+
+    config: PowerSGDConfig = dataclasses.field(default_factory=PowerSGDConfig)
+    enabled: bool = True
+    parameters: str | None = DEFAULT_PARAMETERS
+    keys: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def configures(self) -> bool:
+        """Whether the section has a field of ``PowerSGDConfig``."""
+        return bool(self.keys - {ENABLED, PARAMETERS})
+
+
+def read_section(section: Any) -> Section:
+    """Check a section and return its content."""
     if not isinstance(section, Mapping):
-        return PowerSGDConfig(), True, [f'"{SECTION}" must be an object like {{"rank": 4}}; got {section!r}']
+        return Section(problems=(f'"{SECTION}" must be an object like {{"rank": 4}}; got {section!r}',))
+    own = [ENABLED, PARAMETERS]
     fields = [field.name for field in dataclasses.fields(PowerSGDConfig)]
     problems: list[str] = []
     valid: dict[str, Any] = {}
     for key, value in section.items():
-        if key == ENABLED:
+        if key in own:
             continue
         if key not in fields:
-            nearest = difflib.get_close_matches(str(key), [ENABLED, *fields], n=1, cutoff=0.0)[0]
-            valid_keys = ", ".join([ENABLED, *fields])
+            nearest = difflib.get_close_matches(str(key), [*own, *fields], n=1, cutoff=0.0)[0]
+            valid_keys = ", ".join([*own, *fields])
             problems.append(f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {valid_keys}")
             continue
         # Check each key alone. Conflicts between keys, such as alternating without warm_start, are found below.
@@ -56,17 +86,28 @@ def read_section(section: Any) -> tuple[PowerSGDConfig, bool, list[str]]:
     enabled = section.get(ENABLED, True)
     if not isinstance(enabled, bool):
         problems.append(f"{ENABLED} must be true or false; got {enabled!r}")
+    parameters = section.get(PARAMETERS, DEFAULT_PARAMETERS)
+    if parameters not in (None, *DIFFERENCES):
+        problems.append(f"{PARAMETERS} must be null or one of {', '.join(DIFFERENCES)}; got {parameters!r}")
     try:
         config = PowerSGDConfig(**valid)
     except (TypeError, ValueError) as error:
         problems.append(str(error))
-    return (PowerSGDConfig() if problems else config), enabled is not False, problems
+    keys = frozenset(map(str, section))
+    if problems:
+        return Section(enabled=enabled is not False, keys=keys, problems=tuple(problems))
+    return Section(config, enabled, parameters, keys)
 
 
-def engine_problems(engine: Any) -> list[str]:
+def engine_problems(engine: Any, section: Section) -> list[str]:
     """Return the features of the engine that compression does not support, each with a remedy."""
     stage = int(engine.zero_optimization_stage())
     problems = _version_problems(stage)
+    if PARAMETERS in section.keys and section.parameters is not None and gathering_module(engine.optimizer) is None:
+        problems.append(
+            f'"{PARAMETERS}": "{section.parameters}" at ZeRO stage {stage} '
+            f"({type(engine.optimizer).__name__}): {_no_gather(stage)}"
+        )
     problems += _optimizer_problems(engine, stage)
     problems += _configuration_problems(engine, stage)
     group = averaging_group(engine)
@@ -76,6 +117,15 @@ def engine_problems(engine: Any) -> list[str]:
             f'or set "{ENABLED}": false'
         )
     return problems
+
+
+def _no_gather(stage: int) -> str:
+    if stage == 3:
+        return (
+            "no worker keeps parameters that could follow by differences, so they are gathered in every pass: use "
+            "stage 1 or 2, or leave the key out"
+        )
+    return "no parameters are gathered after a step: leave the key out"
 
 
 def _version_problems(stage: int) -> list[str]:

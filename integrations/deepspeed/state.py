@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed.comm
 import torch
@@ -20,6 +21,10 @@ from powersgd_triton.core.handle import FOUND, Folder, Handle
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
+from powersgd_triton.ranks.report import RankReport
+
+if TYPE_CHECKING:
+    from powersgd_triton.integrations.deepspeed.parameters import ParameterSeam
 
 FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
@@ -71,6 +76,8 @@ class DeepSpeedState(Handle):
         communicator = Communicator(group, collectives=deepspeed.comm)
         super().__init__(Engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
+        # Set if parameters are sent as differences.
+        self.parameters: ParameterSeam | None = None
 
     # A step -----------------------------------------------------------------------------------------------------
 
@@ -137,6 +144,21 @@ class DeepSpeedState(Handle):
             self._reached = False
             # DeepSpeed may skip a step because of an overflow that no bucket of this worker contains.
             self._engine.end_step(applied=not getattr(self._framework.optimizer, "overflow", False))
+
+    def report(self) -> RankReport:
+        """Return which tensors are compressed, at which rank, and a step's bytes with those of parameters."""
+        from powersgd_triton.integrations.deepspeed.traffic import expected_traffic
+
+        traffic = expected_traffic(self._framework, self)
+        return dataclasses.replace(super().report(), whole_step=(traffic.plain / 2, traffic.sent / 2))
+
+    def exact_parameters(self) -> AbstractContextManager[None]:
+        """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
+
+        Outside it, parameters that are sent as differences differ from them by what the last differences did not say.
+        ``engine.save_16bit_model``, and Accelerate's and the Trainer's exports, use it by themselves.
+        """
+        return nullcontext() if self.parameters is None else self.parameters.exact()
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.announce import describe_ranks
+from powersgd_triton.integrations.announce import describe_bytes, describe_ranks
 from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
-from powersgd_triton.layout.layout import Layout
-
-FACTOR_BYTES = 4
+from powersgd_triton.ranks.report import RankReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +19,11 @@ class Traffic:
 
     Attributes:
         elements: Number of elements of all dense trainable parameters.
-        compressed: Number of these elements that are compressed.
-        gradients: Bytes of gradients without compression.
+        compressed: Number of these elements whose gradients are compressed.
+        gradients: Bytes of gradients without compression, in the dtype in which DeepSpeed sends them.
         factors: Bytes sent for gradients with compression.
-        parameters: Bytes of ZeRO's all-gather of parameters, which compression does not change.
+        parameters: Bytes of ZeRO's all-gathers of parameters without compression.
+        differences: Bytes sent for parameters with compression.
     """
 
     elements: int
@@ -33,6 +31,17 @@ class Traffic:
     gradients: float
     factors: float
     parameters: float
+    differences: float
+
+    @property
+    def plain(self) -> float:
+        """Bytes of a whole step without compression."""
+        return self.gradients + self.parameters
+
+    @property
+    def sent(self) -> float:
+        """Bytes of a whole step with compression."""
+        return self.factors + self.differences
 
     @property
     def reduction(self) -> float:
@@ -42,8 +51,7 @@ class Traffic:
     @property
     def total_reduction(self) -> float:
         """Factor by which all traffic between data-parallel workers shrinks."""
-        total = self.factors + self.parameters
-        return (self.gradients + self.parameters) / total if total else 1.0
+        return self.plain / self.sent if self.sent else 1.0
 
 
 def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
@@ -67,12 +75,14 @@ def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
         and engine.zero_reduce_scatter()
         and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
     )
+    parameters = gathers * parameter_bytes
     return Traffic(
         elements=layout.numel,
         compressed=compressed,
         gradients=micro_batches * (1 if once else 2) * layout.numel * gradient_size,
-        factors=micro_batches * 2 * _sent(layout, state.config) * FACTOR_BYTES,
-        parameters=gathers * parameter_bytes,
+        factors=micro_batches * 2 * RankReport.of(layout, state.config, {}).bytes_per_step,
+        parameters=parameters,
+        differences=parameters if state.parameters is None else state.parameters.sent_bytes(),
     )
 
 
@@ -81,15 +91,14 @@ def describe(engine: Any, state: DeepSpeedState) -> str:
     traffic = expected_traffic(engine, state)
     stage = int(engine.zero_optimization_stage())
     share = 100 * traffic.compressed / traffic.elements if traffic.elements else 0.0
-    rest = " (ZeRO's all-gather of parameters stays)" if traffic.parameters else ""
+    parameters = ""
+    if traffic.parameters:
+        how = "as DeepSpeed sends them" if state.parameters is None else f"in {state.parameters.width.name}"
+        parameters = f"Parameters are sent {how}. "
     return (
         f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), {describe_ranks(state.config)}; "
         f"{share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients take "
-        f"{traffic.reduction:.1f}x fewer bytes, a step's whole traffic {traffic.total_reduction:.2f}x fewer{rest}"
+        f"{traffic.reduction:.1f}x fewer bytes. "
+        f"{parameters}A whole step sends {describe_bytes(traffic.sent)} in place of {describe_bytes(traffic.plain)}, "
+        f"{traffic.total_reduction:.1f}x fewer"
     )
-
-
-def _sent(layout: Layout, config: PowerSGDConfig) -> float:
-    """Return the elements that a step sends, averaged over two steps, since alternating steps send one factor each."""
-    first = config.start_iter
-    return (layout.sent_numel(config, first) + layout.sent_numel(config, first + 1)) / 2

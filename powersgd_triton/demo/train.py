@@ -184,7 +184,7 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     return Result(
         losses=losses,
         bytes_sent=bytes_sent,
-        validation_loss=_validation_loss(validated, corpus, device),
+        validation_loss=validation_loss(validated, corpus, device),
         gradient_bytes=gradients,
         hook_ms=timer.median_ms() if settings.parallelism == "ddp" else None,
         step_ms=statistics.median(seconds) * 1e3,
@@ -197,7 +197,7 @@ def _distributed(
     """Return (model to train, model to validate, function that takes a training step for a loss)."""
 
     def factor(step: int) -> float:
-        return _learning_rate_factor(step, settings.steps)
+        return learning_rate_factor(step, settings.steps)
 
     if settings.parallelism in ZERO_STAGES:
         engine = make_engine(model, configuration(ZERO_STAGES[settings.parallelism], arm.options), device, factor)
@@ -247,13 +247,14 @@ def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
     return ours.PowerSGDState(None, start_powerSGD_iter=0, module=model, **options), ours.powerSGD_hook
 
 
-def _learning_rate_factor(step: int, steps: int) -> float:
+def learning_rate_factor(step: int, steps: int) -> float:
     """Linear warm-up, then linear decay."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * (1 - (1 - FINAL_LEARNING_RATE) * step / steps)
 
 
 @torch.no_grad()
-def _validation_loss(model: nn.Module, corpus: Corpus, device: torch.device) -> float:
+def validation_loss(model: nn.Module, corpus: Corpus, device: torch.device) -> float:
+    """Return the mean loss on validation text, in nats per character."""
     generator = torch.Generator().manual_seed(99)
     losses = []
     for _ in range(VALIDATION_BATCHES):

@@ -35,9 +35,15 @@ class RankReport:
     """Ranks and bytes of all tensors, in the model's order. ``print`` shows a table.
 
     Bytes are counted so that an all-reduce of B bytes counts B.
+
+    Attributes:
+        tensors: The rows.
+        whole_step: Bytes of a whole step (without compression, with it), if parameters are sent too. Here bytes without
+            compression are those of the dtypes that are really sent, and of fp32 elsewhere.
     """
 
     tensors: tuple[ReportedTensor, ...]
+    whole_step: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum]) -> RankReport:
@@ -83,4 +89,8 @@ class RankReport:
         for row in [header, *rows]:
             cells = zip(row, widths, "<<>>>", strict=True)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
+        if self.whole_step is not None:
+            before, after = self.whole_step
+            ratio = f"{before / after:.1f}x fewer" if after else "none are sent"
+            lines.append(f"A whole step, with parameters: {after:,.0f} bytes in place of {before:,.0f}, {ratio}")
         return "\n".join(lines)

@@ -95,20 +95,20 @@ PROBLEMS: dict[str, tuple[Any, list[str]]] = {
 
 
 def test_nothing_is_wrong_with_an_ordinary_engine(engine: Any) -> None:
-    assert refusals.engine_problems(engine) == []
+    assert refusals.engine_problems(engine, refusals.Section()) == []
 
 
 @pytest.mark.parametrize("name", list(PROBLEMS))
 def test_each_problem_is_named_with_a_remedy(engine: Any, name: str) -> None:
     spoil, parts = PROBLEMS[name]
     spoil(engine)
-    (problem,) = refusals.engine_problems(engine)
+    (problem,) = refusals.engine_problems(engine, refusals.Section())
     assert all(part in problem for part in parts), problem
 
 
 def test_one_worker_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda _: 1)
-    (problem,) = refusals.engine_problems(engine)
+    (problem,) = refusals.engine_problems(engine, refusals.Section())
     assert "one worker" in problem
     assert '"enabled": false' in problem
 
@@ -129,7 +129,7 @@ def test_one_worker_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_known_bad_versions(engine: Any, version: str, stage: int, bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
     engine.stage = stage
-    problems = refusals.engine_problems(engine)
+    problems = refusals.engine_problems(engine, refusals.Section())
     assert bool(problems) == bad
     assert not bad or version in problems[0]
 
@@ -137,15 +137,15 @@ def test_known_bad_versions(engine: Any, version: str, stage: int, bad: bool, mo
 def test_fp16_at_stage_0_where_the_loss_is_scaled(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed, "__version__", "0.18.2")
     set_fp16_at_stage_0(engine)
-    assert refusals.engine_problems(engine) == []
+    assert refusals.engine_problems(engine, refusals.Section()) == []
 
 
 def test_all_problems_come_at_once(engine: Any) -> None:
     for name in ("qgZ", "MoE", "Muon", "contiguous"):
         PROBLEMS[name][0](engine)
-    _, _, problems = refusals.read_section({"rnk": 4, "rank": 0, "seed": "x", "enabled": 1, "min_compresion_rate": 2})
+    section = refusals.read_section({"rnk": 4, "rank": 0, "seed": "x", "enabled": 1, "min_compresion_rate": 2})
     with pytest.raises(refusals.PowerSGDConfigError) as raised:
-        refusals.refuse(problems + refusals.engine_problems(engine))
+        refusals.refuse([*section.problems, *refusals.engine_problems(engine, section)])
     message = str(raised.value)
     assert "9 problems" in message
     for part in ("'rnk'; did you mean 'rank'", "'min_compresion_rate'; did you mean 'min_compression_rate'"):
@@ -163,20 +163,25 @@ def test_all_problems_come_at_once(engine: Any) -> None:
 
 def test_every_field_goes_into_the_section() -> None:
     wanted = PowerSGDConfig(rank=7, start_iter=3, algorithm="alternating", iterations=2, error_dtype="bf16", seed=5)
-    config, enabled, problems = refusals.read_section({"enabled": True, **wanted.to_dict()})
-    assert (config, enabled, problems) == (wanted, True, [])
+    section = refusals.read_section({"enabled": True, "parameters": "int8", **wanted.to_dict()})
+    assert section == refusals.Section(wanted, True, "int8", frozenset({"enabled", "parameters", *wanted.to_dict()}))
 
 
 @pytest.mark.parametrize("section", [True, 4, [1], "rank"])
 def test_a_section_is_an_object(section: Any) -> None:
-    _, _, problems = refusals.read_section(section)
-    assert "must be an object" in problems[0]
+    assert "must be an object" in refusals.read_section(section).problems[0]
 
 
 def test_fields_that_do_not_go_together() -> None:
-    _, _, problems = refusals.read_section({"algorithm": "alternating", "warm_start": False})
-    assert len(problems) == 1
-    assert "warm_start" in problems[0]
+    (problem,) = refusals.read_section({"algorithm": "alternating", "warm_start": False}).problems
+    assert "warm_start" in problem
+
+
+@pytest.mark.parametrize("value", ["int3", "ternary", 2, True, ["int2"]])
+def test_formats_of_parameters(value: Any) -> None:
+    (problem,) = refusals.read_section({"parameters": value}).problems
+    assert "null or one of int8, int4, int2" in problem
+    assert repr(value) in problem
 
 
 # With real engines ----------------------------------------------------------------------------------------------
