@@ -48,6 +48,7 @@ class ParameterSeam:
         # The owner's v, by parameter group. DeepSpeed rounds w into the partition before it gathers.
         self._kept: list[Tensor] = []
         self._followed = False
+        self._padding = [_gaps(flat, parameters) for flat, parameters in self._flats()]
         original = engine.optimizer.step
 
         @functools.wraps(original)
@@ -103,7 +104,9 @@ class ParameterSeam:
         """Stand in for ``all_gather_dp_groups``, whose arguments are the optimizer's own attributes."""
         self._restore()
         self._followed = True
-        for (rows, own, communicator), masters in zip(self._groups(), self._masters(), strict=True):
+        for (rows, own, communicator), masters, padding in zip(
+            self._groups(), self._masters(), self._padding, strict=True
+        ):
             encode, apply = difference_codec(self._config, own.device, own.dtype)
             workers, numel = rows.shape
             each = max(BLOCK, self._optimizer.allgather_bucket_size // workers // BLOCK * BLOCK)
@@ -116,16 +119,24 @@ class ParameterSeam:
                 encode(masters[part].to(own.device), own[part], self.width, sent)
                 wait(communicator.all_gather(gathered, sent))
                 apply(gathered, self.width, rows[:, part])
+            # Codes of 2 bits move elements by at least a scale. Checkpoints do not contain the padding.
+            for gap in padding:
+                rows.view(-1)[gap].zero_()
 
     def _groups(self) -> Iterator[tuple[Tensor, Tensor, Communicator]]:
         """Yield, by parameter group, v [workers, elements of a partition], the own partition, and the workers."""
-        optimizer = self._optimizer
-        flats = optimizer.bf16_groups_flat if is_bf16_optimizer(optimizer) else optimizer.bit16_groups_flat
-        for flat, group in zip(flats, optimizer.real_dp_process_group, strict=True):
+        for (flat, _), group in zip(self._flats(), self._optimizer.real_dp_process_group, strict=True):
             # DeepSpeed's collectives, so that its communication logger counts the codes.
             communicator = Communicator(group, collectives=deepspeed.comm)
             rows = flat.detach().view(communicator.world_size, -1)
             yield rows, rows[communicator.index], communicator
+
+    def _flats(self) -> list[tuple[Tensor, list[Tensor]]]:
+        """Return, by parameter group, v flat, and the model's parameters, which are views of it."""
+        optimizer = self._optimizer
+        if is_bf16_optimizer(optimizer):
+            return list(zip(optimizer.bf16_groups_flat, optimizer.bf16_groups, strict=True))
+        return list(zip(optimizer.bit16_groups_flat, optimizer.bit16_groups, strict=True))
 
     def _masters(self) -> Sequence[Tensor]:
         optimizer = self._optimizer
@@ -149,3 +160,11 @@ def gathering_module(optimizer: Any) -> ModuleType | None:
     """Return the module in which the optimizer's class looks up ``all_gather_dp_groups``. None if there is none."""
     modules = [sys.modules[kind.__module__] for kind in type(optimizer).__mro__]
     return next((module for module in modules if callable(getattr(module, GATHER, None))), None)
+
+
+def _gaps(flat: Tensor, parameters: Sequence[Tensor]) -> list[slice]:
+    """Return the parts of a flat tensor that belong to no parameter."""
+    start = flat.storage_offset()
+    ends = sorted((p.storage_offset() - start, p.storage_offset() - start + p.numel()) for p in parameters)
+    edges = [0, *(edge for pair in ends for edge in pair), flat.numel()]
+    return [slice(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]

@@ -203,7 +203,8 @@ def test_ways_to_switch_it_on(pair: Any) -> None:
         "rank 2",
         "from step 3 on",
         "% of 9,243 gradient",
-        "ZeRO's all-gather of parameters stays",
+        "Parameters are sent in int2",
+        "A whole step sends",
     ):
         assert part in on
     assert first["off"] == ['powersgd: off, the configuration has no section "powersgd"']
