@@ -122,6 +122,8 @@ def deepspeed_configuration() -> dict[str, Any]:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": 2},
+        # The comparison is exact. DeepSpeed and Accelerate ignore the section.
+        "powersgd": {"parameters": None},
     }
 
 
