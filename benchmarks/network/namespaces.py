@@ -125,7 +125,10 @@ def can_shape() -> str | None:
 
 
 def run_in_hosts(
-    hosts: Sequence[Host], commands: Sequence[Sequence[str]], timeout: float, environment: Mapping[str, str] | None = None
+    hosts: Sequence[Host],
+    commands: Sequence[Sequence[str]],
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Run one command in each host, all at the same time, and return what each prints.
 

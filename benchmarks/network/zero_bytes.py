@@ -118,9 +118,7 @@ def work(task: Mapping[str, Any], out: Path) -> None:
     # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
     with counting() as sent:
         dist.init_process_group("gloo")
-        rows = [
-            _train(arm, stage, task["steps"], sent) for stage in task["stages"] for arm in task["arms"]
-        ]
+        rows = [_train(arm, stage, task["steps"], sent) for stage in task["stages"] for arm in task["arms"]]
         out.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
         dist.destroy_process_group()
 
