@@ -22,8 +22,8 @@ _RING: dict[str, tuple[int, str, Callable[[int], float]]] = {
     "reduce_scatter": (1, "input_list", lambda workers: (workers - 1) / workers),
     "reduce_scatter_tensor": (1, "input", lambda workers: (workers - 1) / workers),
     "reduce_scatter_single": (1, "input", lambda workers: (workers - 1) / workers),
-    "reduce": (0, "tensor", lambda workers: 1),
-    "broadcast": (0, "tensor", lambda workers: 1),
+    "reduce": (0, "tensor", lambda workers: float(workers > 1)),
+    "broadcast": (0, "tensor", lambda workers: float(workers > 1)),
 }
 
 

@@ -82,15 +82,14 @@ def network(hosts: int, megabits_per_second: float | None = None) -> Iterator[li
         raise ValueError(f"expected 1 to 254 hosts; got {hosts}")
     prefix = f"powersgd-{os.getpid()}-{next(_numbers)}"
     switch = f"{prefix}-switch"
-    made: list[str] = []
-    try:
-        _add_namespace(switch, made)
+    with contextlib.ExitStack() as stack:
+        _add_namespace(switch, stack)
         _call("ip", "-n", switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
         _call("ip", "-n", switch, "link", "set", "br0", "addrgenmode", "none", "up")
         found = [Host(f"{prefix}-host{index}", f"10.0.0.{index + 1}") for index in range(hosts)]
         for index, host in enumerate(found):
             port = f"port{index}"
-            _add_namespace(host.namespace, made)
+            _add_namespace(host.namespace, stack)
             pair = ["type", "veth", "peer", "name", port, "netns", switch]
             _call("ip", "link", "add", INTERFACE, "netns", host.namespace, *pair)
             _call("ip", "-n", switch, "link", "set", port, "master", "br0")
@@ -104,10 +103,6 @@ def network(hosts: int, megabits_per_second: float | None = None) -> Iterator[li
                 if megabits_per_second is not None:
                     _limit(namespace, interface, megabits_per_second)
         yield found
-    finally:
-        for namespace in reversed(made):
-            if (_NAMESPACES / namespace).exists():
-                _call("ip", "netns", "delete", namespace)
 
 
 def can_shape() -> str | None:
@@ -176,12 +171,17 @@ def run_in_hosts(
         return [printed(index) for index in range(len(started))]
 
 
-def _add_namespace(name: str, made: list[str]) -> None:
+def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
     if (_NAMESPACES / name).exists():
         raise RuntimeError(f"a network namespace {name} exists already, left by an earlier process of this number")
     # Before it exists, so that it is removed if an interrupt comes right after it was made.
-    made.append(name)
+    stack.callback(_remove_namespace, name)
     _call("ip", "netns", "add", name)
+
+
+def _remove_namespace(name: str) -> None:
+    if (_NAMESPACES / name).exists():
+        _call("ip", "netns", "delete", name)
 
 
 def _limit(namespace: str, interface: str, megabits_per_second: float) -> None:

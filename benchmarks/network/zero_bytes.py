@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import platform
 import signal
@@ -186,7 +187,7 @@ def ratio(rows: Sequence[Row], arm: str, stage: int, count: str = "sent") -> flo
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: kB of a step and worker, each with the ratio to plain DeepSpeed's."""
+    """Markdown: kB of a step and worker, each with the ratio to plain DeepSpeed's own count."""
     lines = [["stage", "factors; parameters", "collectives", "DeepSpeed's log", "sent", "received"]]
     lines.append([":-:", "---", *["--:"] * 4])
     for row in rows:
@@ -213,12 +214,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = measure(list(ARMS), STAGES, arguments.steps)
     print(table(rows))
-    import deepspeed
-    import torch
-
-    versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__, "python": platform.python_version()}
     record = {
-        **versions,
+        **{package: importlib.metadata.version(package) for package in ("torch", "deepspeed")},
+        "python": platform.python_version(),
         "kernel": platform.release(),
         "commit": commit(),
         "workers": WORKERS,
