@@ -31,7 +31,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
-from powersgd_triton.integrations.deepspeed.parameters import ParameterSeam, gathering_module
+from powersgd_triton.integrations.deepspeed.parameters import ParameterSeam, why_not_differences
 from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
     PowerSGDConfigError,
@@ -104,7 +104,7 @@ def enable(engine: Any, config: PowerSGDConfig | None = None) -> DeepSpeedState 
             state = DeepSpeedState(wanted, engine, averaging_group(engine))
         except ValueError as error:
             raise refusal([str(error)]) from None
-        parameters = section.parameters if gathering_module(engine.optimizer) else None
+        parameters = section.parameters if why_not_differences(engine) is None else None
         return (state, parameters), {"enabled": True, "parameters": parameters}, {}
 
     # The other workers would wait in the first step for one that has refused its configuration.

@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed.comm
 import torch
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, wait
@@ -33,7 +34,7 @@ class ParameterSeam:
     """The all-gather of parameters in the optimizer's step.
 
     Args:
-        engine: A ``DeepSpeedEngine`` whose optimizer has a ``gathering_module``.
+        engine: A ``DeepSpeedEngine`` for which ``why_not_differences`` finds no reason.
         config: Configuration of the compression, for the backend.
         width: Format of the differences, a key of ``DIFFERENCES``.
 
@@ -44,10 +45,10 @@ class ParameterSeam:
     def __init__(self, engine: Any, config: PowerSGDConfig, width: str) -> None:
         self.width = DIFFERENCES[width]
         self._optimizer, self._config = engine.optimizer, config
-        self._module = gathering_module(engine.optimizer)
+        self._module = _gathering_module(engine.optimizer)
         # The owner's v, by parameter group. DeepSpeed rounds w into the partition before it gathers.
         self._kept: list[Tensor] = []
-        self._followed = False
+        self._followed = self._exact = False
         self._padding = [_gaps(flat, parameters) for flat, parameters in self._flats()]
         original = engine.optimizer.step
 
@@ -66,11 +67,16 @@ class ParameterSeam:
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
         """Within it, the model's parameters are w rounded, on all workers. Collective, before and after."""
+        if self._exact:
+            yield
+            return
         self._keep()
         self._optimizer.update_lp_params()
+        self._exact = True
         try:
             yield
         finally:
+            self._exact = False
             # Gather v again: with a copy of it, each worker would need memory for the whole model.
             self._restore()
             for rows, own, communicator in self._groups():
@@ -156,7 +162,24 @@ class ParameterSeam:
             own.copy_(kept)
 
 
-def gathering_module(optimizer: Any) -> ModuleType | None:
+def why_not_differences(engine: Any) -> str | None:
+    """Return the reason why an engine's parameters cannot be sent as differences. None if they can."""
+    if int(engine.zero_optimization_stage()) == 3:
+        return (
+            "at ZeRO stage 3 no worker keeps parameters that could follow, so they are gathered in every pass: use "
+            "stage 1 or 2, or leave the key out"
+        )
+    if _gathering_module(engine.optimizer) is None:
+        return f"{type(engine.optimizer).__name__} gathers no parameters after a step: leave the key out"
+    if max(bwc_tensor_model_parallel_world_size(engine.mpu), engine.autotp_size()) > 1:
+        return (
+            "with tensor parallelism the parameters that its workers share must stay equal on them, and differences "
+            "round them in blocks of different neighbors: leave the key out"
+        )
+    return None
+
+
+def _gathering_module(optimizer: Any) -> ModuleType | None:
     """Return the module in which the optimizer's class looks up ``all_gather_dp_groups``. None if there is none."""
     modules = [sys.modules[kind.__module__] for kind in type(optimizer).__mro__]
     return next((module for module in modules if callable(getattr(module, GATHER, None))), None)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.deepspeed.parameters import gathering_module
+from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
 from powersgd_triton.layout.wire_format import DIFFERENCES
 
@@ -103,11 +103,9 @@ def engine_problems(engine: Any, section: Section) -> list[str]:
     """Return the features of the engine that compression does not support, each with a remedy."""
     stage = int(engine.zero_optimization_stage())
     problems = _version_problems(stage)
-    if PARAMETERS in section.keys and section.parameters is not None and gathering_module(engine.optimizer) is None:
-        problems.append(
-            f'"{PARAMETERS}": "{section.parameters}" at ZeRO stage {stage} '
-            f"({type(engine.optimizer).__name__}): {_no_gather(stage)}"
-        )
+    obstacle = why_not_differences(engine)
+    if PARAMETERS in section.keys and section.parameters is not None and obstacle is not None:
+        problems.append(f'"{PARAMETERS}": "{section.parameters}": {obstacle}')
     problems += _optimizer_problems(engine, stage)
     problems += _configuration_problems(engine, stage)
     group = averaging_group(engine)
@@ -117,15 +115,6 @@ def engine_problems(engine: Any, section: Section) -> list[str]:
             f'or set "{ENABLED}": false'
         )
     return problems
-
-
-def _no_gather(stage: int) -> str:
-    if stage == 3:
-        return (
-            "no worker keeps parameters that could follow by differences, so they are gathered in every pass: use "
-            "stage 1 or 2, or leave the key out"
-        )
-    return "no parameters are gathered after a step: leave the key out"
 
 
 def _version_problems(stage: int) -> list[str]:

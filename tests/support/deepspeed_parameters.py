@@ -206,6 +206,9 @@ def export(case: Case, folder: str) -> dict[str, bool]:
         with engine.powersgd.exact_parameters():
             found = {"exact": all(map(torch.equal, copies(engine), rounded))}
             exact = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+            with engine.powersgd.exact_parameters():
+                pass
+            found["nested"] = all(map(torch.equal, copies(engine), rounded))
         found["differed"] = not all(map(torch.equal, before, rounded))
         engine.save_16bit_model(folder, "model.bin")
         engine.save_checkpoint(folder)

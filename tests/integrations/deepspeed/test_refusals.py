@@ -59,6 +59,8 @@ def engine(group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         pipeline_parallelism=False,
         seq_data_parallel_group=group,
         allreduce_no_retain=print,
+        mpu=None,
+        autotp_size=lambda: 1,
     )
     made.zero_optimization_stage = lambda: made.stage
     made.fp16_enabled = lambda: made.fp16
@@ -165,6 +167,25 @@ def test_every_field_goes_into_the_section() -> None:
     wanted = PowerSGDConfig(rank=7, start_iter=3, algorithm="alternating", iterations=2, error_dtype="bf16", seed=5)
     section = refusals.read_section({"enabled": True, "parameters": "int8", **wanted.to_dict()})
     assert section == refusals.Section(wanted, True, "int8", frozenset({"enabled", "parameters", *wanted.to_dict()}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "tensor_parallel", "said"), [(0, 1, "after a step"), (3, 1, "every pass"), (1, 2, "tensor")]
+)
+def test_parameters_that_cannot_follow(
+    engine: Any, stage: int, tensor_parallel: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stage == 1:
+        monkeypatch.setattr(sys.modules[__name__], "all_gather_dp_groups", print, raising=False)
+    engine.stage, engine.autotp_size = stage, lambda: tensor_parallel
+    problems = refusals.engine_problems(engine, refusals.read_section({"parameters": "int8"}))
+    (problem,) = [problem for problem in problems if "int8" in problem]
+    assert said in problem
+    # What is only the default is not used there.
+    for section in ({}, {"parameters": None}):
+        assert not any(
+            "leave the key out" in p for p in refusals.engine_problems(engine, refusals.read_section(section))
+        )
 
 
 @pytest.mark.parametrize("section", [True, 4, [1], "rank"])
