@@ -54,7 +54,7 @@ def encode_reference(target: Tensor, base: Tensor, width: WireFormat, out: Tenso
         codes += 2 ** (width.bits - 1)
     codes.masked_fill_(scale.isnan(), 0)
     # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits.
-    packed.copy_((codes.view(blocks, 8 // width.bits, -1) << _shifts(width, target.device)).sum(1))
+    packed.copy_((codes.view(blocks, 8 // width.bits, packed.shape[1]) << _shifts(width, target.device)).sum(1))
 
 
 def apply_reference(content: Tensor, width: WireFormat, base: Tensor) -> None:
@@ -95,4 +95,5 @@ def _parts(content: Tensor, width: WireFormat, blocks: int, numel: int) -> tuple
     """Return views of the bytes: scales [blocks, 1] and packed codes [blocks, bytes of a block]."""
     codes, _ = width.difference_bytes(numel)
     scales = content[: 2 * blocks].view(torch.bfloat16).view(blocks, 1)
-    return scales, content[codes : codes + blocks * BLOCK * width.bits // 8].view(blocks, -1)
+    code_bytes = BLOCK * width.bits // 8
+    return scales, content[codes : codes + blocks * code_bytes].view(blocks, code_bytes)
