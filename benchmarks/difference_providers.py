@@ -8,7 +8,8 @@ from benchmarks.shapes import Shapes, count_parameters
 from benchmarks.timing import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
-from powersgd_triton.ops.differences import difference_codec, encode_reference
+from powersgd_triton.ops.backends import difference_codec
+from powersgd_triton.ops.differences import encode_reference
 
 WORKERS = 4
 

@@ -23,7 +23,7 @@ from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
-from powersgd_triton.ops.differences import difference_codec
+from powersgd_triton.ops.backends import difference_codec
 
 GATHER = "all_gather_dp_groups"
 """DeepSpeed's function that gathers parameters. The modules of both optimizers import it under this name."""

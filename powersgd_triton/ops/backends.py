@@ -1,4 +1,4 @@
-"""Selection of a bucket's backend."""
+"""Selection of a bucket's backend, and of who codes differences."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.differences import Apply, Encode, apply_reference, encode_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 Workspace = dict[tuple[str, torch.device], Tensor]
@@ -59,3 +60,13 @@ def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
     from powersgd_triton.ops.triton_backend import TritonBackend
 
     return TritonBackend(bucket, workspace)
+
+
+def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.dtype) -> tuple[Encode, Apply]:
+    """Return the functions that encode and apply differences of copies in ``dtype``, by Triton or plain torch."""
+    if select_backend(config, device, {dtype})[0] == "torch":
+        return encode_reference, apply_reference
+    # Imported here, because triton may not be installed.
+    from powersgd_triton.kernels.differences import apply_triton, encode_triton
+
+    return encode_triton, apply_triton

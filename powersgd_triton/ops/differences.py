@@ -13,9 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.wire_format import BLOCK, WireFormat
-from powersgd_triton.ops.backends import select_backend
 
 BF16_NAN = 0x7FC0
 
@@ -71,16 +69,6 @@ def apply_reference(content: Tensor, width: WireFormat, base: Tensor) -> None:
         codes = (packed.unsqueeze(1) >> _shifts(width, base.device) & 2**width.bits - 1).flatten(1).float()
         codes = 2 * codes - 3 if width.bits == 2 else codes - 2 ** (width.bits - 1)
         target.copy_(_finite(target) + codes.mul_(scales.float()).view(-1)[: len(target)])
-
-
-def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.dtype) -> tuple[Encode, Apply]:
-    """Return the functions that encode and apply differences of copies in ``dtype``, by Triton or plain torch."""
-    if select_backend(config, device, {dtype})[0] == "torch":
-        return encode_reference, apply_reference
-    # Imported here, because triton may not be installed.
-    from powersgd_triton.kernels.differences import apply_triton, encode_triton
-
-    return encode_triton, apply_triton
 
 
 def _finite(base: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
 from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, DIFFERENCES, SCALE_BYTES, WireFormat
-from powersgd_triton.ops.differences import apply_reference, difference_codec, encode_reference
+from powersgd_triton.ops.backends import difference_codec
+from powersgd_triton.ops.differences import apply_reference, encode_reference
 from tests.support.kernel_cases import INF, NAN, UNWRITTEN, over_dtypes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
