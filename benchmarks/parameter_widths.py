@@ -93,6 +93,7 @@ def train_all(worker: int, runs: Sequence[Record], store_path: str) -> None:
     with process_group(worker, WORKERS, torch.device("cpu"), store_path):
         for key in runs:
             record = {**key, **TRAINING[key["model"]](worker, **{k: v for k, v in key.items() if k != "model"})}
+            record["torch"] = torch.__version__
             if worker == 0:
                 FILE.write_text(json.dumps([*read(), record], indent=1) + "\n")
                 print(", ".join(f"{key} {value}" for key, value in record.items()), flush=True)

@@ -53,8 +53,7 @@ def _encode_difference_kernel(
     # The scale as it is stored, since that is what the codes are multiplied by.
     scale = from_bf16_bits(bits)[:, None, None]
     if BITS == 2:
-        code = tl.where(size >= 2 * scale, 3, 1)
-        code = (tl.where(x >= 0, code, -code) + 3) >> 1
+        code = (x >= -2 * scale).to(tl.int32) + (x >= 0).to(tl.int32) + (x >= 2 * scale).to(tl.int32)
     else:
         code = nearest_code(x, scale, LEVELS).to(tl.int32) + 2 ** (BITS - 1)
     code = tl.where(scale == scale, code, 0)

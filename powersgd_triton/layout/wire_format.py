@@ -21,7 +21,7 @@ class WireFormat:
         bits: Bits of an entry.
         scaled: Whether each 128 entries of a column share a bf16 scale: their largest magnitude divided by ``levels``.
             The scale is not fp16, in which scales of columns below 1e-6 would have few bits or be zero.
-        levels: Largest value of a code.
+        levels: Largest value of a code; 4 with 2 bits, see ``DIFFERENCES``.
     """
 
     name: str
@@ -59,8 +59,9 @@ FORMATS = {
 DIFFERENCES = {
     "int8": FORMATS["int8"],
     "int4": FORMATS["int4"],
-    # Codes −3, −1, 1 and 3. There is no code 0: codes −1, 0 and 1 follow a parameter worse.
-    "int2": WireFormat("int2", 2, True, 3),
+    # Codes −3, −1, 1 and 3, which with 4 levels are the middles of four equal parts of [−largest, largest]. There is no
+    # code 0: −1, 0 and 1 follow a parameter worse.
+    "int2": WireFormat("int2", 2, True, 4),
 }
 """Formats of differences. Factors need more than 2 bits."""
 

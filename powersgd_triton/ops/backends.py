@@ -1,17 +1,18 @@
-"""Selection of a bucket's backend, and of who codes differences."""
+"""Selection of the backend of a bucket, and of the functions that send differences."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
+from powersgd_triton.layout.wire_format import WireFormat
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.differences import Apply, Encode, apply_reference, encode_reference
+from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 Workspace = dict[tuple[str, torch.device], Tensor]
@@ -19,6 +20,9 @@ Workspace = dict[tuple[str, torch.device], Tensor]
 
 Buckets share it: an engine works on one stream, so the kernels of one stage end before those of the next one start.
 """
+
+Encode = Callable[[Tensor, Tensor, WireFormat, Tensor], None]
+Apply = Callable[[Tensor, WireFormat, Tensor], None]
 
 
 def select_backend(

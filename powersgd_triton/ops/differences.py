@@ -8,17 +8,12 @@ code says it. So the copy needs no error buffer, and it cannot drift away from i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from powersgd_triton.layout.wire_format import BLOCK, WireFormat
 
 BF16_NAN = 0x7FC0
-
-Encode = Callable[[Tensor, Tensor, WireFormat, Tensor], None]
-Apply = Callable[[Tensor, WireFormat, Tensor], None]
 
 
 def encode_reference(target: Tensor, base: Tensor, width: WireFormat, out: Tensor) -> None:
@@ -45,14 +40,15 @@ def encode_reference(target: Tensor, base: Tensor, width: WireFormat, out: Tenso
     scales.view(torch.int16).masked_fill_(~largest.isfinite(), BF16_NAN)
     scale = scales.float()
     if width.bits == 2:
-        magnitude = torch.where(difference.abs() >= 2 * scale, 3, 1)
-        codes = (torch.where(difference >= 0, magnitude, -magnitude) + 3) >> 1
+        codes = (difference >= -2 * scale).to(torch.uint8) + (difference >= 0) + (difference >= 2 * scale)
     else:
-        codes = torch.where(scale > 0, difference / scale, 0).round_().clamp_(-width.levels, width.levels).int()
-        codes += 2 ** (width.bits - 1)
-    codes.masked_fill_(scale.isnan(), 0)
+        codes = torch.where(scale > 0, difference / scale, 0).round_().clamp_(-width.levels, width.levels)
+        codes = codes.add_(2 ** (width.bits - 1)).to(torch.uint8)
     # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits.
-    packed.copy_((codes.view(blocks, 8 // width.bits, packed.shape[1]) << _shifts(width, target.device)).sum(1))
+    parts = codes.view(blocks, 8 // width.bits, packed.shape[1]) << _shifts(width, target.device)
+    torch.sum(parts, 1, dtype=torch.uint8, out=packed)
+    # All backends write the same bytes of a block whose scale is NaN.
+    packed.masked_fill_(scale.isnan(), 0)
 
 
 def apply_reference(content: Tensor, width: WireFormat, base: Tensor) -> None:

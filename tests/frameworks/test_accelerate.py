@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run
-from tests.support.frameworks.checks import largest, refused, warnings_of
-from tests.support.frameworks.job import DDP, FSDP2, RANK_4, Job, be_launched
+from tests.support.frameworks.checks import exported, largest, refused, warnings_of
+from tests.support.frameworks.job import ADAM, BATCH, DDP, FSDP2, MICRO_BATCHES, RANK_4, ZERO2, Data, Job, be_launched
 from tests.support.frameworks.table import TIMEOUT, difference
 
 pytest.importorskip("accelerate")
@@ -165,3 +165,40 @@ def _one_process(worker: int, workers: int) -> bool:
 
 def test_one_process_has_nothing_to_compress():
     assert run(_one_process, 1, timeout=TIMEOUT) == [True]
+
+
+def _exports(worker: int, workers: int, folder: str) -> dict[str, dict[str, bool]]:
+    be_launched(worker, workers)
+    from safetensors.torch import load_file
+
+    from powersgd_triton.integrations.accelerate import compress
+    from tests.support.frameworks.accelerate import accelerator_for
+
+    job = Job(ZERO2, Path(folder), parameters="int2")
+    accelerator = accelerator_for(job)
+    net = job.net()
+    data = torch.utils.data.DataLoader(Data(), batch_size=BATCH)
+    model, optimizer, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), **ADAM), data)
+    compress(accelerator, model, **RANK_4)
+    for _ in range(2 * MICRO_BATCHES):
+        with accelerator.accumulate(model):
+            backward(accelerator, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def saved() -> dict[str, torch.Tensor]:
+        accelerator.save_model(model, f"{folder}/saved")
+        accelerator.wait_for_everyone()
+        return load_file(f"{folder}/saved/model.safetensors")
+
+    return {
+        "state dict": exported(model, lambda: accelerator.get_state_dict(model)),
+        "saved": exported(model, saved),
+    }
+
+
+def test_exports_of_deepspeeds_parameters(tmp_path: Path):
+    pytest.importorskip("deepspeed")
+    for found in run(_exports, 2, str(tmp_path), timeout=TIMEOUT):
+        for export in found.values():
+            assert export == {"differs": True, "exact": True, "left": True}

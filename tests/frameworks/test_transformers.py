@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run
-from tests.support.frameworks.checks import largest, refused, warnings_of
+from tests.support.frameworks.checks import exported, largest, refused, warnings_of
 from tests.support.frameworks.job import DDP, FSDP2, RANK_4, SAVED, STEPS, ZERO2, Job, be_launched, whole
 from tests.support.frameworks.table import TIMEOUT, difference
 
@@ -233,3 +233,25 @@ def _one_process(worker: int, workers: int, folder: str) -> bool:
 
 def test_one_process_trains_without_compression(tmp_path: Path):
     assert run(_one_process, 1, str(tmp_path), timeout=TIMEOUT) == [True]
+
+
+def _exports(worker: int, workers: int, folder: str) -> dict[str, bool]:
+    be_launched(worker, workers)
+    trainer, _ = _trainer(Job(ZERO2, Path(folder), RANK_4, parameters="int2"))
+    trainer.train()
+
+    def saved() -> dict[str, torch.Tensor]:
+        trainer.save_model(f"{folder}/saved")
+        dist.barrier()
+        (file,) = Path(folder, "saved").glob("*.safetensors")
+        return load_file(file)
+
+    from safetensors.torch import load_file
+
+    return exported(trainer.model_wrapped, saved)
+
+
+def test_exports_of_deepspeeds_parameters(tmp_path: Path):
+    pytest.importorskip("deepspeed")
+    for found in run(_exports, 2, str(tmp_path), timeout=TIMEOUT):
+        assert found == {"differs": True, "exact": True, "left": True}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,12 @@ from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from tests.support.deepspeed_jobs import StubScaler, spoiled
 from tests.support.deepspeed_training import Case, Net, engine_for, largest_difference, losses
+from tests.support.distributed import HUNG
 from tests.support.small import complaint
 from tests.support.training import digest
 
 INT2 = {"rank": 4, "parameters": "int2"}
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
 class Tied(Net):
@@ -80,14 +85,14 @@ def modelled(
     return expected
 
 
-def excess(before: Sequence[Tensor], after: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Largest |w − v| in units of what is allowed: a third of the block's largest difference, and half a unit of v."""
+def excess(before: Sequence[Tensor], after: Sequence[Tensor], wanted: Sequence[Tensor], levels: int) -> float:
+    """Largest |w − v| in units of what is allowed: the scale of the block's difference, and half a unit of v."""
     largest = 0.0
     for old, new, target in zip(before, after, wanted, strict=True):
         for v_old, v, w in zip(old.float(), new, target.float(), strict=True):
             gap = torch.nn.functional.pad((w - v_old).abs(), (0, -len(w) % BLOCK)).view(-1, BLOCK).amax(1)
             # The scale is rounded to 8 bits.
-            step = gap.repeat_interleave(BLOCK)[: len(w)] / 3 * (1 + 2**-6)
+            step = gap.repeat_interleave(BLOCK)[: len(w)] / levels * (1 + 2**-6)
             _, exponent = torch.frexp(v.float())
             unit = torch.ldexp(torch.tensor(torch.finfo(v.dtype).eps), exponent - 1)
             smallest = torch.finfo(v.dtype).tiny
@@ -95,12 +100,38 @@ def excess(before: Sequence[Tensor], after: Sequence[Tensor], wanted: Sequence[T
     return largest
 
 
-def follow(case: Case, width: str, steps: int, seed: int = 0, tied: bool = False) -> dict[str, Any]:
-    """Steps, some of which overflow, against the plain model."""
+def convert(saved: Path, universal: Path) -> Path:
+    """A checkpoint's universal form, which any number of workers loads. Without the compression's state."""
+    arguments = ["--input_folder", saved, "--output_folder", universal, "--inject_missing_state"]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, arguments), *workers]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run(converter, check=True, capture_output=True, timeout=HUNG, env=environment)
+    return universal
+
+
+def follow(
+    case: Case, width: str, steps: int, seed: int = 0, tied: bool = False, load: str = "", save: str = ""
+) -> dict[str, Any]:
+    """Steps, some of which overflow, against the plain model.
+
+    Args:
+        case: configuration.
+        width: of the differences.
+        steps: of training.
+        seed: of what goes wrong.
+        tied: train ``Tied``.
+        load: a universal checkpoint's folder, to begin with.
+        save: folder of a checkpoint at the end.
+    """
     draw = random.Random(seed)
-    found: dict[str, Any] = {"as modelled": True, "excess": 0.0, "skipped": True, "equal": True}
+    found: dict[str, Any] = {"as modelled": True, "excess": 0.0, "skipped": True, "moved": False}
     with prepared(case, {"rank": 4, "parameters": width}, Tied() if tied else None) as engine:
         bucket = engine.optimizer.allgather_bucket_size
+        if load:
+            engine.load_checkpoint(load, "saved")
+            rounded = [w.to(v.dtype) for w, v in zip(masters(engine), copies(engine), strict=True)]
+            found["loaded"] = all(map(torch.equal, rounded, copies(engine)))
         used = [sum(map(torch.numel, group)) for _, group in engine.powersgd.parameters._flats()]
         for step in range(steps):
             before, previous = copies(engine), masters(engine)
@@ -108,7 +139,7 @@ def follow(case: Case, width: str, steps: int, seed: int = 0, tied: bool = False
             parameter = dict(engine.module.named_parameters())["blocks.1.up.weight"]
             if draw.random() < 0.1:
                 for group in engine.optimizer.param_groups:
-                    group["lr"] *= draw.choice([0.01, 30.0])
+                    group["lr"] = 3e-3 * draw.choice([0.01, 1.0, 30.0])
             with spoiled(parameter, float("inf")) if overflows else contextlib.nullcontext():
                 losses(engine, [step])
             after, wanted = copies(engine), masters(engine)
@@ -117,9 +148,11 @@ def follow(case: Case, width: str, steps: int, seed: int = 0, tied: bool = False
                 continue
             expected = modelled(before, wanted, width, bucket, used)
             found["as modelled"] &= all(map(torch.equal, after, expected))
-            found["excess"] = max(found["excess"], excess(before, after, wanted))
+            found["moved"] |= not all(torch.equal(v.float(), w) for v, w in zip(after, wanted, strict=True))
+            found["excess"] = max(found["excess"], excess(before, after, wanted, DIFFERENCES[width].levels))
         found["digest"] = digest([parameter.detach().float() for parameter in engine.module.parameters()])
-        found["moved"] = not all(torch.equal(a, b) for a, b in zip(copies(engine), wanted, strict=True))
+        if save:
+            engine.save_checkpoint(save, "saved")
     return found
 
 

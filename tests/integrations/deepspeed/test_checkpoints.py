@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +14,12 @@ pytest.importorskip("deepspeed")
 
 from tests.support import deepspeed_jobs as jobs
 from tests.support.deepspeed_cases import OFFLOAD
+from tests.support.deepspeed_parameters import UNIVERSAL, convert
 from tests.support.deepspeed_training import result, run_all
-from tests.support.distributed import HUNG, run
+from tests.support.distributed import run
 
 STAGES = range(4)
 RANK_2_LESS = {"rank": 2, "min_compression_rate": 12.0}
-UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +102,7 @@ def test_the_mean_error_survives_three_to_two_workers(three: Any, folder: Path) 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 def test_universal_checkpoints_ask_for_the_state(stage: int, before: int, after: int, tmp_path: Path) -> None:
     saved = run(run_all, before, [("save", jobs.save, (stage, str(tmp_path), {}))])
-    universal = tmp_path / "universal" / "saved"
-    arguments = ["--input_folder", tmp_path / "saved", "--output_folder", universal, "--inject_missing_state"]
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, arguments), *workers]
-    subprocess.run(
-        converter, check=True, capture_output=True, timeout=HUNG, env={**os.environ, "DS_ACCELERATOR": "cpu"}
-    )
+    universal = convert(tmp_path / "saved", tmp_path / "universal" / "saved")
     work = [("load", jobs.load, (stage, str(universal.parent), UNIVERSAL))]
     with pytest.raises(RuntimeError, match=r"universal checkpoint .* has no PowerSGD state.*cp "):
         result(run(run_all, after, work), "load")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,25 @@ def test_copies_follow_on_more_workers(workers: int) -> None:
     results = run(run_all, workers, work)
     for case, *_ in MORE_WORKERS:
         check_followed(result(results, case.name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, BF16], ids=["fp32", "bf16"])
+def test_200_steps_with_faults_and_restarts_on_other_numbers_of_workers(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded = ""
+    for index, (workers, steps) in enumerate([(2, 70), (3, 70), (2, 60)]):
+        saved = tmp_path / str(index)
+        case = Case("faults", 2, {**options, **(jobs.UNIVERSAL if loaded else {})})
+        work = [("follow", jobs.follow, (case, "int2", steps, index, False, loaded, str(saved)))]
+        found = result(run(run_all, workers, work), "follow")
+        check_followed(found)
+        assert all(worker.get("loaded", True) for worker in found)
+        universal = jobs.convert(saved / "saved", saved / "universal" / "saved")
+        (state,) = (saved / "saved").glob("powersgd_*_state.pt")
+        shutil.copy(state, universal)
+        loaded = str(universal.parent)
 
 
 @pytest.mark.parametrize("case", UNCHANGED, ids=name)

@@ -48,7 +48,8 @@ def accelerator_for(job: Job) -> Accelerator:
     if job.wrapper == ZERO2:
         os.environ["DS_ACCELERATOR"] = "cpu"
         pretend_gpus(deepspeed=True)
-        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_configuration()), **options)
+        configuration = deepspeed_configuration(job.parameters)
+        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration), **options)
     pretend_gpus()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]

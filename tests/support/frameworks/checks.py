@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -29,6 +29,20 @@ def warnings_of(call: Any) -> list[str]:
     finally:
         logger.removeHandler(handler)
     return records
+
+
+def exported(engine: Any, export: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, bool]:
+    """Whether an export has the optimizer's parameters, from which DeepSpeed's model differs, and leaves the model."""
+    before = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    with engine.powersgd.exact_parameters():
+        exact = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    written = export()
+    after = engine.module.state_dict()
+    return {
+        "differs": any(not torch.equal(exact[name], tensor) for name, tensor in before.items()),
+        "exact": all(torch.equal(exact[name], tensor) for name, tensor in written.items()) and bool(written),
+        "left": all(torch.equal(after[name], tensor) for name, tensor in before.items()),
+    }
 
 
 def largest(errors: Iterable[torch.Tensor]) -> float:

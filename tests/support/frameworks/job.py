@@ -41,6 +41,7 @@ class Job:
         save: Save a checkpoint after ``SAVED`` steps.
         resume: Start with other weights, and continue from that checkpoint.
         bf16: Train with the framework's mixed precision.
+        parameters: How DeepSpeed's parameters are sent. None gathers them as they are.
     """
 
     wrapper: str
@@ -49,6 +50,7 @@ class Job:
     save: bool = False
     resume: bool = False
     bf16: bool = False
+    parameters: str | None = None
 
     @property
     def steps(self) -> range:
@@ -115,13 +117,15 @@ def be_launched(worker: int, workers: int) -> None:
     }
 
 
-def deepspeed_configuration() -> dict[str, Any]:
-    """DeepSpeed's configuration of these trainings."""
+def deepspeed_configuration(parameters: str | None = None) -> dict[str, Any]:
+    """DeepSpeed's configuration of these trainings, with parameters sent in a format, or gathered as they are."""
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": 2},
+        # DeepSpeed and Accelerate ignore the section.
+        "powersgd": {"parameters": parameters},
     }
 
 

@@ -41,7 +41,7 @@ def trainer_for(job: Job, **options: Any) -> Trainer:
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     if job.wrapper == ZERO2:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        options["deepspeed"] = deepspeed_configuration()
+        options["deepspeed"] = deepspeed_configuration(job.parameters)
     elif job.wrapper != DDP:
         options["fsdp"] = True
         # Whole optimizer states would be gathered on the device of a GPU.

@@ -1,0 +1,70 @@
+"""Bytes that a worker sends in collectives, each counted as a ring sends it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+# {collective: (position and name of the argument counted, bytes sent for each of its bytes by W workers)}. Of reduce
+# and broadcast a worker sends at most that much.
+_RING: dict[str, tuple[int, str, Callable[[int], float]]] = {
+    "all_reduce": (0, "tensor", lambda workers: 2 * (workers - 1) / workers),
+    "all_gather": (1, "tensor", lambda workers: workers - 1),
+    "all_gather_into_tensor": (1, "input_tensor", lambda workers: workers - 1),
+    "all_gather_single": (1, "input_tensor", lambda workers: workers - 1),
+    "all_to_all": (1, "input_tensor_list", lambda workers: (workers - 1) / workers),
+    "all_to_all_single": (1, "input", lambda workers: (workers - 1) / workers),
+    "reduce_scatter": (1, "input_list", lambda workers: (workers - 1) / workers),
+    "reduce_scatter_tensor": (1, "input", lambda workers: (workers - 1) / workers),
+    "reduce_scatter_single": (1, "input", lambda workers: (workers - 1) / workers),
+    "reduce": (0, "tensor", lambda workers: float(workers > 1)),
+    "broadcast": (0, "tensor", lambda workers: float(workers > 1)),
+}
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[collections.Counter[str]]:
+    """Count the bytes that this worker sends inside this block, by collective of ``torch.distributed``.
+
+    A collective on a group of one worker sends nothing. DeepSpeed looks some of them up when it starts, so that the
+    block must begin before.
+    """
+    sent: collections.Counter[str] = collections.Counter()
+    # Older versions of torch lack some of them.
+    originals = {name: getattr(dist, name) for name in _RING if hasattr(dist, name)}
+    for name, original in originals.items():
+        setattr(dist, name, _counted(name, original, sent))
+    try:
+        yield sent
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _counted(name: str, collective: Callable[..., Any], sent: collections.Counter[str]) -> Callable[..., Any]:
+    position, keyword, factor = _RING[name]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        argument = kwargs[keyword] if keyword in kwargs else args[position]
+        tensors = [argument] if isinstance(argument, Tensor) else argument
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        sent[name] += round(size * factor(dist.get_world_size(kwargs.get("group"))))
+        return collective(*args, **kwargs)
+
+    return counted
+
+
+def logged_bytes(logged: Mapping[str, Mapping[int, list[Any]]], workers: int) -> dict[str, int]:
+    """Return the bytes in DeepSpeed's communication log, by collective, as a ring of ``workers`` sends them.
+
+    Args:
+        logged: The dictionary of DeepSpeed's logger: {collective: {bytes of its message: [times, …]}}.
+        workers: Number of workers of all groups.
+    """
+    sizes = {name: sum(size * record[0] for size, record in records.items()) for name, records in logged.items()}
+    return {name: round(size * _RING[name][2](workers)) for name, size in sizes.items() if name in _RING}

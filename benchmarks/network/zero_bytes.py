@@ -1,0 +1,230 @@
+"""Bytes of a whole ZeRO step between two hosts: at the collectives, in DeepSpeed's log, and on the interface.
+
+python benchmarks/network/zero_bytes.py [--steps 20]
+
+Two network namespaces run one worker each. Needs root and iproute2. Prints a Markdown table and writes
+benchmarks/results/zero-bytes.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# By its path Python would look for modules in this folder.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.environment import commit
+from benchmarks.network.namespaces import INTERFACE, can_shape, network, own_counters, run_in_hosts
+
+FILE = Path(__file__).parents[1] / "results" / "zero-bytes.json"
+WORKERS = 2
+STAGES = (1, 2)
+STEPS, WARMUP_STEPS = 20, 3
+# The bytes of a step do not depend on the batch.
+BATCH = 2
+PORT = "29500"
+PLAIN = "plain DeepSpeed"
+
+
+def _coded(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "wire_dtype": "int4", "parameters": "int2"}
+
+
+ARMS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None,
+    "rank 4, int4; int2": _coded(4),
+    "rank 8, int4; int2": _coded(8),
+    "rank 16, int4; int2": _coded(16),
+    "rank 8, int4; DeepSpeed's own": {**_coded(8), "parameters": None},
+}
+"""{name: the section "powersgd" of the configuration}. Names give factors; parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Bytes of a step and worker, means over workers and steps.
+
+    Attributes:
+        arm: Key of ``ARMS``.
+        stage: ZeRO stage.
+        collectives: Bytes passed to collectives, as a ring sends them.
+        logged: The same from DeepSpeed's communication log.
+        sent, received: Bytes that passed the interface, with all headers.
+        calls: Of ``collectives``, the bytes by collective.
+    """
+
+    arm: str
+    stage: int
+    collectives: float
+    logged: float
+    sent: float
+    received: float
+    calls: dict[str, float]
+
+
+def measure(arms: Sequence[str], stages: Sequence[int], steps: int, timeout: float = 300) -> list[Row]:
+    """Run all arms at all stages, one after the other in the same processes.
+
+    Raises:
+        RuntimeError: No network can be made here, or a worker failed.
+        TimeoutError: The workers were not done in time.
+    """
+    with tempfile.TemporaryDirectory() as folder, network(WORKERS) as hosts:
+        files = [Path(folder) / f"{worker}.json" for worker in range(WORKERS)]
+        task = {"arms": list(arms), "stages": list(stages), "steps": steps}
+        program = [sys.executable, str(Path(__file__).resolve()), "--work", json.dumps(task), "--out"]
+        environment = {
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": PORT,
+            "WORLD_SIZE": str(WORKERS),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        }
+        commands = [["env", f"RANK={worker}", *program, str(file)] for worker, file in enumerate(files)]
+        run_in_hosts(hosts, commands, timeout, environment)
+        found = [[Row(**row) for row in json.loads(file.read_text())] for file in files]
+    return [_mean(rows) for rows in zip(*found, strict=True)]
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    """Return the mean over workers."""
+    figures = {
+        name: sum(getattr(row, name) for row in rows) / len(rows)
+        for name in ("collectives", "logged", "sent", "received")
+    }
+    calls = {name: sum(row.calls[name] for row in rows) / len(rows) for name in rows[0].calls}
+    return dataclasses.replace(rows[0], **figures, calls=calls)
+
+
+def work(task: Mapping[str, Any], out: Path) -> None:
+    """Train with every arm as one worker, and write its rows. Runs inside a host."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.network.collectives import counting
+
+    torch.set_num_threads(1)
+    # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
+    with counting() as sent:
+        dist.init_process_group("gloo")
+        rows = [_train(arm, stage, task["steps"], sent) for stage in task["stages"] for arm in task["arms"]]
+        out.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+        dist.destroy_process_group()
+
+
+def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
+    """Return this worker's bytes."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.comm.comm import comms_logger
+
+    from benchmarks.network.collectives import logged_bytes
+    from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
+    from powersgd_triton.demo.text import read_corpus, sample_batch
+    from powersgd_triton.demo.zero import make_engine
+
+    torch.manual_seed(0)
+    corpus = read_corpus()
+    engine = make_engine(GPT(), configuration(stage, ARMS[arm]), torch.device("cpu"), lambda _: 1.0)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+
+    def train(number: int) -> None:
+        for _ in range(number):
+            inputs, targets = sample_batch(corpus.training, BATCH, CONTEXT, generator)
+            engine.backward(next_token_loss(engine, inputs, targets))
+            engine.step()
+
+    train(WARMUP_STEPS)
+    dist.barrier()
+    sent.clear()
+    comms_logger.comms_dict.clear()
+    before = own_counters()
+    train(steps)
+    dist.barrier()
+    passed = own_counters() - before
+    logged = logged_bytes(comms_logger.comms_dict, WORKERS)
+    engine.destroy()
+    return Row(
+        arm,
+        stage,
+        collectives=sent.total() / steps,
+        logged=sum(logged.values()) / steps,
+        sent=passed.sent / steps,
+        received=passed.received / steps,
+        calls={name: size / steps for name, size in sent.items()},
+    )
+
+
+def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: bf16, its own defaults otherwise."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False},
+        **({} if section is None else {"powersgd": dict(section)}),
+    }
+
+
+def ratio(rows: Sequence[Row], arm: str, stage: int, count: str = "sent") -> float:
+    """Return by how much a count is smaller than plain DeepSpeed's at the same stage."""
+    found = {row.arm: getattr(row, count) for row in rows if row.stage == stage}
+    return float(found[PLAIN] / found[arm])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: kB of a step and worker, each with the ratio to plain DeepSpeed's own count."""
+    lines = [["stage", "factors; parameters", "collectives", "DeepSpeed's log", "sent", "received"]]
+    lines.append([":-:", "---", *["--:"] * 4])
+    for row in rows:
+        cells = [str(row.stage), row.arm]
+        for count in ("collectives", "logged", "sent", "received"):
+            fewer = "" if row.arm == PLAIN else f" ({ratio(rows, row.arm, row.stage, count):.1f}×)"
+            cells.append(f"{getattr(row, count) / 1e3:,.1f} kB{fewer}")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps to count (default: {STEPS})")
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work is not None:
+        work(arguments.work, arguments.out)
+        return
+    if reason := can_shape():
+        raise SystemExit(reason)
+    # `kill` and `timeout` would otherwise leave the namespaces.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    rows = measure(list(ARMS), STAGES, arguments.steps)
+    print(table(rows))
+    record = {
+        **{package: importlib.metadata.version(package) for package in ("torch", "deepspeed")},
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "commit": commit(),
+        "workers": WORKERS,
+        "steps": arguments.steps,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

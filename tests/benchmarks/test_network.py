@@ -1,0 +1,116 @@
+"""Hosts as network namespaces are made, count bytes and are removed; a ZeRO step sends as few bytes as documented."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network import namespaces, zero_bytes
+from benchmarks.network.namespaces import Host, can_shape, network, run_in_hosts
+
+SENT = 300_000
+PORT = "29400"
+
+RECEIVE = """
+import socket, sys
+with socket.create_server(("", int(sys.argv[1]))) as server:
+    connection, _ = server.accept()
+    with connection:
+        print(sum(iter(lambda: len(connection.recv(65536)), 0)))
+"""
+SEND = """
+import socket, sys, time
+for _ in range(100):
+    try:
+        connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.02)
+with connection:
+    connection.sendall(bytes(int(sys.argv[3])))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _privileged() -> None:
+    if reason := can_shape():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Host]]:
+    with network(2) as hosts:
+        yield hosts
+
+
+def transfer(hosts: list[Host]) -> list[str]:
+    receiver, sender = hosts
+    commands = [
+        [sys.executable, "-S", "-c", RECEIVE, PORT],
+        [sys.executable, "-S", "-c", SEND, receiver.address, PORT, str(SENT)],
+    ]
+    return run_in_hosts([receiver, sender], commands, timeout=20)
+
+
+def test_interfaces_count_what_is_sent(pair: list[Host]) -> None:
+    before = [host.counters() for host in pair]
+    assert transfer(pair)[0].strip() == str(SENT)
+    receiver, sender = (host.counters() - count for host, count in zip(pair, before, strict=True))
+    # Headers take 66 bytes for each 1448 bytes of data, so 4.6%. Acknowledgements go the other way.
+    assert 1.045 * SENT < sender.sent < 1.08 * SENT
+    assert sender.sent == receiver.received
+    assert sender.received == receiver.sent < 0.06 * SENT
+
+
+def test_a_limited_rate_holds() -> None:
+    with network(2, megabits_per_second=8) as hosts:
+        begin = time.monotonic()
+        transfer(hosts)
+        # 1 MB a second; a burst passes at once.
+        assert time.monotonic() - begin > 0.9 * (SENT - 2 * namespaces._MINIMUM_BURST) / 1e6
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_namespaces_are_removed_after_an_error_and_an_interrupt(raised: type[BaseException]) -> None:
+    made: list[Path] = []
+
+    def interrupted() -> None:
+        with network(3) as hosts:
+            made.extend(Path("/run/netns") / host.namespace for host in hosts)
+            assert all(path.exists() for path in made)
+            raise raised
+
+    with pytest.raises(raised):
+        interrupted()
+    assert len(made) == 3
+    # The switch too.
+    assert not list(made[0].parent.glob(f"powersgd-{os.getpid()}-*"))
+
+
+def test_commands_end_with_a_failure_or_a_timeout(pair: list[Host]) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"host 1 ended with 3:\nspoken"):
+        run_in_hosts(pair, [["sleep", "60"], ["sh", "-c", "echo spoken; exit 3"]], timeout=20)
+    with pytest.raises(TimeoutError, match=r"not done after 0\.2 s"):
+        run_in_hosts(pair, [["sleep", "60"], ["true"]], timeout=0.2)
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.slow
+def test_a_zero_step_sends_as_few_bytes_as_documented() -> None:
+    arms = [arm for arm in zero_bytes.ARMS if "DeepSpeed's own" not in arm]
+    rows = zero_bytes.measure(arms, zero_bytes.STAGES, steps=4)
+    for row in rows:
+        assert row.logged == row.collectives
+        # Headers, acknowledgements and gloo's own messages.
+        assert row.collectives < row.sent < 1.15 * row.collectives
+        section = zero_bytes.ARMS[row.arm]
+        for count in ("collectives", "logged", "sent", "received"):
+            if section is not None:
+                least = 12 if section["rank"] <= 8 else 10
+                assert zero_bytes.ratio(rows, row.arm, row.stage, count) >= least, (row.arm, row.stage, count)
