@@ -12,7 +12,6 @@ import torch
 from benchmarks.buckets import FilledBucket
 from benchmarks.launches import PHASES
 from benchmarks.shapes import GPU_GRADIENT_SETS, GRADIENT_SETS, SINGLE_MATRICES, TINY_GRADIENT_SETS
-from benchmarks.wire_providers import WIRE_PHASES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALLOWED_DISTANCE = {"fp32": 1e-4, "bf16": 2.0**-7}
@@ -32,6 +31,10 @@ REFERENCE_PHASES = ("compensate_project", "orthogonalize P", "backproject", "rec
 
 COMPILED_PHASES = ("compensate_project", "backproject", "reconstruct")
 """Of these, what torch.compile can be asked for: orthogonalization unrolls into thousands of operations."""
+
+# Here and not beside their providers, which import kernels: before that, a dry run must choose the interpreter.
+WIRE_PHASES = ("encode", "reduce", "decode")
+DIFFERENCE_PHASES = ("encode_difference", "apply_difference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,18 @@ def wire_cases(full: bool, dry: bool) -> list[Case]:
         Case(gradients, rank, "fp32", provider, f"{phase} {width}")
         for rank, gradients, width, phase, provider in itertools.product(
             (4,) if dry else (4, 16, 32, 64, 1) if full else (32,), sets, widths, WIRE_PHASES, ("triton", "reference")
+        )
+    ]
+
+
+def difference_cases(full: bool, dry: bool) -> list[Case]:
+    """The kernels that encode and apply differences of parameters, beside a plain copy of as many bytes."""
+    sets = TINY_GRADIENT_SETS if dry else GPU_GRADIENT_SETS
+    widths, dtypes = (("int8", "int4", "int2"), tuple(DTYPES)) if full else (("int2", "int8"), ("bf16",))
+    return [
+        Case(gradients, 0, dtype, provider, f"{phase} {width}")
+        for gradients, dtype, width, phase, provider in itertools.product(
+            sets, dtypes, widths, DIFFERENCE_PHASES, ("triton", "copy", "reference")
         )
     ]
 

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import kernel_cases, launch_cases, orthogonalize_cases, replay_cases, step_cases, wire_cases
+from benchmarks.cases import (
+    difference_cases,
+    kernel_cases,
+    launch_cases,
+    orthogonalize_cases,
+    replay_cases,
+    step_cases,
+    wire_cases,
+)
 from benchmarks.environment import choose_interpreter, describe_cpu, describe_gpu, device_under_test
 from benchmarks.environment import process_group as one_worker
 from benchmarks.report import tables, write_report
@@ -27,6 +35,7 @@ CASES = {
     "orthogonalize_case": orthogonalize_cases,
     "kernel_case": kernel_cases,
     "wire_case": wire_cases,
+    "difference_case": difference_cases,
     "launch_case": launch_cases,
     "replay_case": replay_cases,
 }

@@ -35,6 +35,7 @@ from powersgd_triton.kernels import (
     commit,
     compensate_backproject,
     compensate_project,
+    differences,
     explore,
     gram,
     orthogonalize,
@@ -46,7 +47,7 @@ from powersgd_triton.kernels import subtract_projection as subtract
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
 from powersgd_triton.kernels.wire_table import WireTable
-from powersgd_triton.layout.wire_format import FORMATS, WirePlan
+from powersgd_triton.layout.wire_format import DIFFERENCES, FORMATS, WirePlan
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -55,10 +56,11 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 RANKS = (4, 16, 32, 64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
 MODULES = (
     *(compensate_project, compensate_backproject, backproject, reconstruct),
-    *(pack, commit, explore, gram, subtract, orthogonalize, wire),
+    *(pack, commit, explore, gram, subtract, orthogonalize, wire, differences),
 )
 
 
@@ -75,14 +77,14 @@ class Variant:
 def variants(arch: str, ranks: Sequence[int] = RANKS) -> Iterator[Variant]:
     """Every kernel as it is launched: ranks of one and several panels, dtypes, aligned and unaligned segments."""
     for rank in ranks:
-        for G, M, unaligned in itertools.product(
-            (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16), (False, True)
-        ):
+        for G, M, unaligned in itertools.product(DTYPES, (torch.float32, torch.bfloat16), (False, True)):
             # Dtypes and alignment matter to the kernels over whole gradients only.
             factors_too = (G, M, unaligned) == (torch.float32, torch.float32, False)
             yield from _launches(select_configuration(arch, rank), rank, G, M, unaligned, factors_too)
         for width, aligned in itertools.product(WIDTHS, (True, False)):
             yield from _wire_launches(select_configuration(arch, rank), rank, width, aligned)
+    for name, dtype, aligned in itertools.product(DIFFERENCES, DTYPES, (True, False)):
+        yield from _difference_launches(name, dtype, aligned)
 
 
 def _launches(
@@ -159,6 +161,18 @@ def _wire_launches(launches: Configuration, rank: int, width: str, aligned: bool
                 wire.decode_triton(table, content, launches.wire, out=message)
         label = f"rank {rank}, wire {width}{'' if own is None else ' and own'}{'' if aligned else ', unaligned'}"
         yield from _different(recorded, label)
+
+
+def _difference_launches(name: str, dtype: torch.dtype, aligned: bool) -> Iterator[Variant]:
+    """Launch the coding of differences between fp32 and copies; unaligned where rows have an odd number of elements."""
+    width, numel = DIFFERENCES[name], 4096 if aligned else 4097
+    target, copies = torch.zeros(numel), torch.zeros(2, numel, dtype=dtype)
+    content = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
+    with _recording() as recorded:
+        differences.encode_triton(target, copies[not aligned], width, content[0])
+        differences.apply_triton(content, width, copies)
+    label = f"differences {name}, {str(dtype).removeprefix('torch.')}{'' if aligned else ', unaligned'}"
+    yield from _different(recorded, label)
 
 
 def _different(recorded: Sequence[Variant], label: str) -> Iterator[Variant]:

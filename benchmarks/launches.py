@@ -128,6 +128,8 @@ def bytes_of(phase: str, layout: Layout, itemsize: int) -> int:
         "backproject": 4 * matrices + 4 * (p + q),
         "pack Q": 12 * q + 8 * bypass,
         "orthogonalize Q": 8 * q,
+        # Nothing where it is no matrix's turn. Which ones explore depends on the step.
+        "explore": 0,
         "commit": 16 * q,
         "reconstruct": matrices * itemsize + 4 * (p + q) + bypass * (itemsize + 4),
     }[phase]

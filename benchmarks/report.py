@@ -45,7 +45,8 @@ LAUNCHES_NOTE = """Kernels, copies and fills on the device by the profiler, and 
 Busy is the share of the time from the first to the last in which something ran."""
 
 KERNEL_NOTE = """Milliseconds of the kernel's launches replayed as a CUDA graph (of device events where there is none),
-L2 overwritten before. GB/s count each input read once and each output written once."""
+L2 overwritten before. GB/s count each input read once and each output written once. Beside kernels of differences
+stands a plain copy of as many bytes."""
 
 ORTHOGONALIZE_NOTE = "Random factors. Skew is max |P̂ᵀP̂ − I|."
 
@@ -137,7 +138,9 @@ def _kernels(rows: Sequence[Row]) -> str:
     for row in sorted(find(rows, "kernel", provider="triton"), key=_order):
         labels = {key: row[key] for key in ("gradients", "rank", "dtype", "phase")}
         best = _best(row)
-        others = [milliseconds(rows, "kernel", provider=provider, **labels) for provider in ("reference", "compiled")]
+        others = [
+            milliseconds(rows, "kernel", provider=provider, **labels) for provider in ("reference", "compiled", "copy")
+        ]
         lines.append(
             [
                 *(row["gradients"], row["rank"], row["dtype"], row["phase"], row["launches"]),
@@ -147,7 +150,7 @@ def _kernels(rows: Sequence[Row]) -> str:
             ]
         )
     header = ["gradients", "rank", "dtype", "kernel", "launches", "ms", "eager ms", "GB/s", "of copy", "reference ms"]
-    return _markdown([*header, "compiled ms", "vs reference"], lines)
+    return _markdown([*header, "compiled ms", "copy ms", "vs reference"], lines)
 
 
 def _orthogonalizations(rows: Sequence[Row]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import FACTORS, Case
+from benchmarks.cases import DTYPES, FACTORS, Case
+from benchmarks.difference_providers import PreparedDifferences
 from benchmarks.kernel_providers import ORTHOGONALIZATIONS, Prepared, compile_for
 from benchmarks.launches import bytes_of
 from benchmarks.measuring import fits, record
@@ -79,6 +80,25 @@ def test_wire(benchmark: Any, wire_case: Case, clock: Clock, results: Results) -
             gradient_bytes=prepared.gradient_bytes,
             launches=1 if case.provider == "triton" else None,
         )
+
+
+def test_differences(benchmark: Any, difference_case: Case, clock: Clock, results: Results) -> None:
+    case = difference_case
+    phase, width = case.phase.split()
+    with fits():
+        prepared = _prepared_differences(case.gradients, width, case.dtype, clock.device)
+        record(
+            *(benchmark, clock, results, "kernel", case, prepared.work(phase, case.provider)),
+            capture=case.provider != "reference",
+            bytes=prepared.bytes_of(phase),
+            gradient_bytes=prepared.parameter_bytes,
+            launches=1 if case.provider == "triton" else None,
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _prepared_differences(gradients: str, width: str, dtype: str, device: torch.device) -> PreparedDifferences:
+    return PreparedDifferences(GRADIENT_SETS[gradients], width, DTYPES[dtype], device)
 
 
 @functools.lru_cache(maxsize=1)

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.buckets import FilledBucket
-from benchmarks.cases import ALLOWED_DISTANCE, DTYPES
+from benchmarks.cases import ALLOWED_DISTANCE, DTYPES, WIRE_PHASES
 from benchmarks.environment import choose_interpreter, describe_gpu, device_under_test
 from benchmarks.kernel_providers import Prepared
 from benchmarks.launches import Problem
 from benchmarks.results_file import Results, Row
 from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.timing import CaptureError, Clock, Timing, Work
-from benchmarks.wire_providers import WIRE_PHASES, PreparedWire
+from benchmarks.wire_providers import PreparedWire
 from powersgd_triton.kernels.configurations import (
     TABLES,
     Configuration,

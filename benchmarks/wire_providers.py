@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.cases import WIRE_PHASES
 from benchmarks.shapes import Shapes, count_parameters
 from benchmarks.timing import Work
 from powersgd_triton.config import PowerSGDConfig
@@ -13,7 +14,6 @@ from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire, Wire
 
-WIRE_PHASES = ("encode", "reduce", "decode")
 WORKERS = 4
 ITEMSIZE = 4
 

@@ -37,7 +37,9 @@ def _finite(x):
 
 
 @triton.jit
-def _encode_kernel(target, base, scales, codes, numel, BITS: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr):
+def _encode_difference_kernel(
+    target, base, scales, codes, numel, BITS: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Scales and codes of target − base. Grid: groups of BLOCKS blocks."""
     block, place = _places(BITS, BLOCKS)
     ok = place < numel
@@ -51,8 +53,7 @@ def _encode_kernel(target, base, scales, codes, numel, BITS: tl.constexpr, LEVEL
     # The scale as it is stored, since that is what the codes are multiplied by.
     scale = from_bf16_bits(bits)[:, None, None]
     if BITS == 2:
-        code = tl.where(size >= 2 * scale, 3, 1)
-        code = (tl.where(x >= 0, code, -code) + 3) >> 1
+        code = (x >= -2 * scale).to(tl.int32) + (x >= 0).to(tl.int32) + (x >= 2 * scale).to(tl.int32)
     else:
         code = nearest_code(x, scale, LEVELS).to(tl.int32) + 2 ** (BITS - 1)
     code = tl.where(scale == scale, code, 0)
@@ -63,7 +64,7 @@ def _encode_kernel(target, base, scales, codes, numel, BITS: tl.constexpr, LEVEL
 
 
 @triton.jit
-def _apply_kernel(scales, codes, base, numel, size, distance, BITS: tl.constexpr, BLOCKS: tl.constexpr):
+def _apply_difference_kernel(scales, codes, base, numel, size, distance, BITS: tl.constexpr, BLOCKS: tl.constexpr):
     """base += scales · codes. Grid: groups of BLOCKS blocks × copies."""
     block, place = _places(BITS, BLOCKS)
     copy = tl.program_id(1).to(tl.int64)
@@ -92,7 +93,7 @@ def encode_triton(target: Tensor, base: Tensor, width: WireFormat, out: Tensor) 
     numel = target.numel()
     codes, _ = width.difference_bytes(numel)
     if numel:
-        _encode_kernel[(triton.cdiv(numel, BLOCKS * BLOCK),)](
+        _encode_difference_kernel[(triton.cdiv(numel, BLOCKS * BLOCK),)](
             target, base, out[:codes].view(torch.int16), out[codes:], numel,
             BITS=width.bits, LEVELS=width.levels, BLOCKS=BLOCKS, num_warps=WARPS, **NUMERICS,
         )  # fmt: skip
@@ -104,7 +105,7 @@ def apply_triton(content: Tensor, width: WireFormat, base: Tensor) -> None:
     codes, size = width.difference_bytes(numel)
     if numel:
         flat = content.view(-1)
-        _apply_kernel[(triton.cdiv(numel, BLOCKS * BLOCK), copies)](
+        _apply_difference_kernel[(triton.cdiv(numel, BLOCKS * BLOCK), copies)](
             flat.view(torch.int16), flat[codes:], base, numel, size, base.stride(0),
             BITS=width.bits, BLOCKS=BLOCKS, num_warps=WARPS, **NUMERICS,
         )  # fmt: skip

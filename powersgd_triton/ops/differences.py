@@ -45,8 +45,10 @@ def encode_reference(target: Tensor, base: Tensor, width: WireFormat, out: Tenso
         codes = torch.where(scale > 0, difference / scale, 0).round_().clamp_(-width.levels, width.levels)
         codes = codes.add_(2 ** (width.bits - 1)).to(torch.uint8)
     # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits.
-    parts = codes.view(blocks, 8 // width.bits, -1) << _shifts(width, target.device)
+    parts = codes.view(blocks, 8 // width.bits, packed.shape[1]) << _shifts(width, target.device)
     torch.sum(parts, 1, dtype=torch.uint8, out=packed)
+    # All backends write the same bytes of a block whose scale is NaN.
+    packed.masked_fill_(scale.isnan(), 0)
 
 
 def apply_reference(content: Tensor, width: WireFormat, base: Tensor) -> None:
@@ -77,4 +79,5 @@ def _parts(content: Tensor, width: WireFormat, blocks: int, numel: int) -> tuple
     """Return views of the bytes: scales [blocks, 1] and packed codes [blocks, bytes of a block]."""
     codes, _ = width.difference_bytes(numel)
     scales = content[: 2 * blocks].view(torch.bfloat16).view(blocks, 1)
-    return scales, content[codes : codes + blocks * BLOCK * width.bits // 8].view(blocks, -1)
+    code_bytes = BLOCK * width.bits // 8
+    return scales, content[codes : codes + blocks * code_bytes].view(blocks, code_bytes)

@@ -56,13 +56,16 @@ def test_dry_run(tmp_path: Path) -> None:
     assert {provider for kind, provider in seen if kind == "step"} == {
         *("ours", "reference", "torch", "torch batched", "copy")
     }
-    assert {provider for kind, provider in seen if kind == "kernel"} == {"triton", "reference", "compiled"}
+    assert {provider for kind, provider in seen if kind == "kernel"} == {*("triton", "reference", "compiled", "copy")}
     assert {provider for kind, provider in seen if kind == "orthogonalize"} == {
         *("triton", "reference", "torch.linalg.qr", "geqrf + orgqr")
     }
     phases = {(row["phase"], row["provider"]) for row in recorded["rows"] if row["kind"] == "kernel"}
     assert {
         (f"{phase} int8", who) for phase in ("encode", "reduce", "decode") for who in ("triton", "reference")
+    } <= phases
+    assert {
+        (f"{phase}_difference int2", who) for phase in ("encode", "apply") for who in ("triton", "reference", "copy")
     } <= phases
     assert {("launches", "ours"), ("replay", "ours")} <= seen
     table = (tmp_path / "dry.md").read_text()

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
 WIRE = ("encode", "reduce", "decode")
+DIFFERENCES = ("encode_difference", "apply_difference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ def report(request: pytest.FixtureRequest) -> Report:
     options += [word for rank in (4, 32) for word in ("--rank", str(rank))]
     options += [word for rank in part.ranks for word in ("--only", f"rank {rank}, float32/float32")]
     options += ["--only", "rank 4, wire float16 and own"] * (part.name == "all")
+    options += ["--only", "differences int2, bfloat16"]
+    options += ["--only", "differences"] * (part.name == "all")
     processes = [
         subprocess.Popen(
             [sys.executable, "benchmarks/kernel_report.py", *options, *chosen],
@@ -80,7 +83,7 @@ def report(request: pytest.FixtureRequest) -> Report:
 
 def test_every_kernel_compiles_on_every_architecture(report: Report):
     kernels = {row["kernel"] for row in report.rows}
-    assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE} <= kernels
+    assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE, *DIFFERENCES} <= kernels
     for arch in report.architectures:
         assert {row["kernel"] for row in report.rows if row["architecture"] == arch} == kernels
 
@@ -114,6 +117,17 @@ def test_aligned_factors_on_the_wire_are_accessed_in_128_bits(report: Report):
         name = (row["architecture"], row["kernel"])
         assert row["loads_128_bit"] or row["kernel"] == "decode", name
         assert row["stores_128_bit"], name
+
+
+def test_aligned_copies_are_accessed_in_128_bits(report: Report):
+    """The copies and the fp32 tensors that they follow; codes are narrower."""
+    rows = [row for row in report.rows if row["kernel"] in DIFFERENCES and "unaligned" not in row["variant"]]
+    assert len(rows) >= len(DIFFERENCES) * len(report.architectures)
+    for row in rows:
+        name = (row["architecture"], row["kernel"], row["variant"])
+        assert 2 * row["accesses_128_bit"] >= row["accesses"], name
+        assert row["loads_128_bit"], name
+        assert row["stores_128_bit"] or row["kernel"] == "encode_difference", name
 
 
 def writes(row: dict[str, Any]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,13 +15,11 @@ from powersgd_triton.kernels.wire_table import WireTable
 from powersgd_triton.layout.wire_format import BLOCK, FORMATS, Chunk, Piece, WirePlan
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire, Wire
-from tests.support.kernel_cases import INF, MARGIN, NAN, Memory
+from tests.support.kernel_cases import INF, NAN, Bytes, Memory
 from tests.support.thinned import thinned
 
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
 CPU = torch.device("cpu")
-UNWRITTEN = 0xFF
-"""Of bytes: as a bf16 scale, NaN."""
 
 Shapes = list[tuple[int, int, int]]
 Values = Callable[[Tensor], Tensor]
@@ -42,17 +39,6 @@ CASES: dict[str, tuple[Shapes, int, int]] = {
     "two blocks": ([(1, 129, 4), (1, 13, 3)], 6, 2),
     "exact elements only": ([], 2050, 3),
 }
-
-
-class Bytes:
-    """Guarded bytes [*shape]; all as ``UNWRITTEN`` at first."""
-
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self._all = torch.full((math.prod(shape) + 2 * MARGIN,), UNWRITTEN, dtype=torch.uint8, device=device)
-        self.view = self._all[MARGIN:-MARGIN].view(shape)
-
-    def guarded(self) -> bool:
-        return bool((self._all[:MARGIN] == UNWRITTEN).all() and (self._all[-MARGIN:] == UNWRITTEN).all())
 
 
 @dataclasses.dataclass

@@ -7,6 +7,7 @@ values, whatever the order of summation.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -38,6 +39,9 @@ GUARDS = {
     torch.float16: (torch.int16, 0x7E55),
 }
 """NaNs that no arithmetic makes: reading one spoils a result, and writing one is seen."""
+
+UNWRITTEN = 0xFF
+"""Of bytes: as a bf16 scale, NaN."""
 
 
 def named(dtype: torch.dtype | None) -> str:
@@ -89,6 +93,17 @@ class Memory:
     def guarded(self) -> bool:
         """Whether nothing was written beside the tensors."""
         return bool((self._bits[self._is_guard] == self._pattern).all())
+
+
+class Bytes:
+    """Guarded bytes [*shape]; all as ``UNWRITTEN`` at first."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self._all = torch.full((math.prod(shape) + 2 * MARGIN,), UNWRITTEN, dtype=torch.uint8, device=device)
+        self.view = self._all[MARGIN:-MARGIN].view(shape)
+
+    def guarded(self) -> bool:
+        return bool((self._all[:MARGIN] == UNWRITTEN).all() and (self._all[-MARGIN:] == UNWRITTEN).all())
 
 
 class Bucket:

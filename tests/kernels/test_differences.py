@@ -1,0 +1,126 @@
+"""The kernels that encode and apply differences: the reference's bits, and nothing written beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton.kernels.differences import apply_triton, encode_triton
+from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, WireFormat
+from powersgd_triton.ops.differences import apply_reference, encode_reference
+from tests.support.kernel_cases import INF, NAN, Bytes, Memory
+from tests.support.thinned import thinned
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+COPIES = 3
+# Within a block and one more; whole programs of 16 blocks, and one element more; several programs.
+SIZES = [1, 127, 128, 129, 2048, 2049, 5000]
+
+
+class Copies:
+    """Copies [COPIES, numel] in guarded memory, with guards between the rows."""
+
+    def __init__(self, values: Tensor, dtype: torch.dtype, device: torch.device, aligned: bool) -> None:
+        numel, gap = values.shape[1], 0 if aligned else 3
+        self.memory = Memory([numel] * COPIES, dtype, device, gap).fill(list(values))
+        self.rows = self.memory.flat.as_strided((COPIES, numel), (numel + gap, 1), self.memory.flat.storage_offset())
+
+
+def assert_same(
+    target: Tensor, values: Tensor, width: WireFormat, dtype: torch.dtype, device: torch.device, aligned: bool = True
+) -> None:
+    """Kernels and reference write the same bytes, and make the same copies of them; but a NaN is a NaN."""
+    numel = len(target)
+    _, size = width.difference_bytes(numel)
+    cpu = torch.device("cpu")
+    copies, expected_copies = Copies(values, dtype, device, aligned), Copies(values, dtype, cpu, aligned)
+    given = Memory([not aligned, numel], torch.float32, device)
+    given.views[1].copy_(target)
+    content, expected = Bytes((COPIES, size), device), Bytes((COPIES, size), cpu)
+    for i in range(COPIES):
+        encode_triton(given.views[1], copies.rows[i], width, content.view[i])
+        encode_reference(target, expected_copies.rows[i], width, expected.view[i])
+    assert torch.equal(content.view.cpu(), expected.view)
+    apply_triton(content.view, width, copies.rows)
+    apply_reference(expected.view, width, expected_copies.rows)
+    got, wanted = copies.rows.cpu(), expected_copies.rows
+    assert torch.equal(got.isnan(), wanted.isnan())
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(got.view(integers)[~wanted.isnan()], wanted.view(integers)[~wanted.isnan()])
+    assert content.guarded()
+    assert expected.guarded()
+    assert all(memory.guarded() for memory in (copies.memory, expected_copies.memory, given))
+    assert torch.equal(content.view.cpu(), expected.view)
+
+
+def random(numel: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randn(numel, generator=generator), torch.randn(COPIES, numel, generator=generator)
+
+
+@thinned("width, dtype, numel, aligned", list(DIFFERENCES), DTYPES, SIZES, [True, False])
+def test_same_bits_as_the_reference(width: str, dtype: torch.dtype, numel: int, aligned: bool, device: torch.device):
+    assert_same(*random(numel), DIFFERENCES[width], dtype, device, aligned)
+
+
+def heavy_tailed(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Most differences far below a few."""
+    return target * target.abs() ** 5, copies * 2.0**-7
+
+
+def equal(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Differences 0 of both signs; zeros of both signs."""
+    target = target.half().bfloat16().float()
+    target[:BLOCK] = torch.copysign(torch.zeros(()), target[:BLOCK])
+    copies = target.expand_as(copies).clone()
+    copies[1, :BLOCK] *= -1
+    return target, copies
+
+
+def ties(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Differences halfway between codes: multiples of half a scale, which is 2⁻⁶ where a block has all its levels."""
+    target = (target * levels).round().clamp(-2 * levels, 2 * levels) * 2.0**-7
+    target[::BLOCK] = levels * 2.0**-6
+    return target, torch.zeros_like(copies)
+
+
+def denormal(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Around the smallest scales: some have few bits, some are 0."""
+    exponents = -(118 + torch.arange(len(target)) // BLOCK % 29).double()
+    return (target * 2.0**exponents).float(), torch.zeros_like(copies)
+
+
+def huge(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Up to the largest of the dtypes; some differences are beyond it, and so are some sums."""
+    largest = torch.finfo(torch.float32).max
+    target, copies = target / target.abs().max() * largest, copies / copies.abs().max() * largest
+    target[BLOCK : 2 * BLOCK] = target[BLOCK : 2 * BLOCK] / largest * 65504
+    copies[:, BLOCK : 2 * BLOCK] = copies[:, BLOCK : 2 * BLOCK] / largest * 65504
+    return target, copies
+
+
+def not_finite(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """In the target, in copies, in both, and at the last element."""
+    target[5], target[BLOCK + 1], target[-1] = NAN, INF, -INF
+    copies[0, 5], copies[1, BLOCK + 1], copies[2, 2 * BLOCK] = NAN, INF, -INF
+    copies[1, 3 * BLOCK : 4 * BLOCK] = NAN
+    return target, copies
+
+
+VALUES = {values.__name__: values for values in (heavy_tailed, equal, ties, denormal, huge, not_finite)}
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@thinned("width, dtype, values", list(DIFFERENCES), DTYPES, list(VALUES))
+def test_same_bits_of_all_kinds_of_values(width: str, dtype: torch.dtype, values: str, device: torch.device):
+    target, copies = VALUES[values](*random(29 * BLOCK + 3), DIFFERENCES[width].levels)
+    assert_same(target, copies, DIFFERENCES[width], dtype, device, aligned=False)
+
+
+@pytest.mark.parametrize("width", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_empty(width: WireFormat, device: torch.device):
+    empty = torch.zeros(2, 0, device=device)
+    content = torch.zeros(2, 0, dtype=torch.uint8, device=device)
+    encode_triton(empty[0], empty[0], width, content[0])
+    apply_triton(content, width, empty)

@@ -1,0 +1,205 @@
+"""Differences in 8, 4 and 2 bits: how far a copy is from its original, and how it recovers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.kernels.differences import apply_triton, encode_triton
+from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, DIFFERENCES, SCALE_BYTES, WireFormat
+from powersgd_triton.ops.backends import difference_codec
+from powersgd_triton.ops.differences import apply_reference, encode_reference
+from tests.support.kernel_cases import INF, NAN, UNWRITTEN, over_dtypes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 127, 128, 129, 5000]
+CPU = torch.device("cpu")
+widths = pytest.mark.parametrize("width", DIFFERENCES.values(), ids=DIFFERENCES)
+
+
+def follow(target: Tensor, copies: Tensor, width: WireFormat, steps: int = 1) -> Tensor:
+    """Let all rows of ``copies`` follow the target; return the last scales, one for each element."""
+    numel = len(target)
+    content = torch.full((len(copies), width.difference_bytes(numel)[1]), UNWRITTEN, dtype=torch.uint8)
+    for _ in range(steps):
+        for row, copy in zip(content, copies, strict=True):
+            encode_reference(target, copy, width, row)
+        apply_reference(content, width, copies)
+    return scales_of(content[0], numel)
+
+
+def scales_of(content: Tensor, numel: int) -> Tensor:
+    """The scale of each element, in fp64."""
+    scales = content[: SCALE_BYTES * -(-numel // BLOCK)].view(torch.bfloat16)
+    return scales.double().repeat_interleave(BLOCK)[:numel]
+
+
+def step(width: WireFormat) -> float:
+    """The largest distance from a difference to its code, in scales.
+
+    Half the distance of two codes, which is 2 in 2 bits and 1 otherwise; or what is beyond the largest code, by the
+    levels and by the rounding of the scale to bf16.
+    """
+    half, largest = (1.0, 3) if width.bits == 2 else (0.5, width.levels)
+    return max(half, width.levels * (1 + 2.0**-8) - largest)
+
+
+def rounding(copy: Tensor, target: Tensor) -> Tensor:
+    """Half a unit of the copy's last place, and some roundings of fp32."""
+    info = torch.finfo(copy.dtype)
+    half = torch.maximum(copy.double().abs() * info.eps, torch.tensor(info.tiny * info.eps).double()) / 2
+    return half + 2.0**-22 * (copy.double().abs() + target.double().abs())
+
+
+def heavy_tailed(numel: int, seed: int = 0) -> Tensor:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return x * x.abs() ** 3
+
+
+@widths
+@pytest.mark.parametrize("numel", SIZES)
+@over_dtypes("dtype", DTYPES)
+def test_one_step_ends_within_a_code(width: WireFormat, numel: int, dtype: torch.dtype):
+    target, copies = heavy_tailed(numel), heavy_tailed(numel, 1).to(dtype)[None]
+    scales = follow(target, copies, width)
+    left = (target.double() - copies[0].double()).abs()
+    assert bool((left <= step(width) * scales + rounding(copies[0], target)).all())
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+def test_repeated_steps_end_at_the_copys_rounding(width: WireFormat, dtype: torch.dtype):
+    """A step leaves at most step / levels of a block's largest difference, and adds a rounding of the copy."""
+    target, copies = heavy_tailed(5000), torch.zeros(1, 5000, dtype=dtype)
+    follow(target, copies, width, 40)
+    blocks = torch.zeros(2, 40 * BLOCK, dtype=torch.float64)
+    blocks[0, :5000] = (target.double() - copies[0].double()).abs()
+    blocks[1, :5000] = rounding(copies[0], target)
+    left, rounded = blocks.view(2, 40, BLOCK).amax(2)
+    shrink = step(width) / width.levels * (1 + 2.0**-7)
+    assert bool((left <= rounded * 1.01 / (1 - shrink)).all())
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+def test_equal_tensors_stay_equal(width: WireFormat, dtype: torch.dtype):
+    """Zeros too, and a block without differences between others."""
+    copies = heavy_tailed(5 * BLOCK).to(dtype)[None]
+    copies[0, :BLOCK] = 0
+    before, target = copies.clone(), copies[0].float().clone()
+    target[3 * BLOCK :] += 1
+    scales = follow(target, copies, width)
+    assert torch.equal(copies[0, : 3 * BLOCK], before[0, : 3 * BLOCK])
+    assert bool((scales[: 3 * BLOCK] == 0).all())
+    assert bool((scales[3 * BLOCK :] > 0).all())
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_target_that_is_not_finite_makes_its_block_nan_until_it_recovers(
+    width: WireFormat, dtype: torch.dtype, value: float
+):
+    target, copies = heavy_tailed(3 * BLOCK + 5), heavy_tailed(3 * BLOCK + 5, 1).to(dtype)[None]
+    broken = target.clone()
+    broken[BLOCK + 7] = broken[-1] = value
+    follow(broken, copies, width)
+    spoiled = copies[0].isnan()
+    assert bool(spoiled[BLOCK : 2 * BLOCK].all())
+    assert bool(spoiled[3 * BLOCK :].all())
+    assert int(spoiled.sum()) == BLOCK + 5
+    scales = follow(target, copies, width)
+    left = (target.double() - copies[0].double()).abs()
+    assert bool((left <= step(width) * scales + rounding(copies[0], target)).all())
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+def test_a_copy_that_is_not_finite_counts_as_zero(width: WireFormat, dtype: torch.dtype):
+    target, numel = heavy_tailed(300), 300
+    copies, zeros = torch.zeros(2, 1, numel, dtype=dtype)
+    copies[0, :3] = torch.tensor([INF, -INF, NAN])
+    follow(target, copies, width)
+    follow(target, zeros, width)
+    assert torch.equal(copies, zeros)
+
+
+@widths
+def test_a_difference_beyond_fp32_recovers(width: WireFormat):
+    """The first step makes the block NaN, which the next one counts as 0."""
+    target = torch.full((BLOCK,), 2.0**127)
+    copies = -target.clone()[None]
+    follow(target, copies, width)
+    assert bool(copies.isnan().all())
+    follow(target, copies, width, 40)
+    torch.testing.assert_close(copies[0], target, rtol=2.0**-22, atol=0)
+
+
+@widths
+def test_denormal_differences(width: WireFormat):
+    """Scales below bf16's normal numbers have few bits. What is left is at most what has no scale."""
+    target = heavy_tailed(5000) * 2.0**-130
+    copies = torch.zeros(1, 5000)
+    follow(target, copies, width, 40)
+    smallest = 2.0**-133
+    assert bool(((target.double() - copies[0].double()).abs() <= width.levels * smallest).all())
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+def test_rows_of_a_wider_tensor_are_applied_alone(width: WireFormat, dtype: torch.dtype):
+    """Each row follows by its own codes, and what is between the rows stays."""
+    numel, target = 300, heavy_tailed(300)
+    wide = torch.stack([heavy_tailed(350, seed) for seed in range(3)]).to(dtype)
+    before = wide.clone()
+    follow(target, wide[:, 13 : 13 + numel], width)
+    expected = before[:, 13 : 13 + numel].clone()
+    for row in expected:
+        follow(target, row[None], width)
+    assert torch.equal(wide[:, 13 : 13 + numel], expected)
+    wide[:, 13 : 13 + numel] = before[:, 13 : 13 + numel]
+    assert torch.equal(wide, before)
+
+
+@widths
+@pytest.mark.parametrize("numel", SIZES)
+def test_message_is_scales_then_codes(width: WireFormat, numel: int):
+    """Each in whole blocks and aligned; what aligns them is not written."""
+    blocks, numbers = -(-numel // BLOCK), 2**width.bits
+    offset, size = width.difference_bytes(numel)
+    assert offset % ALIGNMENT == size % ALIGNMENT == 0
+    assert SCALE_BYTES * blocks <= offset < SCALE_BYTES * blocks + ALIGNMENT
+    code_bytes = blocks * BLOCK * width.bits // 8
+    assert code_bytes <= size - offset < code_bytes + ALIGNMENT
+    content = torch.full((size + 1,), UNWRITTEN, dtype=torch.uint8)
+    target, copy = heavy_tailed(numel), torch.zeros(1, numel)
+    encode_reference(target, copy[0], width, content[:size])
+    written = torch.zeros(size + 1, dtype=torch.bool)
+    written[: SCALE_BYTES * blocks] = written[offset : offset + code_bytes] = True
+    assert bool((content[~written] == UNWRITTEN).all())
+    # Bytes hold elements one part of a block apart; the first has the lowest bits.
+    part = 16 * width.bits
+    expected = []
+    for i, scale in enumerate(scales_of(content, numel).tolist()):
+        block, place = divmod(i, BLOCK)
+        byte = int(content[offset + block * part + place % part])
+        number = byte // numbers ** (place // part) % numbers
+        expected.append(scale * (2 * number - 3 if width.bits == 2 else number - numbers // 2))
+    apply_reference(content[None, :size], width, copy)
+    assert copy[0].tolist() == torch.tensor(expected).tolist()
+
+
+@widths
+def test_empty(width: WireFormat):
+    assert width.difference_bytes(0) == (0, 0)
+    copies = torch.zeros(1, 0)
+    content = torch.zeros(1, 0, dtype=torch.uint8)
+    encode_reference(copies[0], copies[0], width, content[0])
+    apply_reference(content, width, copies)
+
+
+def test_backend_decides_who_codes():
+    choices = {name: difference_codec(PowerSGDConfig(backend=name), CPU, torch.float32) for name in ("torch", "triton")}
+    assert choices == {"torch": (encode_reference, apply_reference), "triton": (encode_triton, apply_triton)}
