@@ -302,7 +302,7 @@ class DeepSpeed(Training):
             "steps_per_print": 10**9,
             "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
             "zero_optimization": {"stage": self.how["stage"], **self.how.get("zero", {})},
-            "powersgd": self.options,
+            "powersgd": {**self.options, "parameters": None},
         }
         with contextlib.redirect_stdout(io.StringIO()):
             parameters = list(self.net.parameters())
