@@ -20,6 +20,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
 from powersgd_triton.ops.step import LossScaleSource
+from powersgd_triton.ranks.report import fewer
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 """The state of each wrapped model, whose hooks keep it alive. A copy of a model has no hooks, and so it is not here."""
@@ -161,9 +162,8 @@ def _describe(state: Handle) -> str:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
     # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
     compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
-    change = f"{compression:.1f}x fewer" if compression >= 1 else f"{1 / compression:.1f}x more"
     sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
     return (
         f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "
-        f"({change})"
+        f"({fewer(compression)})"
     )

@@ -3,7 +3,7 @@
 At ZeRO stages 1 and 2, and with BF16_Optimizer, each worker owns a partition of the parameters w that the optimizer
 updates, the masters. After a step it rounds them into its partition of the model's parameters v, and all workers gather
 these partitions. Here each owner sends w − v in 8, 4 or 2 bits an element instead, and every worker adds what arrives
-to v. What a code does not say remains in w − v, and the codes of the next steps say it.
+to v. The rounding error remains in w − v, and is sent in the next steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 
 import deepspeed.comm
 import torch
+import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
+from powersgd_triton.comm.agreement import fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
@@ -44,25 +46,40 @@ class ParameterSeam:
 
     def __init__(self, engine: Any, config: PowerSGDConfig, width: str) -> None:
         self.width = DIFFERENCES[width]
-        self._optimizer, self._config = engine.optimizer, config
-        self._module = _gathering_module(engine.optimizer)
-        # The owner's v, by parameter group. DeepSpeed rounds w into the partition before it gathers.
-        self._kept: list[Tensor] = []
-        self._followed = self._exact = False
-        self._padding = [_gaps(flat, parameters) for flat, parameters in self._flats()]
-        original = engine.optimizer.step
+        optimizer = self._optimizer = engine.optimizer
+        self._config = config
+        self._module = _gathering_module(optimizer)
+        # The attributes with v flat, the parameters that are views of it, and the owner's w: by parameter group.
+        self._attributes = ("bit16_groups_flat", "bit16_groups", "single_partition_of_fp32_groups")
+        if is_bf16_optimizer(optimizer):
+            self._attributes = ("bf16_groups_flat", "bf16_groups", "fp32_groups_flat_partition")
+        groups = self._groups()
+        # The owner's v. DeepSpeed rounds w into the partition before it gathers.
+        self._kept = [torch.empty_like(group.own) for group in groups]
+        parameters = getattr(optimizer, self._attributes[1])
+        self._padding = [_gaps(group.rows, views) for group, views in zip(groups, parameters, strict=True)]
+        self._steps = 0
+        self._sent = self._exact = False
+        original = optimizer.step
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
-            with self._following():
+            with self._sending():
                 return original(*args, **kwargs)
 
-        engine.optimizer.step = step
+        optimizer.step = step
 
     def sent_bytes(self) -> int:
-        """Return the bytes that all owners send in a step."""
-        sizes = [(len(rows), rows.shape[1]) for rows, _, _ in self._groups()]
-        return sum(workers * self.width.difference_bytes(numel)[1] for workers, numel in sizes)
+        """Return the bytes of all owners' messages in a step."""
+        return sum(
+            len(group.rows) * self.width.difference_bytes(part.stop - part.start)[1]
+            for group in self._groups()
+            for part in self._messages(group)
+        )
+
+    def plain_bytes(self) -> int:
+        """Return the bytes of all partitions, which DeepSpeed itself would send."""
+        return sum(group.rows.numel() * group.rows.element_size() for group in self._groups())
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
@@ -79,26 +96,28 @@ class ParameterSeam:
             self._exact = False
             # Gather v again: with a copy of it, each worker would need memory for the whole model.
             self._restore()
-            for rows, own, communicator in self._groups():
-                wait(communicator.all_gather(rows, own.clone()))
+            for group in self._groups():
+                wait(group.communicator.all_gather(group.rows, group.own.clone()))
 
     @contextlib.contextmanager
-    def _following(self) -> Iterator[None]:
+    def _sending(self) -> Iterator[None]:
         """Replace the all-gather of one step. Outside of steps, such as after a universal load, DeepSpeed gathers."""
+        if self._exact:
+            raise RuntimeError("a step inside exact_parameters(), which brings back the parameters from before it")
         self._keep()
-        self._followed = False
+        self._sent = False
         gather = getattr(self._module, GATHER)
-        setattr(self._module, GATHER, self._follow)
+        setattr(self._module, GATHER, self._send)
         try:
             yield
         except BaseException:
             # All workers must have the same v, also in the partition of an owner whose step failed halfway.
-            if not self._followed:
+            if not self._sent:
                 self._restore()
             raise
         finally:
             setattr(self._module, GATHER, gather)
-        if not self._followed and not getattr(self._optimizer, "overflow", False):
+        if not self._sent and not getattr(self._optimizer, "overflow", False):
             raise RuntimeError(
                 f"powersgd sends parameters in {self.width.name}, but DeepSpeed {deepspeed.__version__} gathered them "
                 f'without {GATHER}: use a version that the README lists, or set "parameters": null in the section '
@@ -106,60 +125,73 @@ class ParameterSeam:
             )
 
     @torch.no_grad()
-    def _follow(self, *arguments: Any, **named: Any) -> None:  # noqa: ARG002
+    def _send(self, *arguments: Any, **named: Any) -> None:  # noqa: ARG002
         """Stand in for ``all_gather_dp_groups``, whose arguments are the optimizer's own attributes."""
         self._restore()
-        self._followed = True
-        for (rows, own, communicator), masters, padding in zip(
-            self._groups(), self._masters(), self._padding, strict=True
-        ):
-            encode, apply = difference_codec(self._config, own.device, own.dtype)
-            workers, numel = rows.shape
-            each = max(BLOCK, self._optimizer.allgather_bucket_size // workers // BLOCK * BLOCK)
-            for start in range(0, numel, each):
-                part = slice(start, min(start + each, numel))
-                _, size = self.width.difference_bytes(part.stop - start)
-                sent = own.new_empty(size, dtype=torch.uint8)
-                gathered = own.new_empty(workers, size, dtype=torch.uint8)
+        self._sent = True
+        groups = self._groups()
+        for group, padding in zip(groups, self._padding, strict=True):
+            encode, apply = difference_codec(self._config, group.own.device, group.own.dtype)
+            for part in self._messages(group):
+                _, size = self.width.difference_bytes(part.stop - part.start)
+                sent = group.own.new_empty(size, dtype=torch.uint8)
+                gathered = group.own.new_empty(len(group.rows), size, dtype=torch.uint8)
                 # The masters may be on the CPU.
-                encode(masters[part].to(own.device), own[part], self.width, sent)
-                wait(communicator.all_gather(gathered, sent))
-                apply(gathered, self.width, rows[:, part])
-            # Codes of 2 bits move elements by at least a scale. Checkpoints do not contain the padding.
+                encode(group.masters[part].to(sent.device), group.own[part], self.width, sent)
+                wait(group.communicator.all_gather(gathered, sent))
+                apply(gathered, self.width, group.rows[:, part])
+            # Padding must stay 0: 2 bits have no code 0, and checkpoints leave padding out.
             for gap in padding:
-                rows.view(-1)[gap].zero_()
+                group.rows.view(-1)[gap].zero_()
+        self._steps += 1
+        if self._config.check_every and self._steps % self._config.check_every == 0:
+            self._check(groups)
 
-    def _groups(self) -> Iterator[tuple[Tensor, Tensor, Communicator]]:
-        """Yield, by parameter group, v [workers, elements of a partition], the own partition, and the workers."""
-        for (flat, _), group in zip(self._flats(), self._optimizer.real_dp_process_group, strict=True):
-            # DeepSpeed's collectives, so that its communication logger counts the codes.
-            communicator = Communicator(group, collectives=deepspeed.comm)
-            rows = flat.detach().view(communicator.world_size, -1)
-            yield rows, rows[communicator.index], communicator
+    def _check(self, groups: Sequence[Group]) -> None:
+        """Compare v over the workers. What changes it besides the optimizer may differ on each."""
+        prints = {f"parameters of group {index}": int(fingerprint(g.rows)) for index, g in enumerate(groups)}
+        if groups:
+            together("a check", lambda: (None, {}, prints), groups[0].communicator, groups[0].own.device)
 
-    def _flats(self) -> list[tuple[Tensor, list[Tensor]]]:
-        """Return, by parameter group, v flat, and the model's parameters, which are views of it."""
-        optimizer = self._optimizer
-        if is_bf16_optimizer(optimizer):
-            return list(zip(optimizer.bf16_groups_flat, optimizer.bf16_groups, strict=True))
-        return list(zip(optimizer.bit16_groups_flat, optimizer.bit16_groups, strict=True))
+    def _groups(self) -> list[Group]:
+        """Return the optimizer's parameter groups. Not kept, since DeepSpeed may offload and reload their tensors."""
+        optimizer, (flats, _, partitions) = self._optimizer, self._attributes
+        found = zip(
+            getattr(optimizer, flats), getattr(optimizer, partitions), optimizer.real_dp_process_group, strict=True
+        )
+        return [Group(flat.detach(), masters.detach(), workers) for flat, masters, workers in found]
 
-    def _masters(self) -> Sequence[Tensor]:
-        optimizer = self._optimizer
-        if is_bf16_optimizer(optimizer):
-            return [masters.detach() for masters in optimizer.fp32_groups_flat_partition]
-        return [masters.detach() for masters in optimizer.single_partition_of_fp32_groups]
+    def _messages(self, group: Group) -> list[slice]:
+        """Return the parts of a partition that are sent one after the other."""
+        workers, numel = group.rows.shape
+        each = max(BLOCK, self._optimizer.allgather_bucket_size // workers // BLOCK * BLOCK)
+        return [slice(start, min(start + each, numel)) for start in range(0, numel, each)]
 
     def _keep(self) -> None:
-        partitions = [own for _, own, _ in self._groups()]
-        if [kept.shape for kept in self._kept] != [own.shape for own in partitions]:
-            self._kept = [torch.empty_like(own) for own in partitions]
-        for kept, own in zip(self._kept, partitions, strict=True):
-            kept.copy_(own)
+        for kept, group in zip(self._kept, self._groups(), strict=True):
+            kept.copy_(group.own)
 
     def _restore(self) -> None:
-        for kept, (_, own, _) in zip(self._kept, self._groups(), strict=True):
-            own.copy_(kept)
+        for kept, group in zip(self._kept, self._groups(), strict=True):
+            group.own.copy_(kept)
+
+
+class Group:
+    """A parameter group of the optimizer.
+
+    Attributes:
+        rows: v [workers, elements of a partition].
+        own: This owner's row of it.
+        masters: This owner's w.
+        communicator: The workers.
+    """
+
+    def __init__(self, flat: Tensor, masters: Tensor, workers: dist.ProcessGroup) -> None:
+        # DeepSpeed's collectives, so that its communication logger counts the messages.
+        self.communicator = Communicator(workers, collectives=deepspeed.comm)
+        self.rows = flat.view(self.communicator.world_size, -1)
+        self.own = self.rows[self.communicator.index]
+        self.masters = masters
 
 
 def why_not_differences(engine: Any) -> str | None:
@@ -171,10 +203,23 @@ def why_not_differences(engine: Any) -> str | None:
         )
     if _gathering_module(engine.optimizer) is None:
         return f"{type(engine.optimizer).__name__} gathers no parameters after a step: leave the key out"
-    if max(bwc_tensor_model_parallel_world_size(engine.mpu), engine.autotp_size()) > 1:
+    # DeepSpeed before 0.16.4 has no autotp_size.
+    tensor_parallel = bwc_tensor_model_parallel_world_size(engine.mpu), getattr(engine, "autotp_size", lambda: 1)()
+    if max(tensor_parallel) > 1:
         return (
-            "with tensor parallelism the parameters that its workers share must stay equal on them, and differences "
-            "round them in blocks of different neighbors: leave the key out"
+            "with tensor parallelism, workers share parameters that must stay equal, and differences would round them "
+            "differently: leave the key out"
+        )
+    if any(type(layer).__name__ == "TiedLayerSpec" for layer in getattr(engine.module, "_layer_specs", ())):
+        return (
+            "stages of this pipeline share tied parameters that must stay equal, and differences would round them "
+            "differently: leave the key out"
+        )
+    limited = [name for name, module in engine.module.named_modules() if getattr(module, "max_norm", None) is not None]
+    if limited:
+        return (
+            f"{limited[0]!r} has max_norm and changes its parameters in each forward pass, on each worker in another "
+            "way. DeepSpeed's own all-gather makes them equal again, differences do not: leave the key out"
         )
     return None
 
@@ -186,7 +231,7 @@ def _gathering_module(optimizer: Any) -> ModuleType | None:
 
 
 def _gaps(flat: Tensor, parameters: Sequence[Tensor]) -> list[slice]:
-    """Return the parts of a flat tensor that belong to no parameter."""
+    """Return the parts of a tensor's memory that belong to no parameter."""
     start = flat.storage_offset()
     ends = sorted((p.storage_offset() - start, p.storage_offset() - start + p.numel()) for p in parameters)
     edges = [0, *(edge for pair in ends for edge in pair), flat.numel()]

@@ -44,20 +44,17 @@ class Section:
         config: Configuration of the compression. If there are problems, it is the default.
         enabled: Whether compression is on.
         parameters: Format in which parameters are sent. None for DeepSpeed's own all-gather.
-        keys: Keys that the section gives.
+        parameters_given: Whether the section says so, and it is not the default.
+        configures: Whether the section has a field of ``PowerSGDConfig``.
         problems: All that is wrong with it.
     """
 
     config: PowerSGDConfig = dataclasses.field(default_factory=PowerSGDConfig)
     enabled: bool = True
     parameters: str | None = DEFAULT_PARAMETERS
-    keys: frozenset[str] = frozenset()
+    parameters_given: bool = False
+    configures: bool = False
     problems: tuple[str, ...] = ()
-
-    @property
-    def configures(self) -> bool:
-        """Whether the section has a field of ``PowerSGDConfig``."""
-        return bool(self.keys - {ENABLED, PARAMETERS})
 
 
 def read_section(section: Any) -> Section:
@@ -93,10 +90,9 @@ def read_section(section: Any) -> Section:
         config = PowerSGDConfig(**valid)
     except (TypeError, ValueError) as error:
         problems.append(str(error))
-    keys = frozenset(map(str, section))
     if problems:
-        return Section(enabled=enabled is not False, keys=keys, problems=tuple(problems))
-    return Section(config, enabled, parameters, keys)
+        return Section(enabled=enabled is not False, problems=tuple(problems))
+    return Section(config, enabled, parameters, PARAMETERS in section, bool(section.keys() - set(own)))
 
 
 def engine_problems(engine: Any, section: Section) -> list[str]:
@@ -104,7 +100,7 @@ def engine_problems(engine: Any, section: Section) -> list[str]:
     stage = int(engine.zero_optimization_stage())
     problems = _version_problems(stage)
     obstacle = why_not_differences(engine)
-    if PARAMETERS in section.keys and section.parameters is not None and obstacle is not None:
+    if section.parameters_given and section.parameters is not None and obstacle is not None:
         problems.append(f'"{PARAMETERS}": "{section.parameters}": {obstacle}')
     problems += _optimizer_problems(engine, stage)
     problems += _configuration_problems(engine, stage)

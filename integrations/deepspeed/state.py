@@ -146,17 +146,19 @@ class DeepSpeedState(Handle):
             self._engine.end_step(applied=not getattr(self._framework.optimizer, "overflow", False))
 
     def report(self) -> RankReport:
-        """Return which tensors are compressed, at which rank, and a step's bytes with those of parameters."""
+        """Return which tensors are compressed, at which rank, their bytes, and the bytes of a whole step."""
+        # That module needs this one.
         from powersgd_triton.integrations.deepspeed.traffic import expected_traffic
 
         traffic = expected_traffic(self._framework, self)
-        return dataclasses.replace(super().report(), whole_step=(traffic.plain / 2, traffic.sent / 2))
+        return dataclasses.replace(super().report(), whole_step=(traffic.plain, traffic.sent))
 
     def exact_parameters(self) -> AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
 
-        Outside it, parameters that are sent as differences differ from them by what the last differences did not say.
-        ``engine.save_16bit_model``, and Accelerate's and the Trainer's exports, use it by themselves.
+        Outside it, parameters that are sent as differences differ from them by a rounding error. Leaving it makes the
+        parameters equal on all workers. ``engine.save_16bit_model``, and Accelerate's and the Trainer's exports, use it
+        by themselves.
         """
         return nullcontext() if self.parameters is None else self.parameters.exact()
 

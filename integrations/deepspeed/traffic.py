@@ -7,15 +7,15 @@ from typing import Any
 
 from powersgd_triton.integrations.announce import describe_bytes, describe_ranks
 from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
-from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
-from powersgd_triton.ranks.report import RankReport
+from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, whole_numel
+from powersgd_triton.ranks.report import RankReport, fewer
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes of one optimizer step, as a ring sends them: twice for an all-reduce, once for reduce-scatter and gather.
+    """Bytes of one optimizer step that each worker sends, if all-reduces, reduce-scatters and gathers are rings.
 
-    Multiply bytes by (workers - 1) / workers for exact figures.
+    At stage 3, hpZ and quantized weights are not taken into account: they change bytes of parameters only.
 
     Attributes:
         elements: Number of elements of all dense trainable parameters.
@@ -60,29 +60,38 @@ def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
     compressed = sum(segment.numel for segment in layout.compressed)
-    parameter_bytes = layout.numel * next(iter(engine.module.parameters())).element_size()
-    if is_bf16_optimizer(optimizer):
-        gradient_size, gathers = optimizer.grad_acc_dtype.itemsize, 1.0
-    elif stage == 0:
-        gradient_size, gathers = engine.communication_data_type.itemsize, 0.0
+    bf16_optimizer = is_bf16_optimizer(optimizer)
+    if bf16_optimizer:
+        gradient_size = optimizer.grad_acc_dtype.itemsize
     else:
-        gradient_size = optimizer.communication_data_type.itemsize
-        gathers = 1.0 if stage < 3 else 2.0 * micro_batches
+        gradient_size = (engine if stage == 0 else optimizer).communication_data_type.itemsize
     # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is configured to send each slice to its owner only.
     once = stage == 3 or (
         stage in (1, 2)
-        and not is_bf16_optimizer(optimizer)
+        and not bf16_optimizer
         and engine.zero_reduce_scatter()
         and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
     )
-    parameters = gathers * parameter_bytes
+    parameters = 0.0
+    if stage == 3:
+        # Frozen parameters too, in each forward and backward pass.
+        every = [whole_numel(parameter) * parameter.element_size() for parameter in engine.module.parameters()]
+        parameters = 2.0 * engine.gradient_accumulation_steps() * sum(every)
+    elif state.parameters is not None:
+        parameters = state.parameters.plain_bytes()
+    elif stage or bf16_optimizer:
+        trainable = [p for p in engine.module.parameters() if p.requires_grad]
+        parameters = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+    workers = state._engine.communicator.world_size
+    # A ring's share of the whole.
+    share = (workers - 1) / workers
     return Traffic(
         elements=layout.numel,
         compressed=compressed,
-        gradients=micro_batches * (1 if once else 2) * layout.numel * gradient_size,
-        factors=micro_batches * 2 * RankReport.of(layout, state.config, {}).bytes_per_step,
-        parameters=parameters,
-        differences=parameters if state.parameters is None else state.parameters.sent_bytes(),
+        gradients=share * micro_batches * (1 if once else 2) * layout.numel * gradient_size,
+        factors=share * micro_batches * 2 * RankReport.of(layout, state.config, {}).bytes_per_step,
+        parameters=share * parameters,
+        differences=share * (parameters if state.parameters is None else state.parameters.sent_bytes()),
     )
 
 
@@ -98,7 +107,6 @@ def describe(engine: Any, state: DeepSpeedState) -> str:
     return (
         f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), {describe_ranks(state.config)}; "
         f"{share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients take "
-        f"{traffic.reduction:.1f}x fewer bytes. "
-        f"{parameters}A whole step sends {describe_bytes(traffic.sent)} in place of {describe_bytes(traffic.plain)}, "
-        f"{traffic.total_reduction:.1f}x fewer"
+        f"{fewer(traffic.reduction)} bytes. {parameters}In a whole step each worker sends "
+        f"{describe_bytes(traffic.sent)} in place of {describe_bytes(traffic.plain)} ({fewer(traffic.total_reduction)})"
     )

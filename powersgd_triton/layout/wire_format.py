@@ -19,9 +19,9 @@ class WireFormat:
     Attributes:
         name: Name of a torch dtype, int4 or int2.
         bits: Bits of an entry.
-        scaled: Whether each 128 entries of a column share a bf16 scale: their largest magnitude divided by ``levels``.
+        scaled: Whether each 128 entries of a column share a bf16 scale.
             The scale is not fp16, in which scales of columns below 1e-6 would have few bits or be zero.
-        levels: Largest value of a code; 4 with 2 bits, see ``DIFFERENCES``.
+        levels: Largest magnitude of a block in units of its scale.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Selection of the backend of a bucket, and of the functions that send differences."""
+"""Selection between Triton and plain torch: of a bucket's backend, and of the functions for differences."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def encode_reference(target: Tensor, base: Tensor, width: WireFormat, out: Tenso
     difference = difference.view(blocks, BLOCK)
     largest = difference.abs().amax(1, keepdim=True)
     scales, packed = _parts(out, width, blocks, target.numel())
-    scales.copy_(largest / width.levels)
+    # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
+    scales.copy_(largest / torch.full_like(largest, width.levels))
     # One of the many NaNs, so that all backends write the same bytes.
     scales.view(torch.int16).masked_fill_(~largest.isfinite(), BF16_NAN)
     scale = scales.float()

@@ -98,7 +98,8 @@ def encode_reference(A: Tensor, piece: Piece, width: WireFormat, *, out: Tensor)
         block = _in_blocks(A, rows)
         if scales is not None:
             largest = block.abs().amax(dim=2)
-            scales.copy_(torch.where(largest.isfinite(), largest / width.levels, torch.nan))
+            # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
+            scales.copy_(torch.where(largest.isfinite(), largest / torch.full_like(largest, width.levels), torch.nan))
             divisor = scales.to(A.dtype).unsqueeze(2)
             block = torch.where(divisor > 0, block / divisor, 0)
         if width.bits < 16:

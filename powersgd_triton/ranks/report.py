@@ -38,8 +38,7 @@ class RankReport:
 
     Attributes:
         tensors: The rows.
-        whole_step: Bytes of a whole step (without compression, with it), if parameters are sent too. Here bytes without
-            compression are those of the dtypes that are really sent, and of fp32 elsewhere.
+        whole_step: Bytes that each worker sends in a whole step (without compression, with it), with DeepSpeed.
     """
 
     tensors: tuple[ReportedTensor, ...]
@@ -83,7 +82,7 @@ class RankReport:
             )
             for tensor in self.tensors
         ]
-        rows.append(("all", "", "", f"{self.bytes_per_step:,.0f}", f"{self.compression:.1f}x fewer"))
+        rows.append(("all", "", "", f"{self.bytes_per_step:,.0f}", fewer(self.compression)))
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = []
         for row in [header, *rows]:
@@ -91,6 +90,11 @@ class RankReport:
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
         if self.whole_step is not None:
             before, after = self.whole_step
-            ratio = f"{before / after:.1f}x fewer" if after else "none are sent"
-            lines.append(f"A whole step, with parameters: {after:,.0f} bytes in place of {before:,.0f}, {ratio}")
+            change = fewer(before / after) if after else "none"
+            lines.append(f"In a whole step each worker sends {after:,.0f} bytes in place of {before:,.0f} ({change})")
         return "\n".join(lines)
+
+
+def fewer(ratio: float) -> str:
+    """Return by how much bytes change if they were ``ratio`` times as many before."""
+    return f"{ratio:.1f}x fewer" if ratio >= 1 else f"{1 / ratio:.1f}x more"

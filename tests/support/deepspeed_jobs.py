@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,6 +113,8 @@ def traffic(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
     """Bytes a step by DeepSpeed's own logger: of reductions of gradients and of all-gathers of parameters."""
     from deepspeed.comm.comm import comms_logger
 
+    from powersgd_triton.integrations.deepspeed import expected_traffic
+
     options = {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False}}
     # A tensor of the model's size is a gradient; norms and flags are of a few bytes.
     with engine_for(Case("", stage, options), section) as engine:
@@ -123,10 +126,11 @@ def traffic(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
             for name, sizes in comms_logger.comms_dict.items()
         }
         comms_logger.enabled = False
-        expected = None
+        expected, computed = None, None
         if section is not None:
             layout = next(iter(engine.powersgd._engine.peers._layouts.values()))
             expected = 4 * layout.sent_numel(engine.powersgd.config, 1)
+            computed = dataclasses.asdict(expected_traffic(engine, engine.powersgd))
     reductions = ("all_reduce", "reduce_scatter_tensor", "reduce")
     gathers = ("all_gather_into_tensor", "all_gather")
     return {
@@ -134,6 +138,7 @@ def traffic(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
         "parameters": sum(found.get(name, 0) for name in gathers),
         "others": {name: size for name, size in found.items() if name not in (*reductions, *gathers)},
         "expected": expected,
+        "computed": computed,
     }
 
 

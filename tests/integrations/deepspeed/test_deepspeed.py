@@ -135,7 +135,11 @@ def test_one_compression_a_step(pair: Results) -> None:
 def test_bytes_by_deepspeeds_own_logger(pair: Results, stage: int) -> None:
     plain, ours = (result(pair, f"{kind} at stage {stage}")[0] for kind in ("plain bytes", "bytes"))
     model = 4 * sum(parameter.numel() for parameter in Net().parameters())
-    assert ours["gradients"] == ours["expected"]
+    # In a ring of two workers each of them sends as much as it gives to an all-reduce, and half as much to others.
+    assert ours["gradients"] == ours["expected"] == ours["computed"]["factors"]
+    if stage < 3:
+        assert plain["gradients"] == pytest.approx(ours["computed"]["gradients"], rel=0.01)
+        assert plain["parameters"] == pytest.approx(ours["computed"]["parameters"], rel=0.01)
     assert ours["parameters"] == plain["parameters"]
     assert ours["others"] == plain["others"]
     # Partitions are padded. What the logger notes of a reduce-scatter is what goes in or comes out of it.

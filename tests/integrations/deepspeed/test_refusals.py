@@ -20,6 +20,7 @@ import deepspeed
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.deepspeed import refusals
+from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from tests.support import deepspeed_jobs as jobs
 from tests.support.deepspeed_training import result, run_all
 from tests.support.distributed import HUNG, run
@@ -60,7 +61,6 @@ def engine(group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         seq_data_parallel_group=group,
         allreduce_no_retain=print,
         mpu=None,
-        autotp_size=lambda: 1,
     )
     made.zero_optimization_stage = lambda: made.stage
     made.fp16_enabled = lambda: made.fp16
@@ -166,26 +166,37 @@ def test_all_problems_come_at_once(engine: Any) -> None:
 def test_every_field_goes_into_the_section() -> None:
     wanted = PowerSGDConfig(rank=7, start_iter=3, algorithm="alternating", iterations=2, error_dtype="bf16", seed=5)
     section = refusals.read_section({"enabled": True, "parameters": "int8", **wanted.to_dict()})
-    assert section == refusals.Section(wanted, True, "int8", frozenset({"enabled", "parameters", *wanted.to_dict()}))
+    assert section == refusals.Section(wanted, True, "int8", parameters_given=True, configures=True)
 
 
-@pytest.mark.parametrize(
-    ("stage", "tensor_parallel", "said"), [(0, 1, "after a step"), (3, 1, "every pass"), (1, 2, "tensor")]
-)
-def test_parameters_that_cannot_follow(
-    engine: Any, stage: int, tensor_parallel: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if stage == 1:
-        monkeypatch.setattr(sys.modules[__name__], "all_gather_dp_groups", print, raising=False)
-    engine.stage, engine.autotp_size = stage, lambda: tensor_parallel
+class TiedLayerSpec:
+    """As far as the checks look."""
+
+
+CANNOT_BE_DIFFERENCES: dict[str, tuple[Any, str]] = {
+    "stage 0": (lambda e: setattr(e, "optimizer", torch.optim.AdamW([torch.zeros(1)])), "after a step"),
+    "stage 3": (lambda e: setattr(e, "stage", 3), "every pass"),
+    "tensor parallelism": (lambda e: setattr(e, "autotp_size", lambda: 2), "with tensor parallelism"),
+    "tied stages": (lambda e: setattr(e.module, "_layer_specs", [TiedLayerSpec()]), "tied parameters"),
+    "max_norm": (lambda e: e.module.append(torch.nn.Embedding(2, 2, max_norm=1.0)), "'1' has max_norm"),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_BE_DIFFERENCES)
+def test_parameters_that_cannot_be_differences(engine: Any, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in the modules of DeepSpeed's optimizers.
+    monkeypatch.setattr(sys.modules[__name__], "all_gather_dp_groups", print, raising=False)
+    engine.module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert why_not_differences(engine) is None
+    spoil, said = CANNOT_BE_DIFFERENCES[case]
+    spoil(engine)
     problems = refusals.engine_problems(engine, refusals.read_section({"parameters": "int8"}))
     (problem,) = [problem for problem in problems if "int8" in problem]
     assert said in problem
     # What is only the default is not used there.
-    for section in ({}, {"parameters": None}):
-        assert not any(
-            "leave the key out" in p for p in refusals.engine_problems(engine, refusals.read_section(section))
-        )
+    for given in ({}, {"parameters": None}):
+        problems = refusals.engine_problems(engine, refusals.read_section(given))
+        assert not any("leave the key out" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("section", [True, 4, [1], "rank"])
@@ -225,7 +236,7 @@ def test_ways_to_switch_it_on(pair: Any) -> None:
         "from step 3 on",
         "% of 9,243 gradient",
         "Parameters are sent in int2",
-        "A whole step sends",
+        "In a whole step each worker sends",
     ):
         assert part in on
     assert first["off"] == ['powersgd: off, the configuration has no section "powersgd"']
