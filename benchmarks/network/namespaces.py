@@ -85,7 +85,7 @@ def network(hosts: int, megabits_per_second: float | None = None) -> Iterator[li
     with contextlib.ExitStack() as stack:
         _add_namespace(switch, stack)
         _call("ip", "-n", switch, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0")
-        _call("ip", "-n", switch, "link", "set", "br0", "addrgenmode", "none", "up")
+        _call("ip", "-n", switch, "link", "set", "br0", "up")
         found = [Host(f"{prefix}-host{index}", f"10.0.0.{index + 1}") for index in range(hosts)]
         for index, host in enumerate(found):
             port = f"port{index}"
@@ -97,9 +97,8 @@ def network(hosts: int, megabits_per_second: float | None = None) -> Iterator[li
             _call("ip", "-n", host.namespace, "link", "set", "lo", "up")
             for namespace, interface in ((switch, port), (host.namespace, INTERFACE)):
                 # One segment a packet: otherwise the counters would see the headers of large packets only, which a
-                # real card splits. No addresses of IPv6, whose neighbor discovery would be counted.
-                options = ["gso_max_segs", "1", "addrgenmode", "none", "up"]
-                _call("ip", "-n", namespace, "link", "set", interface, *options)
+                # real card splits.
+                _call("ip", "-n", namespace, "link", "set", interface, "gso_max_segs", "1", "up")
                 if megabits_per_second is not None:
                     _limit(namespace, interface, megabits_per_second)
         yield found
@@ -177,6 +176,9 @@ def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
     # Before it exists, so that it is removed if an interrupt comes right after it was made.
     stack.callback(_remove_namespace, name)
     _call("ip", "netns", "add", name)
+    # Without IPv6, whose neighbor discovery and group reports would be counted. "default" is for interfaces to come.
+    off = 'for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do if [ -e "$f" ]; then echo 1 > "$f"; fi; done'
+    _call("ip", "netns", "exec", name, "sh", "-c", off)
 
 
 def _remove_namespace(name: str) -> None:
