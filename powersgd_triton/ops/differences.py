@@ -1,7 +1,7 @@
 """Differences between a flat tensor and a copy of it, in 8, 4 or 2 bits an element: encoding and applying them.
 
-A copy v follows its original w by v ← v + decode(encode(w − v)). What a code did not say remains in w − v, and the next
-code says it. So the copy needs no error buffer, and it cannot drift away from its original.
+A copy v follows its original w by v ← v + decode(encode(w − v)). The rounding error remains in w − v, and is part of
+the next difference. So the copy needs no error buffer, and it cannot drift away from its original.
 
 128 adjacent elements are a block. They share a bf16 scale: their largest difference divided by the format's levels.
 """

@@ -237,6 +237,8 @@ def test_one_process_trains_without_compression(tmp_path: Path):
 
 def _exports(worker: int, workers: int, folder: str) -> dict[str, bool]:
     be_launched(worker, workers)
+    from safetensors.torch import load_file
+
     trainer, _ = _trainer(Job(ZERO2, Path(folder), RANK_4, parameters="int2"))
     trainer.train()
 
@@ -245,8 +247,6 @@ def _exports(worker: int, workers: int, folder: str) -> dict[str, bool]:
         dist.barrier()
         (file,) = Path(folder, "saved").glob("*.safetensors")
         return load_file(file)
-
-    from safetensors.torch import load_file
 
     return exported(trainer.model_wrapped, saved)
 

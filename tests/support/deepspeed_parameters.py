@@ -28,12 +28,18 @@ UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
 class Tied(Net):
-    """Its head shares the embedding's weights, its first block is frozen, and two groups of parameters differ."""
+    """Its head shares the embedding's weights, its first block is frozen, and the optimizer has two groups."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head.weight = self.tokens.weight
         self.blocks[0].requires_grad_(False)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups: matrices, and vectors without weight decay."""
+        matrices = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in self.parameters() if parameter.ndim < 2]
+        return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 @contextlib.contextmanager
@@ -134,6 +140,7 @@ def follow(
             found["loaded"] = all(map(torch.equal, rounded, copies(engine)))
         parameters = getattr(engine.optimizer, engine.powersgd.parameters._attributes[1])
         used = [sum(map(torch.numel, group)) for group in parameters]
+        found["groups"] = len(used)
         for step in range(steps):
             before, previous = copies(engine), masters(engine)
             overflows = case.stage > 0 and step > 0 and draw.random() < 0.2

@@ -84,9 +84,11 @@ def check_followed(found: Sequence[dict[str, Any]]) -> None:
         assert worker["digest"] == found[0]["digest"], "workers have different copies"
 
 
-@pytest.mark.parametrize("case", [case for case, *_ in FOLLOWED], ids=name)
-def test_copies_follow_as_a_plain_model_says(pair: Any, case: Case) -> None:
-    check_followed(result(pair, f"follow {case.name}"))
+@pytest.mark.parametrize(("case", "tied"), [pytest.param(c, tied, id=c.name) for c, _, _, tied in FOLLOWED])
+def test_copies_follow_as_a_plain_model_says(pair: Any, case: Case, tied: bool) -> None:
+    found = result(pair, f"follow {case.name}")
+    check_followed(found)
+    assert found[0]["groups"] == (2 if tied else 1)
 
 
 @pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.slow)])
