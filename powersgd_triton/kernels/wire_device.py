@@ -14,7 +14,7 @@ import triton.language as tl
 from powersgd_triton.kernels.columns import WireRow
 from powersgd_triton.kernels.table_device import column, columns
 from powersgd_triton.kernels.wire_table import ITEMSIZE
-from powersgd_triton.layout.wire_format import ALIGNMENT, SCALE_BYTES
+from powersgd_triton.layout.wire_format import SCALE_BYTES
 
 WIRE = columns(WireRow)
 WIRE_CHUNK = column(WireRow, "chunk")
@@ -27,7 +27,6 @@ WIRE_CODES = column(WireRow, "codes")
 
 EXACT_BYTES = tl.constexpr(ITEMSIZE)
 SCALE = tl.constexpr(SCALE_BYTES)
-CHUNK_BYTES = tl.constexpr(ALIGNMENT)
 BF16_NAN = tl.constexpr(0x7FC0)
 INTEGERS = tl.constexpr(12582912.0)
 """1.5 · 2²³: a number of at most 2²² loses the bits behind its point when it is added, ties to even."""
@@ -38,8 +37,8 @@ INTEGERS = tl.constexpr(12582912.0)
 
 @triton.jit
 def chunk_size(size):
-    """Bytes of a chunk, which are a multiple of 16, as the compiler is to see."""
-    return size // CHUNK_BYTES * CHUNK_BYTES
+    """Bytes of a chunk, which are a multiple of 4, as the compiler is to see. It sees by itself if they are of 16."""
+    return size // EXACT_BYTES * EXACT_BYTES
 
 
 @triton.jit

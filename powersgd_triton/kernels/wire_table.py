@@ -50,7 +50,8 @@ class WireTable:
         self.code_bytes = _code_bytes(plan.width)
         factors = [row for row in every if row.columns]
         self.vector = math.gcd(*(row.rank for row in factors), *(row.element for row in factors), VECTOR)
-        self.code_vector = math.gcd(self.vector, *(row.codes // self.code_bytes for row in factors))
+        places = [plan.size, *(row.codes for row in factors)]
+        self.code_vector = math.gcd(self.vector, *(place // self.code_bytes for place in places))
 
 
 def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterator[WireRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 BLOCK = 128
@@ -10,6 +11,8 @@ BLOCK = 128
 
 SCALE_BYTES = 2
 ALIGNMENT = 16
+LARGE_CHUNK = 4096
+"""Bytes from which the size of a chunk is a multiple of 16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,13 @@ class WireFormat:
         whole, rest = divmod(rows, BLOCK)
         codes = whole * self.code_bytes(BLOCK, rank) + self.code_bytes(rest, rank)
         return codes + (SCALE_BYTES * rank * -(-rows // BLOCK) if self.scaled else 0)
+
+    def rows_in(self, size: int, rank: int) -> int:
+        """Return the most rows of a factor whose codes and scales fit in ``size`` bytes, an even number for 4 bits."""
+        scales = SCALE_BYTES * rank if self.scaled else 0
+        step = 2 if self.bits == 4 else 1
+        whole, rest = divmod(size, self.factor_bytes(BLOCK, rank))
+        return whole * BLOCK + max(0, rest - scales) // self.code_bytes(step, rank) * step
 
     def difference_bytes(self, numel: int) -> tuple[int, int]:
         """Return (offset of the codes, bytes) of a flat tensor's differences: [scales | codes], in whole blocks."""
@@ -70,7 +80,7 @@ DIFFERENCES = {
 class Piece:
     """Adjacent rows of matrices of equal shape, in the message and in a worker's chunk.
 
-    A piece holds either whole matrices, or rows of one matrix that begin at a multiple of 128.
+    A piece holds either whole matrices, or rows of one matrix. Its blocks of 128 rows count from its first row.
 
     Attributes:
         count: Number of matrices.
@@ -117,7 +127,9 @@ class WirePlan:
     def build(
         cls, width: WireFormat, factors: Sequence[tuple[int, int, int]], bypass_numel: int, itemsize: int, workers: int
     ) -> WirePlan:  # fmt: skip
-        """Divide a message [factors | exact elements] among the workers, in chunks of about equal size.
+        """Divide a message [factors | exact elements] among the workers, in chunks of the smallest possible size.
+
+        A chunk may end at any row of a matrix. A block of 128 rows that is cut has scales on either side of the cut.
 
         Args:
             width: Format of the factors.
@@ -126,58 +138,76 @@ class WirePlan:
             itemsize: Bytes of an exact element.
             workers: Number of workers.
         """
-        shares = _shares(factors, workers)
-        start, each = sum(count * rows * rank for count, rows, rank in factors), -(-bypass_numel // workers)
-        chunks: list[Chunk] = []
-        size = 0
-        for worker in range(workers):
-            first = min(worker * each, bypass_numel)
-            numel = min(each, bypass_numel - first)
-            scale = numel * itemsize
-            scales = [piece.count * -(-piece.rows // BLOCK) * piece.rank for piece in shares[worker]]
-            code = scale + (SCALE_BYTES * sum(scales) if width.scaled else 0)
-            pieces: list[Piece] = []
-            for piece, own_scales in zip(shares[worker], scales, strict=True):
-                pieces.append(dataclasses.replace(piece, scale=scale, code=code))
-                scale += SCALE_BYTES * own_scales
-                whole, rest = divmod(piece.rows, BLOCK)
-                codes = whole * width.code_bytes(BLOCK, piece.rank) + width.code_bytes(rest, piece.rank)
-                code += piece.count * codes
-            chunks.append(Chunk(start + first, numel, tuple(pieces)))
-            size = max(size, code)
-        return cls(width, tuple(chunks), -(-size // ALIGNMENT) * ALIGNMENT)
+        total = sum(count * width.factor_bytes(rows, rank) for count, rows, rank in factors) + itemsize * bypass_numel
+        mean = -(-total // workers)
+        # Wide accesses to the bytes need alignment. In a small chunk it would be a large share of the bytes.
+        unit = ALIGNMENT if mean >= LARGE_CHUNK else itemsize
+
+        def divided(units: int) -> list[Chunk] | None:
+            return _divide(width, factors, bypass_numel, itemsize, workers, units * unit)
+
+        # The smallest size is a little above the mean, since a cut adds scales.
+        least, step = -(-mean // unit) - 1, 1
+        while (chunks := divided(least + step)) is None:
+            least, step = least + step, 2 * step
+        most = least + step
+        while most - least > 1:
+            middle = (least + most) // 2
+            found = divided(middle)
+            least, most, chunks = (middle, most, chunks) if found is None else (least, middle, found)
+        return cls(width, tuple(chunks), most * unit)
+
+    def part(self, index: int, parts: int) -> WirePlan:
+        """Return the plan of one of several equal numbers of consecutive chunks."""
+        each = len(self.chunks) // parts
+        return dataclasses.replace(self, chunks=self.chunks[index * each : (index + 1) * each])
 
 
-def _shares(factors: Sequence[tuple[int, int, int]], workers: int) -> list[list[Piece]]:
-    """Return each worker's pieces: consecutive blocks of rows, divided so that shares have about equal elements."""
-    total = sum(count * rows * rank for count, rows, rank in factors)
-    shares: list[list[Piece]] = [[] for _ in range(workers)]
-    element = 0
-    for count, rows, rank in factors:
-        # The worker whose last piece consists of whole matrices of this shape, so that the piece can grow.
-        open_piece: int | None = None
-        for _ in range(count):
-            for worker, height in _cuts(rows, rank, element, total, workers):
-                mine = shares[worker]
-                if height == rows and open_piece == worker:
-                    mine[-1] = dataclasses.replace(mine[-1], count=mine[-1].count + 1)
-                else:
-                    mine.append(Piece(1, height, rank, element, 0, 0))
-                open_piece = worker if height == rows else None
-                element += height * rank
-    return shares
+def _divide(
+    width: WireFormat,
+    factors: Sequence[tuple[int, int, int]],
+    bypass_numel: int,
+    itemsize: int,
+    workers: int,
+    size: int,
+) -> list[Chunk] | None:
+    """Fill chunks of ``size`` bytes one after the other. None if there are more than ``workers``."""
+    shapes, done, row, element = iter(factors), 0, 0, 0
+    shape = next(shapes, None)
+    start, exact = sum(count * rows * rank for count, rows, rank in factors), 0
+    chunks: list[Chunk] = []
+    for _ in range(workers):
+        space = size
+        pieces: list[Piece] = []
+        while shape is not None:
+            count, rows, rank = shape
+            whole = 0 if row else min(count - done, space // width.factor_bytes(rows, rank))
+            height = rows if whole else min(rows - row, width.rows_in(space, rank))
+            if not height:
+                break
+            pieces.append(Piece(max(whole, 1), height, rank, element, 0, 0))
+            element += pieces[-1].numel
+            space -= max(whole, 1) * width.factor_bytes(height, rank)
+            if whole or row + height == rows:
+                done, row = done + max(whole, 1), 0
+            else:
+                row += height
+            if done == count:
+                shape, done = next(shapes, None), 0
+        # Exact elements follow when all factors have a place.
+        numel = min(bypass_numel - exact, space // itemsize) if shape is None else 0
+        chunks.append(Chunk(start + exact, numel, _placed(width, pieces, numel * itemsize)))
+        exact += numel
+    return chunks if shape is None and exact == bypass_numel else None
 
 
-def _cuts(rows: int, rank: int, element: int, total: int, workers: int) -> list[tuple[int, int]]:
-    """Return (worker, rows) pairs, in row order, for a matrix that begins at ``element``."""
-    cuts: list[tuple[int, int]] = []
-    for row in range(0, rows, BLOCK):
-        height = min(BLOCK, rows - row)
-        # The worker whose share contains the middle of the block.
-        middle = 2 * (element + row * rank) + height * rank
-        worker = middle * workers // (2 * total)
-        if cuts and cuts[-1][0] == worker:
-            cuts[-1] = (worker, cuts[-1][1] + height)
-        else:
-            cuts.append((worker, height))
-    return cuts
+def _placed(width: WireFormat, pieces: Sequence[Piece], scale: int) -> tuple[Piece, ...]:
+    """Return a chunk's pieces with their places in its bytes, in which the scales begin at ``scale``."""
+    scales = [SCALE_BYTES * p.count * -(-p.rows // BLOCK) * p.rank if width.scaled else 0 for p in pieces]
+    codes = [p.count * width.factor_bytes(p.rows, p.rank) - own for p, own in zip(pieces, scales, strict=True)]
+    scale_places = itertools.accumulate(scales, initial=scale)
+    code_places = itertools.accumulate(codes, initial=scale + sum(scales))
+    return tuple(
+        dataclasses.replace(piece, scale=own_scale, code=own_code)
+        for piece, own_scale, own_code in zip(pieces, scale_places, code_places, strict=False)
+    )
