@@ -189,25 +189,32 @@ def _take_turn(step: Callable[[], None], seconds: list[float]) -> Counters:
 
 
 def ratio(rows: Sequence[Row], arm: str, base: str) -> float:
-    """Return the bytes of an arm divided by those of another, both of the node and direction that has most."""
-    found = {row.arm: row.most for row in rows}
-    return found[arm] / found[base]
+    """Return the bytes of an arm divided by those of another, each of the node and direction that has most.
+
+    Args:
+        rows: Rows of one model at one rate.
+        arm: One of ``ARMS``.
+        base: Another one.
+    """
+    most = {row.arm: row.most for row in rows}
+    return most[arm] / most[base]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: for each model and rate, kB that a node sends in a step and the time of a step."""
-
-    def setting(row: Row) -> tuple[str, float | None]:
-        return row.model, row.megabits_per_second
-
-    lines = [["model", "Mbit/s", "arm", "node 0 sends", "node 1 sends", f"of {FLAT}", "ms of a step (quartiles)"]]
-    lines.append(["---", "--:", "---", *["--:"] * 4])
-    for row in rows:
-        peers = [other for other in rows if setting(other) == setting(row)]
-        first, median, third = (f"{1e3 * value:,.0f}" for value in row.seconds)
-        sent = [f"{size / 1e3:,.1f} kB" for size in row.sent]
-        share = f"{ratio(peers, row.arm, FLAT):.3f}"
-        lines.append([row.model, f"{row.megabits_per_second:g}", row.arm, *sent, share, f"{median} ({first}–{third})"])
+    """Markdown: for each model and arm, kB that a node sends in a step at the first rate, and a step's time at each."""
+    rates = list(dict.fromkeys(row.megabits_per_second for row in rows))
+    times = [f"ms at {rate:g} Mbit/s" for rate in rates]
+    lines = [["model", "arm", "node 0 sends", "node 1 sends", f"of {FLAT}", f"of {FLAT_INT4}", *times]]
+    lines.append(["---", "---", *["--:"] * (4 + len(rates))])
+    for model in dict.fromkeys(row.model for row in rows):
+        of_rates = [[row for row in rows if (row.model, row.megabits_per_second) == (model, rate)] for rate in rates]
+        for same_arm in zip(*of_rates, strict=True):
+            first = same_arm[0]
+            sent = [f"{size / 1e3:,.1f} kB" for size in first.sent]
+            shares = [f"{ratio(of_rates[0], first.arm, base):.3f}" for base in (FLAT, FLAT_INT4)]
+            quartiles = [[f"{1e3 * value:,.0f}" for value in row.seconds] for row in same_arm]
+            times = [f"{median} ({lower}–{upper})" for lower, median, upper in quartiles]
+            lines.append([model, first.arm, *sent, *shares, *times])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
