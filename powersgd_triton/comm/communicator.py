@@ -19,6 +19,12 @@ class Communicator:
             they contain all workers. With HSDP, for example, these are the workers that hold the other shards.
         collectives: Module with the collective functions: ``torch.distributed``, or one with functions of the same
             names, such as ``deepspeed.comm``, which logs collectives.
+        nodes: Groups of the workers of this node, and of the workers with this index on all nodes. With them, sums take
+            two levels, since the workers of a node share a network card. See ``nodes.node_groups``.
+
+    Attributes:
+        inside: Collectives of the workers of this node. None without two levels.
+        across: Collectives of the workers with this index on all nodes, or of all workers without two levels.
 
     Raises:
         RuntimeError: A group was given although torch.distributed is not initialized, or this process is not a member.
@@ -29,6 +35,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         others: Sequence[dist.ProcessGroup] = (),
         collectives: Any = dist,
+        nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
         ready = dist.is_available() and dist.is_initialized()
         if group is not None and not ready:
@@ -41,6 +48,10 @@ class Communicator:
         self.group = group
         self.others = tuple(Communicator(other) for other in others)
         self._collectives = collectives
+        self.inside: Communicator | None = None
+        self.across: Communicator = self
+        if nodes is not None:
+            self.inside, self.across = (Communicator(each, collectives=collectives) for each in nodes)
 
     @property
     def _ready(self) -> bool:
@@ -68,9 +79,21 @@ class Communicator:
         work: dist.Work | None = self._collectives.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start sending row w of ``sent`` to worker w, and receiving row w of ``received`` from it. [workers, …]."""
-        work: dist.Work = self._collectives.all_to_all_single(received, sent, group=self.group, async_op=True)
+    @property
+    def share(self) -> tuple[int, int]:
+        """(index of this worker in its node, workers of the node), or (0, 1) without two levels."""
+        return (0, 1) if self.inside is None else (self.inside.index, self.inside.world_size)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int] | None = None) -> dist.Work:
+        """Start sending row w of ``sent`` to worker w, and receiving row w of ``received`` from it. [workers, …].
+
+        With ``sizes``, ``sent`` is flat and has a row of ``sizes[w]`` elements for each worker.
+        """
+        splits: dict[str, Any] = {}
+        if sizes is not None:
+            splits = {"input_split_sizes": list(sizes), "output_split_sizes": [sizes[self.index]] * len(sizes)}
+        collectives = self._collectives
+        work: dist.Work = collectives.all_to_all_single(received, sent, group=self.group, async_op=True, **splits)
         return work
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:

@@ -1,39 +1,151 @@
-"""Sum messages over the workers, with factors in fp32 or narrower."""
+"""Sum messages over the workers, with factors in fp32 or narrower, on one level or on two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Generator, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, wait
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.layout import Layout, wire_format
 from powersgd_triton.ops.backend import Backend, Message
+from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.wire import Wire
+
+ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
+SMALL = 8192
+"""Bytes of a message in fp32 up to which latency decides, so that one all-reduce takes less time than an exchange."""
+
+
+def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int) -> str:
+    """Return how a message is summed over the workers, or over the nodes.
+
+    An all-reduce sends the message as it is. The others send narrow factors, and as many bytes as an all-reduce of the
+    narrow message would. With an all-gather, each of two workers sends its whole message, and both compute the sum.
+    With an all-to-all, each worker owns a part of the message. All send it this part, and it sends the sum to all.
+
+    Args:
+        numel, itemsize: Elements of the message, and bytes of each.
+        config: Configuration with the factors' format. With a budget, bytes count more than latency.
+        workers: Number of workers.
+    """
+    if wire_format(config).bits == 32 or workers == 1 or numel == 0:
+        return ALL_REDUCE
+    if workers == 2:
+        return ALL_GATHER
+    return ALL_REDUCE if numel * itemsize <= SMALL and not config.planned else ALL_TO_ALL
 
 
 def sum_over_workers(backend: Backend, message: Message, communicator: Communicator) -> Iterator[None]:
     """Sum a message of a bucket in place. Whenever this yields, a collective is under way.
 
-    A message in fp32 or fp64 takes one all-reduce. If factors are narrower, each worker owns a part of the message. It
-    sums that part in the message's dtype, rounds the sum, and sends it to all workers. This takes an all-to-all and an
-    all-gather, with the bytes of one all-reduce. (An all-reduce in 16 bits would round partial sums, and no worker's
-    error would contain what that loses.)
+    If workers of a node share a network card, they sum the message within the node first. Then each of them sums a part
+    of it over the nodes, and they put the parts together. So a card carries one message in either direction.
     """
-    content, workers = message.content, communicator.world_size
-    plan = backend.bucket.wire_plan(content.numel(), left=message.left, workers=workers)
-    if plan is None:
-        work = communicator.all_reduce(content)
+    content, own, inside, across = message.content, message.own, communicator.inside, communicator.across
+    bucket, (part, parts) = backend.bucket, communicator.share
+    if inside is not None:
+        yield from sum_in_place(content, inside)
+    kind = exchange_of(content.numel(), content.element_size(), bucket.config, across.world_size)
+    owners = {ALL_REDUCE: 0, ALL_GATHER: 1, ALL_TO_ALL: across.world_size}[kind]
+    if not owners:
+        if inside is not None and own is not None:
+            # The node contributes as one. Each of its workers subtracts the node's product from its own rows.
+            own.copy_(content[: own.numel()])
+        mine = content.tensor_split(parts)
+        yield from sum_in_place(mine[part], across)
+        if inside is not None:
+            for other in [*mine[:part], *mine[part + 1 :]]:
+                other.zero_()
+            yield from sum_in_place(content, inside)
+        return
+    wire = backend.wire(bucket.wire_plan(content.numel(), left=message.left, owners=owners, part=part))
+    target, contributed = content, own
+    if inside is not None:
+        # Zero but for this worker's part, so that the sum over the node puts the parts together.
+        gathered = content.new_zeros(content.numel() + (0 if own is None else own.numel()))
+        target = gathered[: content.numel()]
+        contributed = None if own is None else gathered[content.numel() :]
+    yield from _exchange(wire, content, contributed, target, across)
+    if inside is not None:
+        yield from sum_in_place(gathered, inside)
+        content.copy_(target)
+        if own is not None and contributed is not None:
+            own.copy_(contributed)
+
+
+def sum_in_place(content: Tensor, communicator: Communicator) -> Iterator[None]:
+    """Sum a tensor in place by an all-reduce."""
+    work = communicator.all_reduce(content)
+    yield
+    wait(work)
+
+
+def _exchange(
+    wire: Wire, content: Tensor, own: Tensor | None, target: Tensor, communicator: Communicator
+) -> Iterator[None]:
+    """Write the sum of all workers' ``content`` to ``target``, with rounded factors, and what was sent to ``own``.
+
+    A part's owner sums it in the message's dtype and rounds the sum. (An all-reduce in 16 bits would round partial
+    sums, and no worker's error would contain what that loses.)
+    """
+    owners, size, workers = len(wire.plan.chunks), wire.plan.size, communicator.world_size
+    sent = torch.empty(owners, size, dtype=torch.uint8, device=content.device)
+    received = torch.empty(workers, size, dtype=torch.uint8, device=content.device)
+    wire.encode(content, own, out=sent)
+    work = communicator.all_gather(received, sent) if owners == 1 else communicator.all_to_all(received, sent)
+    yield
+    wait(work)
+    sums = torch.empty_like(sent)
+    if owners == 1:
+        # All compute the same. The first one keeps what rounding the sum loses.
+        wire.reduce(received, own if communicator.index == 0 else None, 0, out=sums[0])
+    else:
+        mine = torch.empty_like(sums[0])
+        wire.reduce(received, own, communicator.index, out=mine)
+        work = communicator.all_gather(sums, mine)
         yield
         wait(work)
-        return
-    wire = backend.wire(plan)
-    sent, received = torch.empty(2, workers, plan.size, dtype=torch.uint8, device=content.device)
-    wire.encode(content, message.own, out=sent)
-    work = communicator.all_to_all(received, sent)
+    wire.decode(sums, out=target)
+
+
+def share_of_sum(
+    bucket: Bucket, gradients: Mapping[str, Tensor], communicator: Communicator
+) -> Generator[None, None, Mapping[str, Tensor]]:
+    """Sum a bucket's gradients over the workers of a node, and return {name: the rows of this worker's share}.
+
+    Bypass tensors remain this worker's own, since the messages sum them. All are in the dtype of messages.
+    """
+    layout, cuts, index, dtype = bucket.layout, bucket.shares.cuts, communicator.index, bucket.message_P.dtype
+    if not layout.compressed:
+        return gradients
+    sizes = [end - start for start, end in itertools.pairwise(cuts)]
+    sent = _flat(layout, gradients)
+    received = sent.new_empty(len(sizes) * sizes[index])
+    work = communicator.all_to_all(received, sent, sizes)
     yield
     wait(work)
-    mine = torch.empty(plan.size, dtype=torch.uint8, device=content.device)
-    wire.reduce(received, message.own, communicator.index, out=mine)
-    work = communicator.all_gather(sent, mine)
-    yield
-    wait(work)
-    wire.decode(sent, out=content)
+    total = received.view(len(sizes), -1).sum(dim=0, dtype=dtype) if sizes[index] else received.to(dtype)
+    rows = {
+        piece.name: total[piece.offset - cuts[index] :][: piece.numel].view(piece.shape)
+        for group in bucket.own
+        for piece in group.segments
+    }
+    return rows | {segment.name: gradients[segment.name].to(dtype) for segment in layout.bypass}
+
+
+def _flat(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return the gradients as one flat tensor: without a copy if they lie in one buffer in the layout's order."""
+    tensors = [gradients[segment.name] for segment in layout.segments]
+    first, size = tensors[0], tensors[0].element_size()
+    if all(
+        tensor.data_ptr() == first.data_ptr() + segment.offset * size
+        and tensor.dtype == first.dtype
+        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for segment, tensor in zip(layout.segments, tensors, strict=True)
+    ):
+        return first.as_strided((layout.numel,), (1,))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

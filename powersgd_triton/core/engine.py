@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, wait
-from powersgd_triton.comm.exchange import sum_over_workers
+from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.capture import Capture
 from powersgd_triton.core.facts import Tensors
@@ -149,6 +149,10 @@ class Engine:
         self.numel[1] += layout.sent_numel(config, step.iteration)
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
         gradients = self.memory.add_remaining(layout, gradients, step)
+        yield from self.memory.move_rows(backend.bucket, communicator)
+        if communicator.inside is not None:
+            # The workers of a node sum their gradients, and each compresses its share of the sum.
+            gradients = yield from share_of_sum(backend.bucket, gradients, communicator.inside)
         if not config.warm_start:
             backend.orthogonalize_bases(step, redraw=True)
         for repetition in range(config.iterations):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import sum_in_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size, listing
 from powersgd_triton.core.streams import Streams, on_its_streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
+from powersgd_triton.layout.shares import Shares
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
 from powersgd_triton.ops.bucket import Bucket
@@ -28,15 +31,22 @@ class Matrix:
     """One compressed tensor.
 
     Attributes:
-        error: Error buffer [n, m]. None without error feedback.
+        error: Error buffer of this worker's rows. None without error feedback, or if it has none of the rows.
+        rows: (first row, row after the last) of each worker of this node.
         bases: Bases of the next products, as views of the bucket's: "basis" [m, r], and "left_basis" [n, r] in the
             alternating algorithm.
         bucket: Bucket that held the tensor in its last step.
     """
 
     error: Tensor | None
+    rows: tuple[tuple[int, int], ...]
     bases: Parts
     bucket: Bucket
+
+    @property
+    def first_row(self) -> int:
+        """First of this worker's rows."""
+        return self.rows[self.bucket.worker][0]
 
 
 class Memory:
@@ -61,22 +71,27 @@ class Memory:
         self.loaded = SavedState()
         # Errors of tensors that are no longer compressed, each with the verdict of the step that added it, if any.
         self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
+        # Errors that belong to other rows from now on, which may be another worker's: (first row, rows).
+        self._moving: dict[str, list[tuple[int, Tensor]]] = {}
         self._workspace: Workspace = {}
         self._choices: set[tuple[str, str]] = set()
 
     # Buckets ---------------------------------------------------------------------------------------------------------
 
-    def bind(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Backend:
+    def bind(
+        self, layout: Layout, gradients: Mapping[str, Tensor], step: Step, share: tuple[int, int] = (0, 1)
+    ) -> Backend:
         """Return the backend of the bucket with this layout. A new bucket takes over the errors and bases.
 
         Its factors are fp64 if a gradient is fp64, else fp32. If an allocation fails, no error and no basis is lost.
+        ``share`` is (index of this worker in its node, workers of the node that share the bucket).
 
         Raises:
             RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
             ValueError: The configured backend cannot be used.
         """
-        known = self._known(layout)
-        if known is not None:
+        known, (worker, workers) = self._known(layout), share
+        if known is not None and known.bucket.shares.workers == workers:
             return known
         for segment in layout.compressed:
             saved = self.loaded.tensors
@@ -94,8 +109,10 @@ class Memory:
             self._choices.add((name, reason))
         self.materialize(step, {self.matrices[s.name].bucket for s in layout.compressed if s.name in self.matrices})
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        errors = self._error_buffers(layout, dtype, device)
-        backend = make_backend(name, Bucket(layout, dtype, device, self._config, errors), self._workspace)
+        shares = Shares.build(layout, workers)
+        errors = self._error_buffers(shares, worker, dtype, device)
+        bucket = Bucket(layout, dtype, device, self._config, errors, shares, worker)
+        backend = make_backend(name, bucket, self._workspace)
         self._take_over(backend, step)
         for segment in layout.segments:
             self.sizes[segment.name] = (segment.n, segment.m, segment.rank)
@@ -118,23 +135,36 @@ class Memory:
 
     def is_settled(self, layout: Layout) -> bool:
         """Return whether the next step of this bucket does the same as its steps from then on."""
-        return self._known(self._plan.layout(layout)) is not None and not self._remaining
+        known = self._backends.get(layout.segments[0].name)
+        if known is None or self._remaining or self._moving:
+            return False
+        # It may have been joined with others.
+        return layout.names <= known.bucket.layout.names and self._known(known.bucket.layout) is known
 
-    def _error_buffers(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> Parts | None:
-        """Return the known error buffers {name: [n, m]}, and zeros for new matrices. None without error feedback."""
+    def _error_buffers(self, shares: Shares, worker: int, dtype: torch.dtype, device: torch.device) -> Parts | None:
+        """Return the error buffers of a worker's rows, {name: [rows, m]}. They are zero if it did not have these rows.
+
+        The result is None without error feedback.
+        """
         if not self._config.error_feedback:
             return None
         if self._config.error_dtype:
             dtype = getattr(torch, str(self._config.error_dtype))
+        segments = {segment.name: segment for segment in shares.layout.compressed}
         errors: Parts = {}
-        for group in layout.groups:
-            known = {s.name: m.error for s in group.segments if (m := self.matrices.get(s.name)) is not None}
+        for group in shares.groups(worker):
+            known = {
+                piece.name: matrix.error
+                for piece in group.segments
+                if (matrix := self.matrices.get(piece.name)) is not None
+                and matrix.rows == shares.rows(segments[piece.name])
+            }
             # One allocation for a group's new matrices keeps them at equal distances, so that they can be batched.
             memory = torch.zeros(len(group.segments) - len(known), group.n, group.m, dtype=dtype, device=device)
             zeros = iter(memory.unbind())
-            for segment in group.segments:
-                error = known.get(segment.name)
-                errors[segment.name] = next(zeros) if error is None else error.to(dtype)
+            for piece in group.segments:
+                error = known.get(piece.name)
+                errors[piece.name] = next(zeros) if error is None else error.to(dtype)
         return errors
 
     def _take_over(self, backend: Backend, step: Step) -> None:
@@ -145,23 +175,48 @@ class Memory:
         if self._config.algorithm == "alternating":
             bases["left_basis"] = bucket.left(bucket.P_hat)
         complete = True
+        errors = {
+            piece.name: error
+            for group, buffers in zip(bucket.own, bucket.M or [], strict=False)
+            for piece, error in zip(group.segments, buffers, strict=True)
+        }
         for position, group in enumerate(bucket.layout.groups):
             for index, segment in enumerate(group.segments):
                 own = {key: views[position][index] for key, views in bases.items()}
-                error = bucket.M[position][index] if bucket.M is not None else None
+                error, rows = errors.get(segment.name), bucket.shares.rows(segment)
                 earlier = self.matrices.get(segment.name)
                 if earlier is not None:
                     complete &= _fill(own, earlier.bases, functools.partial(self._plan.kept_columns, segment.name))
+                    if bucket.M is not None and earlier.rows != rows:
+                        moved = [] if earlier.error is None else [(earlier.first_row, earlier.error)]
+                        self._moving[segment.name] = [*self._moving.get(segment.name, []), *moved]
                 loaded = self.loaded.matrices.get(segment.name)
                 if loaded is not None:
                     complete &= _fill(own, loaded, functools.partial(self._plan.kept_columns, segment.name))
-                    if error is not None:
+                    if bucket.M is not None and len(rows) > 1:
+                        self._moving[segment.name] = [(0, loaded["error"])]
+                    elif error is not None:
                         error.copy_(loaded["error"])
                 # Last, so that a failed allocation loses nothing.
-                self.matrices[segment.name] = Matrix(error, own, bucket)
+                self.matrices[segment.name] = Matrix(error, rows, own, bucket)
                 self.loaded.matrices.pop(segment.name, None)
         if not complete:
             backend.orthogonalize_bases(step)
+
+    def move_rows(self, bucket: Bucket, communicator: Communicator) -> Iterator[None]:
+        """Bring errors to the workers of this node that have their rows now. Yield while a collective is under way."""
+        for segment in bucket.layout.compressed:
+            if segment.name not in self._moving:
+                continue
+            matrix, width = self.matrices[segment.name], bucket.message_P
+            whole = torch.zeros(segment.n, segment.m, dtype=width.dtype, device=width.device)
+            for first, rows in self._moving[segment.name]:
+                whole[first : first + len(rows)] += rows
+            if communicator.inside is not None:
+                yield from sum_in_place(whole, communicator.inside)
+            if matrix.error is not None:
+                matrix.error += whole[matrix.first_row :][: len(matrix.error)]
+            del self._moving[segment.name]
 
     def buckets(self) -> list[Bucket]:
         """Return the buckets of the last steps, ordered by the names of their first tensors."""
@@ -244,6 +299,9 @@ class Memory:
             errors = bucket.errors(step, wide=wide)
             # Another bucket may have taken over some of the matrices.
             found |= {name: error for name, error in errors.items() if self.matrices[name].bucket is bucket}
+        for name, parts in self._moving.items():
+            for first, rows in parts:
+                found[name][first : first + len(rows)] += rows
         return found
 
     @on_its_streams
@@ -258,7 +316,7 @@ class Memory:
         for parts in self.loaded.matrices.values():
             if "error" in parts:
                 parts["error"].zero_()
-        self._remaining = {}
+        self._remaining, self._moving = {}, {}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -289,7 +347,7 @@ class Memory:
 
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
-        self.matrices, self.sizes, self._backends, self._remaining = {}, {}, {}, {}
+        self.matrices, self.sizes, self._backends, self._remaining, self._moving = {}, {}, {}, {}, {}
         self.loaded = saved
 
     def claim(self, worker: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:

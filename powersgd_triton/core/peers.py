@@ -105,7 +105,8 @@ class Peers:
         def allocate() -> tuple[Backend, Facts, Facts]:
             # Planned ranks enter a layout only here. A new plan makes a new layout and therefore a new bucket, which
             # takes over the errors and the columns of the bases that fit.
-            return self._memory.bind(self._plan.layout(layout), gradients, self._step), {}, {}
+            share = self.communicator.share
+            return self._memory.bind(self._plan.layout(layout), gradients, self._step, share), {}, {}
 
         if layout in self._bound:
             return allocate()[0]

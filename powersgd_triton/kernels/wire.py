@@ -164,7 +164,7 @@ def reduce_triton(
         views = _views(table, out)
         target = views[0] if own is None else own
         _reduce_kernel[(end - first,)](
-            *_views(table, received), target, *views, table.rows, table.plan.size, first, len(table.plan.chunks),
+            *_views(table, received), target, *views, table.rows, table.plan.size, first, len(received),
             OWN=own is not None, **_constants(table, launch),
         )  # fmt: skip
 

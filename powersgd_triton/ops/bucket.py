@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, wire_format
+from powersgd_triton.layout.layout import Layout, Segment, ShapeGroup, wire_format
+from powersgd_triton.layout.shares import Shares
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.step import Step
@@ -31,15 +32,19 @@ class Bucket:
         dtype: Dtype of factors and messages, fp32 or fp64.
         device: Device of the gradients.
         config: Configuration of the compression.
-        errors: {name: error buffer [n, m]} of all matrices. None without error feedback.
+        errors: {name: error buffer} of the rows that this worker compresses. None without error feedback.
+        shares: The rows that each worker of this node compresses. None if every worker compresses all.
+        worker: Index of this worker in its node.
 
     Attributes:
+        shares, worker: See above.
+        own: The rows that this worker multiplies, as matrices with their places in the factors. M belongs to them.
         message_P: [P of all groups | bypass tensors] of this worker, and after a collective the sum over workers.
         message_Q: [Q of all groups]. In the alternating algorithm [Q of all groups | bypass tensors].
         P_hat: Orthonormal left bases [B, n, r].
         basis: Orthonormal right bases [B, m, r], by which the next projection multiplies.
         P, Q: This worker's own products. P is empty in the standard algorithm.
-        M: Error buffers, B of [n, m] for each group. None without error feedback.
+        M: Error buffers, B of [n, m] for each group of ``own``. None without error feedback.
         keys: Seeds of the matrices' random directions, [B] int64 on the device for each group.
         product: This worker's contribution to the last step.
         applied: Scalar, 0 if the last step is not applied. None if there is no product to subtract from M.
@@ -55,19 +60,24 @@ class Bucket:
         device: torch.device,
         config: PowerSGDConfig,
         errors: Mapping[str, Tensor] | None = None,
+        shares: Shares | None = None,
+        worker: int = 0,
     ) -> None:
         def new(numel: int) -> Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         alternating = config.algorithm == "alternating"
         self.layout, self.config = layout, config
+        self.shares = shares or Shares.build(layout, 1)
+        self.worker = worker
+        self.own = self.shares.groups(worker)
         self.message_P = new(layout.p_numel + layout.bypass_numel)
         self.message_Q = new(layout.q_numel + (layout.bypass_numel if alternating else 0))
         self.P_hat, self.basis = new(layout.p_numel), new(layout.q_numel)
         self.P, self.Q = new(layout.p_numel if alternating else 0), new(layout.q_numel)
         self.M: list[list[Tensor]] | None = None
         if errors is not None:
-            self.M = [[errors[segment.name] for segment in group.segments] for group in layout.groups]
+            self.M = [[errors[segment.name] for segment in group.segments] for group in self.own]
         self.keys = [
             _on_device(torch.tensor([seed(segment.name, config) for segment in group.segments]), device)
             for group in layout.groups
@@ -77,7 +87,7 @@ class Bucket:
         self.average: Product = []
         self.bypass_means = self.message_P[layout.p_numel :]
         self.scale: Tensor | None = None
-        self._wire_plans: dict[tuple[int, bool, int], WirePlan] = {}
+        self._wire_plans: dict[tuple[int, bool, int, int], WirePlan] = {}
 
     # Error buffers ---------------------------------------------------------------------------------------------------
 
@@ -121,25 +131,39 @@ class Bucket:
         self.applied = self.scale = None
 
     def errors(self, step: Step, *, wide: bool = False) -> dict[str, Tensor]:
-        """Return copies {name: E}, in at least fp32 if ``wide``. Nothing changes.
+        """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Nothing changes.
 
-        The product of an open step is not subtracted, since it is not known yet whether the step is applied.
+        Rows that other workers of this node compress are zero. The product of an open step is not subtracted, since it
+        is not known yet whether the step is applied.
         """
         copies = [
             [M.to(torch.promote_types(M.dtype, torch.float32) if wide else M.dtype, copy=True) for M in errors]
             for errors in self.M or []
         ]
         self._settle(copies, None if step.decides(self.applied) else self.applied)
-        return {
-            segment.name: error
-            for group, errors in zip(self.layout.groups, copies, strict=False)
+        found = {
+            segment.name: (segment, error)
+            for group, errors in zip(self.own, copies, strict=False)
             for segment, error in zip(group.segments, errors, strict=True)
         }
+        if self.M is None:
+            return {}
+        return {segment.name: self._whole(segment, *found.get(segment.name, ())) for segment in self.layout.compressed}
+
+    def _whole(self, segment: Segment, piece: Segment | None = None, error: Tensor | None = None) -> Tensor:
+        """Return the matrix of which a piece has some rows. The others are zero."""
+        if piece is not None and error is not None and piece.n == segment.n:
+            return error
+        dtype = self.message_P.dtype if error is None else error.dtype
+        whole = torch.zeros(segment.n, segment.m, dtype=dtype, device=self.message_P.device)
+        if piece is not None and error is not None:
+            whole[(piece.offset - segment.offset) // segment.m :][: piece.n] = error
+        return whole
 
     def _settle(self, buffers: list[list[Tensor]], applied: Tensor | None) -> None:
         """Turn M into E: subtract the pending product unless ``applied`` is 0 or None, and divide by the loss scale."""
         if applied is not None:
-            for errors, (P, Q) in zip(buffers, self.joined(self.product), strict=True):
+            for errors, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
                 subtract_product_reference(errors, P, Q, applied)
                 for error in errors:
                     # Near the largest number, the difference may overflow although M and the factors are finite.
@@ -148,43 +172,53 @@ class Bucket:
             for error in [error for errors in buffers for error in errors]:
                 error.div_(self.scale)
 
-    def wire_plan(self, numel: int, *, left: bool, workers: int) -> WirePlan | None:
-        """Return the byte format of a message of ``numel`` elements. None if the message is sent as it is."""
-        width = wire_format(self.config)
-        if width.bits == 32 or workers == 1 or numel == 0:
-            return None
-        if (numel, left, workers) not in self._wire_plans:
-            bypass = numel - (self.layout.p_numel if left else self.layout.q_numel)
-            shapes = self.layout.factor_shapes(left=left)
-            plan = WirePlan.build(width, shapes, bypass, self.message_P.element_size(), workers)
-            self._wire_plans[numel, left, workers] = plan
-        return self._wire_plans[numel, left, workers]
+    def wire_plan(self, numel: int, *, left: bool, owners: int, part: int = 0) -> WirePlan:
+        """Return the byte format of a message, or of the part of it that this worker of a node sends.
+
+        Args:
+            numel: Number of elements of the whole message.
+            left: Whether its factors are left factors.
+            owners: Number of workers that each sum a chunk of the part.
+            part: Which part, if the workers of a node share the message.
+        """
+        key = numel, left, owners, part
+        if key not in self._wire_plans:
+            bypass, parts = numel - (self.layout.p_numel if left else self.layout.q_numel), self.shares.workers
+            shapes, itemsize = self.layout.factor_shapes(left=left), self.message_P.element_size()
+            plan = WirePlan.build(wire_format(self.config), shapes, bypass, itemsize, parts * owners)
+            self._wire_plans[key] = plan.part(part, parts)
+        return self._wire_plans[key]
 
     # Views -----------------------------------------------------------------------------------------------------------
 
-    def left(self, factors: Tensor) -> list[Tensor]:
-        """Return views [B, n, r] of flat left factors, group by group."""
-        return [
-            factors[g.p_offset : g.p_offset + g.p_numel].view(len(g.segments), g.n, g.rank) for g in self.layout.groups
-        ]
+    def left(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
+        """Return views [B, n, r] of flat left factors, for all groups of the layout or for those given."""
+        groups = self.layout.groups if groups is None else groups
+        return [factors[g.p_offset : g.p_offset + g.p_numel].view(len(g.segments), g.n, g.rank) for g in groups]
 
-    def right(self, factors: Tensor) -> list[Tensor]:
-        """Return views [B, m, r] of flat right factors, group by group."""
-        return [
-            factors[g.q_offset : g.q_offset + g.q_numel].view(len(g.segments), g.m, g.rank) for g in self.layout.groups
-        ]
+    def right(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
+        """Return views [B, m, r] of flat right factors, for all groups of the layout or for those given."""
+        groups = self.layout.groups if groups is None else groups
+        return [factors[g.q_offset : g.q_offset + g.q_numel].view(len(g.segments), g.m, g.rank) for g in groups]
 
-    def joined(self, product: Product) -> list[tuple[Tensor, Tensor]]:
+    def joined(self, product: Product, groups: Sequence[ShapeGroup] | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return a product as one pair of factors [B, n, k], [B, m, k] for each group. One pair gives views."""
         if len(product) == 1:
-            return list(zip(self.left(product[0][0]), self.right(product[0][1]), strict=True))
-        lefts = zip(*(self.left(P) for P, _ in product), strict=True)
-        rights = zip(*(self.right(Q) for _, Q in product), strict=True)
+            ((P, Q),) = product
+            return list(zip(self.left(P, groups), self.right(Q, groups), strict=True))
+        lefts = zip(*(self.left(P, groups) for P, _ in product), strict=True)
+        rights = zip(*(self.right(Q, groups) for _, Q in product), strict=True)
         return [(torch.cat(P, dim=2), torch.cat(Q, dim=2)) for P, Q in zip(lefts, rights, strict=True)]
 
-    def matrices(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    def matrices(self, tensors: Mapping[str, Tensor], groups: Sequence[ShapeGroup] | None = None) -> list[list[Tensor]]:
         """Return the compressed tensors of {name: contiguous tensor} as matrices, group by group."""
-        return [[tensors[s.name].view(group.n, group.m) for s in group.segments] for group in self.layout.groups]
+        groups = self.layout.groups if groups is None else groups
+        return [[tensors[segment.name].view(group.n, group.m) for segment in group.segments] for group in groups]
+
+    @property
+    def shared(self) -> bool:
+        """Whether other workers of this node compress a part of the matrices."""
+        return self.shares.workers > 1
 
     def bypass(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the bypass tensors of {name: contiguous tensor}, flat."""

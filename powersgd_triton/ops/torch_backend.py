@@ -51,17 +51,22 @@ class TorchBackend:
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
         bucket = self.bucket
-        bases = bucket.right(bucket.basis)
+        bases = bucket.right(bucket.basis, bucket.own)
+        # In the standard algorithm only the span of the sum is used, so this worker's own P need not be kept.
+        out = bucket.P if self._alternating else bucket.message_P
+        if bucket.shared:
+            # Other workers of this node multiply the other rows.
+            out[: bucket.layout.p_numel].zero_()
+        self._multiply(gradients, step, repetition, bases, bucket.left(out, bucket.own), left=False)
         if not self._alternating:
-            # Only the span of the sum is used, so this worker's own P need not be kept.
-            self._multiply(gradients, step, repetition, bases, bucket.left(bucket.message_P), left=False)
             return self._message(gradients, repetition, bucket.message_P, bucket.layout.p_numel, left=True, own=None)
-        self._multiply(gradients, step, repetition, bases, bucket.left(bucket.P), left=False)
         return self._message(gradients, repetition, bucket.message_P, bucket.layout.p_numel, left=True, own=bucket.P)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
         bucket = self.bucket
-        bases, out = bucket.left(bucket.P_hat), bucket.right(bucket.Q)
+        bases, out = bucket.left(bucket.P_hat, bucket.own), bucket.right(bucket.Q, bucket.own)
+        if bucket.shared:
+            bucket.Q.zero_()
         if self._alternating:
             self._multiply(gradients, step, repetition, bases, out, left=True)
             return self._message(
@@ -71,7 +76,7 @@ class TorchBackend:
         self._look_at(self._sent.content, first=repetition == 0)
         if repetition == 0:
             self._bypass.div_(step.workers)
-        _orthogonalize(bucket, bucket.left(bucket.message_P), step, out=bases)
+        _orthogonalize(bucket, bucket.left(bucket.message_P), step, out=bucket.left(bucket.P_hat))
         # The projection has compensated M already.
         for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
             backproject_reference(M, basis, out=result)
@@ -133,7 +138,7 @@ class TorchBackend:
 
     def _matrices(self, gradients: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Return M, which is G without error feedback."""
-        return self.bucket.matrices(gradients) if self.bucket.M is None else self.bucket.M
+        return self.bucket.matrices(gradients, self.bucket.own) if self.bucket.M is None else self.bucket.M
 
     def _multiply(
         self,
@@ -157,9 +162,9 @@ class TorchBackend:
         self._product, self._average, self._means = [], [], []
         growth = bucket.rescale(step)
         # Before the first step there is no product. The placeholders are not read, since ``applied`` is None then.
-        pending = bucket.joined(bucket.product) or [(basis, basis) for basis in bases]
+        pending = bucket.joined(bucket.product, bucket.own) or [(basis, basis) for basis in bases]
         applied = bucket.applied if bucket.product else None
-        G = bucket.matrices(gradients)
+        G = bucket.matrices(gradients, bucket.own)
         M: Sequence[list[Tensor] | None] = [None] * len(G) if bucket.M is None else bucket.M
         for g, m, (P, Q), basis, result in zip(G, M, pending, bases, out, strict=True):
             compensate(g, m, P, Q, applied, basis, growth=growth, out=result)
@@ -167,7 +172,7 @@ class TorchBackend:
 
     def _leave_out(self, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
         """Compute out −= product · basis, or productᵀ · basis, for the product that this step has already sent."""
-        for (P, Q), basis, result in zip(self.bucket.joined(self._product), bases, out, strict=False):
+        for (P, Q), basis, result in zip(self.bucket.joined(self._product, self.bucket.own), bases, out, strict=False):
             first, second = (Q, P) if left else (P, Q)
             add_product(result, first, product(second.mT, basis), alpha=-1)
 
@@ -204,7 +209,7 @@ class TorchBackend:
         verdict = step.verdict(finite.device)
         verdict.mul_(finite)
         if bucket.M is not None:
-            for G, M in zip(bucket.matrices(gradients), bucket.M, strict=True):
+            for G, M in zip(bucket.matrices(gradients, bucket.own), bucket.M, strict=True):
                 rollback_reference(G, M, finite)
         for mean in self._means:
             mean.masked_fill_(~finite, math.nan)

@@ -31,9 +31,16 @@ class Measurement:
         totals: list[Tensor] = []
         columns: list[Tensor] = []
         for bucket in buckets:
-            for group, M in zip(bucket.layout.groups, bucket.M or [], strict=True):
+            # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.
+            zero = torch.zeros((), dtype=torch.float64, device=bucket.P_hat.device)
+            squares = {
+                piece.name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.shares.workers
+                for group, M in zip(bucket.own, bucket.M or [], strict=True)
+                for piece, error in zip(group.segments, M, strict=True)
+            }
+            for group in bucket.layout.groups:
                 self._ranks += [(segment.name, group.rank) for segment in group.segments]
-                totals += [torch.linalg.vector_norm(error, dtype=torch.float64).square() for error in M]
+                totals += [squares.get(segment.name, zero) for segment in group.segments]
             columns += [energy.flatten() for energy in _column_energies(bucket)]
         self.totals = torch.stack(totals)
         """This worker's ‖M_w‖² of each matrix. Average it over the workers before ``send``."""

@@ -37,7 +37,7 @@ class Among(Communicator):
         np.multiply(tensor.numpy(), WORKERS, out=tensor.numpy())
         return None
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, _sizes: Sequence[int] | None = None) -> dist.Work:
         received.numpy()[:] = sent.numpy()[self.index]
         return None  # type: ignore[return-value]
 

@@ -78,8 +78,14 @@ class Line(Communicator):
                 self._note("sum", tensor, tensor)
         return None
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
-        self._note("exchange", received, sent)
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int] | None = None) -> Any:
+        if sizes is None:
+            self._note("exchange", received, sent)
+        else:
+            # Rows of several lengths, padded so that they fit one tensor.
+            longest = max(sizes)
+            rows = [torch.nn.functional.pad(row, (0, longest - len(row))) for row in sent.split(list(sizes))]
+            self._note("exchange", received.view(len(sizes), -1), torch.stack(rows))
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Any:
         self._note("gather", gathered, tensor)
@@ -103,7 +109,10 @@ def communicate(lines: Sequence[Line]) -> None:
     if not messages:
         return
     assert len(messages) == len(lines), "some workers sent a message and others did not"
-    kinds = {(kind, received.shape, sent.shape, sent.dtype) for kind, received, sent in messages}
+    # The rows that each worker receives may have another length.
+    kinds = {
+        (kind, received.numel() if kind == "sum" else 0, sent.shape, sent.dtype) for kind, received, sent in messages
+    }
     assert len(kinds) == 1, "workers sent different messages"
     ((kind, *_),) = kinds
     sent = [tensor.clone() for _, _, tensor in messages]
@@ -115,7 +124,8 @@ def communicate(lines: Sequence[Line]) -> None:
         if kind == "sum":
             received.copy_(total)
         else:
-            received.copy_(torch.stack(sent if kind == "gather" else [tensor[worker] for tensor in sent]))
+            rows = torch.stack(sent if kind == "gather" else [tensor[worker] for tensor in sent])
+            received.copy_(rows[:, : received.shape[1]] if kind == "exchange" else rows.view_as(received))
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,11 +156,23 @@ class Fleet:
         config: the same on all of them.
         shapes: {name: shape}.
         world_size: number of workers.
+        node_size: workers of each node; sums take two levels if it is more than 1.
     """
 
-    def __init__(self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int) -> None:
+    def __init__(
+        self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int, node_size: int = 1
+    ) -> None:
         self.config, self.shapes = config, shapes
         self._lines = [Line(index, world_size) for index in range(world_size)]
+        self._groups: list[Sequence[Line]] = [self._lines]
+        if node_size > 1:
+            nodes = world_size // node_size
+            insides = [[Line(index, node_size) for index in range(node_size)] for _ in range(nodes)]
+            across = [[Line(node, nodes) for node in range(nodes)] for _ in range(node_size)]
+            for worker, line in enumerate(self._lines):
+                node, index = divmod(worker, node_size)
+                line.inside, line.across = insides[node][index], across[index][node]
+            self._groups += [*insides, *across]
         self.engines = [Engine(config, line, lambda: shapes) for line in self._lines]
         for engine in self.engines:
             # So that averages that do not fit void the step.
@@ -177,7 +199,8 @@ class Fleet:
                 for stages in list(under_way):
                     going_on = [stage() for stage in stages]
                     assert len(set(going_on)) == 1, "workers are at different stages"
-                    communicate(self._lines)
+                    for group in self._groups:
+                        communicate(group)
                     if not going_on[0]:
                         under_way.remove(stages)
                 if overlapping and run is not runs[-1]:
@@ -230,7 +253,7 @@ class Fleet:
         self.together(lambda engine: engine.begin(names, lambda: own.shapes, device, last=False))
         # As ``Engine.bind``, but one worker after the other, since Triton's interpreter cannot run in threads.
         backends = [
-            engine.memory.bind(engine.plan.layout(own), gradients, engine.step)
+            engine.memory.bind(engine.plan.layout(own), gradients, engine.step, engine.communicator.share)
             for engine, gradients in zip(self.engines, given, strict=True)
         ]
 
