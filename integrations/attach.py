@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
@@ -31,6 +32,7 @@ def attach(
     config: PowerSGDConfig | None = None,
     *,
     loss_scale: LossScaleSource | None = None,
+    node_group: NodeGroup = None,
     **options: Any,
 ) -> Handle:
     """Compress the gradients of a wrapped model, from its next step on. Collective. Prints one line on worker 0.
@@ -43,6 +45,8 @@ def attach(
             has its section "powersgd" if both are left out.
         loss_scale: The ``torch.amp.GradScaler`` of the training, or a function that returns the loss scale. DeepSpeed's
             own needs not be given.
+        node_group: "auto", or groups of the workers that share a node, for DDP, FSDP1 and DeepSpeed; see
+            docs/cluster.md.
         options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
 
     Returns:
@@ -61,7 +65,7 @@ def attach(
     reference = _attached.get(bare)
     state = None if reference is None else reference()
     if state is None:
-        state = _compress(bare, config)
+        state = _compress(bare, config, node_group)
         _attached[bare] = weakref.ref(state)
         if not _is_deepspeed(bare):
             # DeepSpeed's adapter has said it.
@@ -87,7 +91,7 @@ def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDCo
     return PowerSGDConfig.from_dict(options) if options else config
 
 
-def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
+def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeGroup) -> Handle:
     # Adapters and torch's FSDP are imported when they are needed: FSDP takes about a second, and every import of
     # powersgd_triton would wait for it.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -95,7 +99,7 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
     if _is_deepspeed(model):
         from powersgd_triton.integrations import deepspeed
 
-        state = deepspeed.enable(model, config)
+        state = deepspeed.enable(model, config, node_group=node_group)
         if state is None:
             raise ValueError('the section "powersgd" of the DeepSpeed configuration has "enabled": false')
         return state
@@ -104,7 +108,8 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
         from powersgd_triton.integrations import ddp
 
         def prepare() -> tuple[ddp.PowerSGDState, Facts, Facts]:
-            return ddp.PowerSGDState(config, process_group=model.process_group, module=model), {}, {}
+            state = ddp.PowerSGDState(config, process_group=model.process_group, module=model, node_group=node_group)
+            return state, {}, {}
 
         # The other workers would wait in the first step for one that has refused its configuration.
         device = next(model.parameters()).device
@@ -119,12 +124,17 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None) -> Handle:
     if isinstance(model, FullyShardedDataParallel):
         from powersgd_triton.integrations import fsdp1
 
-        sharded = fsdp1.PowerSGDState(model, config)
+        sharded = fsdp1.PowerSGDState(model, config, node_group=node_group)
         model.register_comm_hook(sharded, fsdp1.powerSGD_hook)
         return sharded
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         from powersgd_triton.integrations.fsdp2 import apply_powersgd
 
+        if node_group is not None:
+            raise ValueError(
+                "node_group is for DDP, FSDP1 and DeepSpeed; with fully_shard, use a two-dimensional mesh that shards "
+                "within the node and replicates over the nodes"
+            )
         return apply_powersgd(model, config)
     raise TypeError(_not_wrapped(model))
 

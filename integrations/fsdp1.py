@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
@@ -113,14 +114,18 @@ class PowerSGDState(ShardedHandle):
     Args:
         fsdp_model: The outermost ``FullyShardedDataParallel``, before its first backward pass.
         config: Configuration of the compression.
+        node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
+            only their sum is compressed. See docs/cluster.md.
 
     Raises:
-        TypeError: The model does not use FSDP1, or ``config`` is not a configuration.
+        TypeError: The model does not use FSDP1, ``config`` is not a configuration, or ``node_group`` is something else.
         ValueError: The sharding strategy is hybrid, the model already has a hook or has no trainable parameters, or the
             configuration's budget is too small for it.
     """
 
-    def __init__(self, fsdp_model: FullyShardedDataParallel, config: PowerSGDConfig) -> None:
+    def __init__(
+        self, fsdp_model: FullyShardedDataParallel, config: PowerSGDConfig, *, node_group: NodeGroup = None
+    ) -> None:
         if not isinstance(fsdp_model, FullyShardedDataParallel):
             raise TypeError(
                 f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
@@ -134,13 +139,14 @@ class PowerSGDState(ShardedHandle):
         def prepare() -> tuple[tuple[dict[Unit, Any], Engine], Facts, Facts]:
             if not isinstance(config, PowerSGDConfig):
                 raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+            given_groups(node_group)
             units = _units(fsdp_model)
             shapes.update({name: shape for unit in units for name, shape in unit.shapes.items()})
             return (units, Engine(config, communicator, lambda: shapes, device)), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)
-        engine.connect(Communicator(group_of_its_own(group, device.type)))
+        engine.connect(Communicator(group_of_its_own(group, device.type), node_group=node_group))
         sharding = WholeParameters(group, DeviceMesh.from_group(group, device.type), lambda: shapes)
         super().__init__(engine, sharding)
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD

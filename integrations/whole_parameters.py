@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from powersgd_triton.comm.nodes import new_group
 from powersgd_triton.layout.layout import matrix_shape
 
 
@@ -66,11 +66,7 @@ def group_of_its_own(group: dist.ProcessGroup, device_type: str) -> dist.Process
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) < dist.get_world_size():
         return group
-    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
-    # Keep the timeout of ``group``. None if its backend does not report it, which selects torch's default.
-    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
-    new: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
-    return new
+    return new_group(group, ranks, torch.device(device_type))
 
 
 def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
@@ -62,9 +63,11 @@ class Compressor(Handle):
             device that gradients must have; they are not kept. A complex tensor [..., k] counts as a real tensor
             [..., 2k] wherever sizes or shapes matter.
         group: Process group. None uses the default group, or a single process if no group is initialized.
+        node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
+            only their sum is compressed. See docs/cluster.md.
 
     Raises:
-        TypeError: A tensor does not have a floating-point or complex dtype.
+        TypeError: A tensor does not have a floating-point or complex dtype, or ``node_group`` is something else.
         ValueError: A shape has a negative size.
         RuntimeError: The group cannot be used.
     """
@@ -74,6 +77,8 @@ class Compressor(Handle):
         config: PowerSGDConfig,
         tensors: Mapping[str, Tensor | Sequence[int]],
         group: dist.ProcessGroup | None = None,
+        *,
+        node_group: NodeGroup = None,
     ) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
@@ -91,7 +96,8 @@ class Compressor(Handle):
                 raise ValueError(f"sizes must not be negative; {name!r} has shape {shapes[name]}")
         self._exact = Layout.build(shapes, config, compress=False)
         device = next((device for *_, device in self._kinds.values()), None)
-        super().__init__(Engine(config, Communicator(group), lambda: shapes, device))
+        communicator = Communicator(group, node_group=node_group)
+        super().__init__(Engine(config, communicator, lambda: shapes, device))
         # Whether the averages of the last step have been written. Only the first ``decompress`` may change the verdict.
         self._written = False
 
@@ -190,9 +196,12 @@ class Compressor(Handle):
 
         Raises:
             RuntimeError: ``compressed`` belongs to an earlier step.
-            TypeError, ValueError: The gradients do not match the compressor's tensors. Nothing was changed.
+            TypeError, ValueError: The gradients do not match the compressor's tensors, or sums take two levels, so that
+                no worker has errors of its own. Nothing was changed.
         """
         self._check_valid(compressed)
+        if compressed.backend.bucket.shared:
+            raise ValueError("leave_error needs errors of each worker, and with node_group a node has them together")
         named = {name: tensor.detach() for name, tensor in self._named(gradients).items()}
         for name, tensor in named.items():
             check_writable(name, tensor)

@@ -22,7 +22,7 @@ FIELDS = {
     "batch_tensors_with_same_shape": "batch_by_shape",
 }
 """torch's hyperparameters, and the fields of the configuration that they set."""
-OTHERS = ("process_group", "compression_stats_logging_frequency", "module")
+OTHERS = ("process_group", "compression_stats_logging_frequency", "module", "node_group")
 """The arguments that are no hyperparameters. They can be given together with a configuration."""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import AUTO, NodeGroup
 from powersgd_triton.config import PowerSGDConfig, RankFunction, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
@@ -51,6 +52,8 @@ class PowerSGDState(Handle):
             ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
             used. Without ``module=``, parameters are numbered in the order of the first backward pass, and a checkpoint
             fits only the same bucket boundaries.
+        node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
+            only their sum is compressed. See docs/cluster.md.
         options: Further fields of ``PowerSGDConfig``, if no configuration is given.
 
     Raises:
@@ -73,6 +76,7 @@ class PowerSGDState(Handle):
         process_group: dist.ProcessGroup | None = None,
         compression_stats_logging_frequency: int = 10_000,
         module: nn.Module | None = None,
+        node_group: NodeGroup = None,
     ) -> None: ...
 
     @overload
@@ -90,6 +94,7 @@ class PowerSGDState(Handle):
         batch_tensors_with_same_shape: bool = ...,
         *,
         module: nn.Module | None = ...,
+        node_group: NodeGroup = ...,
         **options: Any,
     ) -> None: ...
 
@@ -108,6 +113,7 @@ class PowerSGDState(Handle):
         batch_tensors_with_same_shape: bool = False,
         *,
         module: nn.Module | None = None,
+        node_group: NodeGroup = None,
         **options: Any,
     ) -> None:
         # From ``configured``, which has also set torch's arguments to the configuration's values.
@@ -136,12 +142,19 @@ class PowerSGDState(Handle):
                 "a budget (compression or bytes_per_step) is divided among all parameters of the model: "
                 "give PowerSGDState the model as module="
             )
-        self._set_up(config, names, process_group)
+        self._set_up(config, names, process_group, node_group)
         self._unused = UnusedParameters(self._engine, module, names.by_parameter())
 
-    def _set_up(self, config: PowerSGDConfig, names: ParameterNames, process_group: dist.ProcessGroup | None) -> None:
+    def _set_up(
+        self,
+        config: PowerSGDConfig,
+        names: ParameterNames,
+        process_group: dist.ProcessGroup | None,
+        node_group: NodeGroup,
+    ) -> None:
+        communicator = Communicator(process_group, node_group=node_group)
         # Without ``module=`` the model is not known before its gradients come.
-        super().__init__(Engine(config, Communicator(process_group), lambda: names.shapes() or {}, names.device))
+        super().__init__(Engine(config, communicator, lambda: names.shapes() or {}, names.device))
         self._names = names
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
@@ -159,7 +172,13 @@ class PowerSGDState(Handle):
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         check_group(group)
         if group is not self.process_group:
-            self._engine.connect(Communicator(group))
+            self._engine.connect(Communicator(group, node_group=self._automatic_nodes))
+
+    @property
+    def _automatic_nodes(self) -> NodeGroup:
+        """What another group can use of ``node_group``, and a pickle can contain: groups were made for this one."""
+        node_group = self._engine.communicator.node_group
+        return node_group if node_group == AUTO else None
 
     @property
     def iter(self) -> int:
@@ -259,7 +278,8 @@ class PowerSGDState(Handle):
     def __setstate__(self, saved: dict[str, Any]) -> None:
         names = ParameterNames(None)
         names.expect(saved["buckets"], saved["core"]["format_version"])
-        self._set_up(saved["config"], names, dist.group.WORLD if dist.is_initialized() else None)
+        group = dist.group.WORLD if dist.is_initialized() else None
+        self._set_up(saved["config"], names, group, saved.get("node_group"))
         # With torch's spaces, so that a filter for torch's message finds this one.
         torchs_logger.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size).                "
@@ -271,7 +291,7 @@ class PowerSGDState(Handle):
         """Return a copy with its own errors, bases and plan, and the same process group, module and loss scale."""
         copied: PowerSGDState = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._set_up(self.config, self._names.copy(), self.process_group)
+        copied._set_up(self.config, self._names.copy(), self.process_group, self._engine.communicator.node_group)
         copied._restore(self._content())
         if self._engine.step.loss_scale is not None:
             copied.attach(self._engine.step.loss_scale.source)
@@ -281,6 +301,7 @@ class PowerSGDState(Handle):
         self._unused()
         return {
             **pickles.saved(self._engine, self._names.record()),
+            "node_group": self._automatic_nodes,
             "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
             "next_stats_report": self.next_stats_report,
         }

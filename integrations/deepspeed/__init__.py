@@ -28,6 +28,7 @@ import torch
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
@@ -67,12 +68,13 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     return returned
 
 
-def enable(engine: Any, config: PowerSGDConfig | None = None) -> DeepSpeedState | None:
+def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: NodeGroup = None) -> DeepSpeedState | None:
     """Compress an engine's gradients. Collective. Call it before training.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
         config: Configuration of the compression. None takes the section "powersgd" of the DeepSpeed configuration.
+        node_group: "auto", or groups of the workers that share a node; see docs/cluster.md. None takes the section's.
 
     Returns:
         The state of the compression, also available as ``engine.powersgd``. None if the section has
@@ -101,8 +103,8 @@ def enable(engine: Any, config: PowerSGDConfig | None = None) -> DeepSpeedState 
             problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
         refuse(problems + engine_problems(engine, section))
         try:
-            state = DeepSpeedState(wanted, engine, averaging_group(engine))
-        except ValueError as error:
+            state = DeepSpeedState(wanted, engine, averaging_group(engine), node_group or section.node_group)
+        except (TypeError, ValueError) as error:
             raise refusal([str(error)]) from None
         parameters = section.parameters if why_not_differences(engine) is None else None
         return (state, parameters), {"enabled": True, "parameters": parameters}, {}

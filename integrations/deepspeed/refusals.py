@@ -11,6 +11,7 @@ import deepspeed
 import torch.distributed as dist
 from packaging.version import Version
 
+from powersgd_triton.comm.nodes import AUTO
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
@@ -19,6 +20,7 @@ from powersgd_triton.layout.wire_format import DIFFERENCES
 SECTION = "powersgd"
 ENABLED = "enabled"
 PARAMETERS = "parameters"
+NODE_GROUP = "node_group"
 DEFAULT_PARAMETERS = "int2"
 """Format in which parameters are sent, where DeepSpeed gathers them after a step."""
 OLDEST = Version("0.16")
@@ -45,6 +47,7 @@ class Section:
         enabled: Whether compression is on.
         parameters: Format in which parameters are sent. None for DeepSpeed's own all-gather.
         parameters_given: Whether the section says so, and it is not the default.
+        node_group: "auto" if sums are to take two levels, else None.
         configures: Whether the section has a field of ``PowerSGDConfig``.
         problems: All that is wrong with it.
     """
@@ -53,6 +56,7 @@ class Section:
     enabled: bool = True
     parameters: str | None = DEFAULT_PARAMETERS
     parameters_given: bool = False
+    node_group: str | None = None
     configures: bool = False
     problems: tuple[str, ...] = ()
 
@@ -61,7 +65,7 @@ def read_section(section: Any) -> Section:
     """Check a section and return its content."""
     if not isinstance(section, Mapping):
         return Section(problems=(f'"{SECTION}" must be an object like {{"rank": 4}}; got {section!r}',))
-    own = [ENABLED, PARAMETERS]
+    own = [ENABLED, PARAMETERS, NODE_GROUP]
     fields = [field.name for field in dataclasses.fields(PowerSGDConfig)]
     problems: list[str] = []
     valid: dict[str, Any] = {}
@@ -86,13 +90,17 @@ def read_section(section: Any) -> Section:
     parameters = section.get(PARAMETERS, DEFAULT_PARAMETERS)
     if parameters not in (None, *DIFFERENCES):
         problems.append(f"{PARAMETERS} must be null or one of {', '.join(DIFFERENCES)}; got {parameters!r}")
+    node_group = section.get(NODE_GROUP)
+    if node_group not in (None, AUTO):
+        problems.append(f'{NODE_GROUP} must be null or "{AUTO}"; got {node_group!r}')
     try:
         config = PowerSGDConfig(**valid)
     except (TypeError, ValueError) as error:
         problems.append(str(error))
     if problems:
         return Section(enabled=enabled is not False, problems=tuple(problems))
-    return Section(config, enabled, parameters, PARAMETERS in section, bool(section.keys() - set(own)))
+    configures = bool(section.keys() - set(own))
+    return Section(config, enabled, parameters, PARAMETERS in section, node_group, configures)
 
 
 def engine_problems(engine: Any, section: Section) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import FOUND, Folder, Handle
@@ -54,6 +55,7 @@ class DeepSpeedState(Handle):
         config: Configuration of the compression.
         engine: A ``DeepSpeedEngine``.
         group: Process group of the workers that average gradients with each other.
+        node_group: Groups of the workers that share a node, see ``comm.nodes.NodeGroup``.
 
     Raises:
         ValueError: The configuration's budget is too small for the model.
@@ -61,7 +63,9 @@ class DeepSpeedState(Handle):
 
     saved_with_model = True
 
-    def __init__(self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup, node_group: NodeGroup = None
+    ) -> None:
         self.group = group
         self._framework = engine
         self._names = {id(parameter): plain_name(name) for name, parameter in engine.module.named_parameters()}
@@ -73,7 +77,7 @@ class DeepSpeedState(Handle):
             if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
         }
         # DeepSpeed's collectives, so that its communication logger counts the factors.
-        communicator = Communicator(group, collectives=deepspeed.comm)
+        communicator = Communicator(group, collectives=deepspeed.comm, node_group=node_group)
         super().__init__(Engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
         # Set if parameters are sent as differences.

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.comm.nodes import NodeGroup, given_groups, make_groups, own_node
+
 
 class Communicator:
     """Collectives of one process group. In a single process without a group, they do nothing.
@@ -19,15 +21,16 @@ class Communicator:
             they contain all workers. With HSDP, for example, these are the workers that hold the other shards.
         collectives: Module with the collective functions: ``torch.distributed``, or one with functions of the same
             names, such as ``deepspeed.comm``, which logs collectives.
-        nodes: Groups of the workers of this node, and of the workers with this index on all nodes. With them, sums take
-            two levels, since the workers of a node share a network card. See ``nodes.node_groups``.
+        node_group: Groups of the workers that share a node and its network card, so that sums take two levels; see
+            ``nodes.NodeGroup``.
 
     Attributes:
-        inside: Collectives of the workers of this node. None without two levels.
+        inside: Collectives of the workers of this node. None without two levels, and before ``form_nodes``.
         across: Collectives of the workers with this index on all nodes, or of all workers without two levels.
 
     Raises:
         RuntimeError: A group was given although torch.distributed is not initialized, or this process is not a member.
+        TypeError, ValueError: ``node_group`` is something else than ``nodes.NodeGroup`` says.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         others: Sequence[dist.ProcessGroup] = (),
         collectives: Any = dist,
-        nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        node_group: NodeGroup = None,
     ) -> None:
         ready = dist.is_available() and dist.is_initialized()
         if group is not None and not ready:
@@ -48,10 +51,10 @@ class Communicator:
         self.group = group
         self.others = tuple(Communicator(other) for other in others)
         self._collectives = collectives
+        given_groups(node_group)
+        self.node_group = node_group
         self.inside: Communicator | None = None
         self.across: Communicator = self
-        if nodes is not None:
-            self.inside, self.across = (Communicator(each, collectives=collectives) for each in nodes)
 
     @property
     def _ready(self) -> bool:
@@ -78,6 +81,16 @@ class Communicator:
             return None
         work: dist.Work | None = self._collectives.all_reduce(tensor, group=self.group, async_op=True)
         return work
+
+    def form_nodes(self, device: torch.device) -> None:
+        """Set ``inside`` and ``across`` if sums are to take two levels. Collective. Call ``check_groups`` before."""
+        if self.node_group is None or self.inside is not None or self.world_size == 1:
+            return
+        groups = given_groups(self.node_group)
+        if groups is None:
+            groups = make_groups(self.group, self.gather(own_node(), device), device)
+        if groups is not None:
+            self.inside, self.across = (Communicator(each, collectives=self._collectives) for each in groups)
 
     @property
     def share(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import AUTO, check_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
 from powersgd_triton.core.memory import Memory
@@ -84,6 +85,8 @@ class Peers:
             common: Facts = {}
             replicated: Facts = layout_facts(self._config, introduced)
             if self._compared is None:
+                if self.communicator.world_size > 1:
+                    check_groups(self.communicator.group, self.communicator.node_group)
                 all_common, all_replicated = self._facts(self._tensors() or introduced.shapes)
                 # Workers that load a state compare it then. Those that unpickle one have not.
                 with self._memory.streams.everywhere():
@@ -94,6 +97,7 @@ class Peers:
         layout = self._layouts[key] = self.together("a step", introduce)
         if self._compared is None:
             self._compared = self._tensors() or layout.shapes
+            self.communicator.form_nodes(device)
         return layout
 
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:
@@ -128,7 +132,9 @@ class Peers:
 
     def _facts(self, tensors: Tensors) -> tuple[Facts, Facts]:
         """Return common and replicated facts."""
-        common = common_facts(self._config, self._step.iteration)
+        node_group = self.communicator.node_group
+        levels = node_group if node_group in (None, AUTO) else "given"
+        common = {**common_facts(self._config, self._step.iteration), "node_group": levels}
         return common, replicated_facts(self._config, tensors, self._plan)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------

@@ -278,8 +278,9 @@ class Pointers:
 
 
 def _check(matrix: Matrix) -> None:
-    if not 1 <= matrix.r <= min(matrix.n, matrix.m):
-        raise ValueError(f"rank must be from 1 to min(n, m); got {matrix.r} for {matrix.n} × {matrix.m}")
+    # A worker may have fewer rows of a matrix than the rank.
+    if not 1 <= matrix.r <= matrix.m:
+        raise ValueError(f"rank must be from 1 to m; got {matrix.r} for {matrix.n} × {matrix.m}")
     if matrix.r > MAX_RANK:
         raise ValueError(f"rank must be at most {MAX_RANK}; got {matrix.r}")
     if matrix.m > MAX_COLUMNS or matrix.n >= 2**31:

@@ -5,7 +5,7 @@ A message with factors narrower than fp32 takes three more launches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from powersgd_triton.kernels.orthogonalize import orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
-from powersgd_triton.layout.layout import products
+from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bucket import Bucket, seed
@@ -42,26 +42,38 @@ class TritonBackend:
         layout, device = bucket.layout, bucket.message_P.device
         self.bucket, self._workspace, self._device = bucket, workspace, device
         self._alternating = bucket.config.algorithm == "alternating"
-        matrices = [
-            Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
-                   group.q_offset + i * group.m * group.rank, seed(segment.name, bucket.config))
-            for group in layout.groups
-            for i, segment in enumerate(group.segments)
-        ]  # fmt: skip
-        launches = self._launches = select_configuration(architecture(device), max((x.r for x in matrices), default=1))
-        bypass = zip(
-            (segment.numel for segment in layout.bypass),
-            layout.bypass_offsets(layout.p_numel),
-            layout.bypass_offsets(layout.q_numel),
-            strict=True,
+        rank = max((group.rank for group in layout.groups), default=1)
+        launches = self._launches = select_configuration(architecture(device), rank)
+        bypass = list(
+            zip(
+                (segment.numel for segment in layout.bypass),
+                layout.bypass_offsets(layout.p_numel),
+                layout.bypass_offsets(layout.q_numel),
+                strict=True,
+            )
         )
-        # Planned ranks change during training, so use kernels that are not compiled for one rank.
-        self._table = BucketTable(
-            matrices, list(bypass), launches.compensate_project.tile, launches.backproject.tile, device,
-            any_rank=bucket.config.planned,
-        )  # fmt: skip
-        self._names = [segment.name for group in layout.groups for segment in group.segments]
-        self._names += [segment.name for segment in layout.bypass]
+
+        def table(groups: Sequence[ShapeGroup]) -> BucketTable:
+            matrices = [
+                Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
+                       group.q_offset + i * group.m * group.rank, seed(segment.name, bucket.config))
+                for group in groups
+                for i, segment in enumerate(group.segments)
+            ]  # fmt: skip
+            # Planned ranks change during training, so use kernels that are not compiled for one rank.
+            return BucketTable(
+                matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device,
+                any_rank=bucket.config.planned,
+            )  # fmt: skip
+
+        def names(groups: Sequence[ShapeGroup]) -> list[str]:
+            return [segment.name for segment in (*(s for group in groups for s in group.segments), *layout.bypass)]
+
+        # The whole matrices, and the rows that this worker multiplies.
+        self._table, self._names = table(layout.groups), names(layout.groups)
+        self._own, self._own_names = self._table, self._names
+        if bucket.shared:
+            self._own, self._own_names = table(bucket.own), names(bucket.own)
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
         # takes a verdict that nobody reads.
@@ -72,9 +84,10 @@ class TritonBackend:
     # The stages ------------------------------------------------------------------------------------------------------
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
-        bucket, table = self.bucket, self._table
+        bucket, table = self.bucket, self._own
         own = bucket.P if self._alternating else None
-        G = self._pointers(gradients)
+        G = self._gradients(gradients)
+        self._clear(bucket.message_P, own)
         parts = self._get("parts", table.p_parts_numel)
         compensate_project_triton(
             table, G, self._errors(), *self._pending(step), bucket.basis, self._launches.compensate_project, out=parts
@@ -84,10 +97,11 @@ class TritonBackend:
         return Message(bucket.message_P, left=True, own=own)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
-        bucket, table = self.bucket, self._table
+        bucket, table = self.bucket, self._own
         parts = self._get("parts", table.q_parts_numel)
+        self._clear(bucket.message_Q, bucket.Q)
         if self._alternating:
-            G = self._pointers(gradients)
+            G = self._gradients(gradients)
             compensate_backproject_triton(
                 table, G, self._errors(), *self._pending(step), bucket.P_hat,
                 self._launches.compensate_backproject, self._launches.backproject, out=parts,
@@ -95,9 +109,9 @@ class TritonBackend:
             pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
             bucket.compensated()
         else:
-            self._orthogonalize(table.P, bucket.message_P, step, out=bucket.P_hat)
+            self._orthogonalize(self._table.P, bucket.message_P, step, out=bucket.P_hat)
             backproject_triton(
-                table, self._errors() or self._pointers(gradients), bucket.P_hat, self._launches.backproject, out=parts
+                table, self._errors() or self._gradients(gradients), bucket.P_hat, self._launches.backproject, out=parts
             )
             # The same launch turns the bypass tensors of the previous message into means.
             pack_and_average_triton(
@@ -129,7 +143,7 @@ class TritonBackend:
             )  # fmt: skip
         verdict = step.verdict(self._device)
         commit_triton(
-            table, self._pointers(gradients), self._errors(), following if bucket.config.warm_start else None,
+            self._own, self._gradients(gradients), self._errors(), following if bucket.config.warm_start else None,
             step.workers, self._finite, largest=largest_error(torch.float32), basis=basis, message=mean,
             verdict=verdict,
         )  # fmt: skip
@@ -151,7 +165,7 @@ class TritonBackend:
             bucket.message_P if behind_P else bucket.message_Q,
             table.pack_P if behind_P else table.pack_left,
             self._launches.reconstruct,
-            out=self._pointers(out),
+            out=table.pointers([out[name] for name in self._names]),
             verdict=self._ignored if overflow is None else overflow,
         )
 
@@ -200,10 +214,18 @@ class TritonBackend:
     def _errors(self) -> Pointers | None:
         """Return pointers to the error buffers. None without error feedback."""
         errors = [M for group in self.bucket.M or [] for M in group]
-        return self._table.pointers(errors, bypass=False) if errors else None
+        return self._own.pointers(errors, bypass=False) if errors else None
 
-    def _pointers(self, tensors: Mapping[str, Tensor]) -> Pointers:
-        return self._table.pointers([tensors[name] for name in self._names])
+    def _gradients(self, gradients: Mapping[str, Tensor]) -> Pointers:
+        """Return pointers to the gradients of this worker's rows, and to the bypass tensors."""
+        return self._own.pointers([gradients[name] for name in self._own_names])
+
+    def _clear(self, *factors: Tensor | None) -> None:
+        """Set factors to zero if other workers of this node multiply some of their rows."""
+        if self.bucket.shared:
+            for factor in factors:
+                if factor is not None:
+                    factor.zero_()
 
     def _get(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return at least ``numel`` elements of scratch memory. The same name gives the same memory."""

@@ -1,0 +1,123 @@
+"""Groups of the workers that share a node and its network card, so that sums take two levels."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("powersgd_triton")
+
+NodeGroup = str | tuple[dist.ProcessGroup, dist.ProcessGroup] | DeviceMesh | None
+"""What users give as ``node_group=``:
+
+- None: one level. All workers exchange factors with each other.
+- "auto": the nodes that torchrun has started, from LOCAL_WORLD_SIZE and LOCAL_RANK.
+- (group of this worker's node, group of the workers with the same index on all nodes).
+- A two-dimensional DeviceMesh of [nodes, workers of a node].
+"""
+
+AUTO = "auto"
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
+def given_groups(node_group: NodeGroup) -> Groups | None:
+    """Return the groups that a user has given as such. None if they are to be found, or not wanted.
+
+    Raises:
+        TypeError, ValueError: ``node_group`` is something else than ``NodeGroup`` says.
+    """
+    if node_group is None or node_group == AUTO:
+        return None
+    if isinstance(node_group, DeviceMesh):
+        if node_group.ndim != 2:
+            raise ValueError(
+                f"a mesh for node_group must have two dimensions, [nodes, workers of a node]; got {node_group.ndim}"
+            )
+        return node_group.get_group(1), node_group.get_group(0)
+    if isinstance(node_group, tuple) and len(node_group) == 2:
+        inside, across = node_group
+        if isinstance(inside, dist.ProcessGroup) and isinstance(across, dist.ProcessGroup):
+            return inside, across
+    raise TypeError(
+        'node_group must be "auto", None, a pair of process groups (of this node, of this index on all nodes) or a '
+        f"two-dimensional DeviceMesh; got {node_group!r}"
+    )
+
+
+def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None:
+    """Check that two levels have the same workers as ``group``.
+
+    Raises:
+        ValueError: They have not, or new groups would need workers that do not take part.
+    """
+    if node_group is None:
+        return
+    everyone = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+    groups = given_groups(node_group)
+    if groups is None:
+        if len(everyone) < dist.get_world_size():
+            raise ValueError(
+                f'node_group="auto" needs the process group of all {dist.get_world_size()} workers; for a group of '
+                f"{len(everyone)} give a pair of groups or a DeviceMesh"
+            )
+        return
+    inside, across = (set(dist.get_process_group_ranks(each)) for each in groups)
+    divided = len(inside) * len(across) == len(everyone)
+    if inside & across != {dist.get_rank()} or not inside | across <= everyone or not divided:
+        raise ValueError(
+            "the groups of node_group must divide all workers into equal nodes, and have only this worker in common; "
+            f"got workers {sorted(inside)} of this node and {sorted(across)} of this index, of {len(everyone)}"
+        )
+
+
+def own_node() -> torch.Tensor:
+    """Return [this worker, first worker of its node, workers of the node] as torchrun says it; 0 if it does not."""
+    size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
+    worker = dist.get_rank()
+    return torch.tensor([worker, worker - int(index), int(size)] if size and index else [worker, 0, 0])
+
+
+def make_groups(group: dist.ProcessGroup | None, nodes: torch.Tensor, device: torch.device) -> Groups | None:
+    """Make the groups of all nodes. Collective. None if nodes have different sizes, or are not several of several.
+
+    Args:
+        group: Process group of all workers.
+        nodes: [workers, 3], the result of ``own_node`` of each worker.
+        device: Device of the gradients.
+    """
+    found: dict[int, list[int]] = {}
+    for worker, first, _ in nodes.tolist():
+        found.setdefault(first, []).append(worker)
+    sizes = [len(workers) for workers in found.values()]
+    if {*sizes, *nodes[:, 2].tolist()} != {sizes[0]} or len(sizes) == 1 or sizes[0] == 1:
+        if dist.get_rank() == 0:
+            have = f"here nodes have {', '.join(map(str, sizes))} workers"
+            logger.warning(
+                'node_group="auto" has no effect: sums take two levels if several nodes have equally many workers, '
+                "more than one each, and %s",
+                have if nodes[:, 2].all() else "LOCAL_WORLD_SIZE and LOCAL_RANK are not set on all workers",
+            )
+        return None
+    # All workers make all groups, in the same order.
+    inside = [new_group(group, workers, device) for workers in found.values()]
+    across = [new_group(group, list(workers), device) for workers in zip(*found.values(), strict=True)]
+    if dist.get_rank() == 0:
+        logger.info("PowerSGD sums take two levels: %s nodes of %s workers", len(sizes), sizes[0])
+    # This worker is a member of one group of either kind.
+    own_inside, own_across = (next(g for g in groups if dist.get_rank(g) >= 0) for groups in (inside, across))
+    return own_inside, own_across
+
+
+def new_group(group: dist.ProcessGroup | None, workers: list[int], device: torch.device) -> dist.ProcessGroup:
+    """Make a group with the timeout of ``group``. All workers of the program have to call this."""
+    backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+    # None if the backend does not report it, which selects torch's default.
+    timeout: datetime.timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    made: dist.ProcessGroup = dist.new_group(workers, timeout=timeout)
+    return made
