@@ -19,6 +19,9 @@ pytest.register_assert_rewrite("tests.support")
 
 # After the choice above, which it reads.
 from tests.support.device import INTERPRETED  # noqa: E402
+from tests.support.exchanges import bytes_decide  # noqa: E402
+
+bytes_decide()
 
 if INTERPRETED:
     from tests.support.interpreter import make_faster

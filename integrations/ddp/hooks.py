@@ -13,7 +13,6 @@ from powersgd_triton.integrations.ddp.names import shape_of
 from powersgd_triton.integrations.ddp.pickles import check_owner, torchs_logger
 from powersgd_triton.integrations.ddp.state import PowerSGDState
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
@@ -146,13 +145,12 @@ def _average(
             # This copies a gradient that is not contiguous, such as one in channels_last.
             gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in layout.segments}
 
-            def write(backend: Backend) -> None:
-                backend.reconstruct(gradients, engine.step.overflow(buffer.device))
+            def done() -> None:
                 for name, gradient in gradients.items():
                     write_back(gradient, places[name])
                 finish()
 
-            engine.average(layout, gradients, write=write)
+            engine.average_joined(layout, gradients, done)
             _log(state, layout, bucket, step)
         if last and state.iter == state.config.start_iter:
             torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)

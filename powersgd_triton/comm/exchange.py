@@ -16,8 +16,18 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.wire import Wire
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
+SMALL_PART = 4096
+"""Bytes of a worker's part of a message up to which latency decides, so that buckets are joined."""
 SMALL = 8192
 """Bytes of a message in fp32 up to which latency decides, so that one all-reduce takes less time than an exchange."""
+
+
+def waits(layout: Layout, config: PowerSGDConfig, workers: int) -> bool:
+    """Return whether a bucket waits for the step's next one, since their messages take less time as one message.
+
+    The time of a small message is mostly latency, which grows with the number of workers.
+    """
+    return workers > 1 and layout.message_bytes(config) < SMALL_PART * workers
 
 
 def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int) -> str:

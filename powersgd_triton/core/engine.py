@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, wait
-from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
+from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers, waits
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.capture import Capture
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.peers import Peers, Read, Shapes
 from powersgd_triton.core.saved_state import LoadReport, SavedState
+from powersgd_triton.core.waiting import Waiting
 from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.ranges import reconstruct_ranges
@@ -70,6 +71,7 @@ class Engine:
         self.peers = Peers(config, communicator, tensors, self.plan, self.memory, self.step, device)
         self._capture = Capture(config, self.memory, self.step)
         self._under_way: collections.deque[Iterator[None]] = collections.deque()
+        self._waiting = Waiting()
         self.numel = [0, 0]
 
     @property
@@ -206,6 +208,30 @@ class Engine:
 
         self._advance(self.run(self.bind(layout, gradients), gradients, write or reconstruct), device)
 
+    def average_joined(self, layout: Layout, gradients: Mapping[str, Tensor], done: Callable[[], None]) -> None:
+        """Do the same as ``average``, possibly later, together with the next buckets of the step.
+
+        ``begin`` must have been told whether the bucket is the last one. ``done`` is called when the gradients are
+        overwritten.
+        """
+        waiting, last = self._waiting, self.step.last
+        if not waiting.takes(gradients):
+            self.step.last = False
+            self._average_waiting()
+            self.step.last = last
+        waiting.add(layout, gradients, done)
+        if last or not waits(self.plan.layout(waiting.layout), self.config, self.communicator.world_size):
+            self._average_waiting()
+
+    def _average_waiting(self) -> None:
+        layout, gradients, done = self._waiting.take()
+
+        def write(backend: Backend) -> None:
+            backend.reconstruct(gradients, self.step.overflow(backend.bucket.message_P.device))
+            done()
+
+        self.average(layout, gradients, write=write)
+
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
 
@@ -280,6 +306,7 @@ class Engine:
     def _void(self) -> None:
         """Discard the open step. The errors keep its gradients, so that the next step sends them."""
         self._under_way.clear()
+        self._waiting.clear()
         with self.memory.streams.everywhere():
             # Workers of other groups may not have heard of it and end the step, which is collective.
             self.step.void(stays_open=bool(self.communicator.others), captured=self._capture.undo())
@@ -328,6 +355,7 @@ class Engine:
         self.step.iteration = saved.iteration
         self.step.forget()
         self._under_way.clear()
+        self._waiting.clear()
         self.memory.load(saved)
         self.peers.forget()
         logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)

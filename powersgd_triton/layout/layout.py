@@ -178,6 +178,17 @@ class Layout:
             offset += segments[-1].numel
         return cls(tuple(segments), config.batch_by_shape)
 
+    @classmethod
+    def joined(cls, layouts: Sequence[Layout]) -> Layout:
+        """Lay out the tensors of several layouts one after the other. One layout is returned as it is."""
+        if len(layouts) == 1:
+            return layouts[0]
+        segments, offset = [], 0
+        for layout in layouts:
+            segments += [dataclasses.replace(s, offset=s.offset + offset) for s in layout.segments]
+            offset += layout.numel
+        return cls(tuple(segments), layouts[0].batch_by_shape)
+
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
         segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
@@ -243,6 +254,10 @@ class Layout:
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
         lefts, rights = sum(P for P, _ in sent), sum(Q for _, Q in sent)
         return -(-(lefts * left + rights * right) // 4) + self.bypass_numel
+
+    def message_bytes(self, config: PowerSGDConfig) -> float:
+        """Return the mean bytes of the messages of a step."""
+        return 4 * self.sent_numel(config, config.start_iter) / (2 * factors_sent(config))
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, rank) of the left or right factors of each group."""

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.support.exchanges import bytes_decide
+
 Worker = Callable[..., Any]
 # A machine may be busy with other work for a long time. These limits only end what hangs.
 HUNG = 1500.0
@@ -105,6 +107,7 @@ def _work(
     casualties: Collection[int],
 ) -> None:
     torch.set_num_threads(1)
+    bytes_decide()
     # What is imported stays; looking through it in each collection takes longer than many a case.
     gc.freeze()
     for case in cases:

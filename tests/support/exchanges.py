@@ -1,0 +1,30 @@
+"""How messages travel in tests.
+
+Those of small models are so small that all buckets would be joined, and most exchanges would be all-reduces. Tests treat
+them as large, unless they test what happens to small ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from powersgd_triton.comm import exchange
+
+DEFAULTS = exchange.SMALL, exchange.SMALL_PART
+
+
+def bytes_decide() -> None:
+    """From now on no message is small."""
+    exchange.SMALL = exchange.SMALL_PART = 0
+
+
+@contextlib.contextmanager
+def latency_decides() -> Iterator[None]:
+    """Messages are small as they are for users."""
+    before = exchange.SMALL, exchange.SMALL_PART
+    exchange.SMALL, exchange.SMALL_PART = DEFAULTS
+    try:
+        yield
+    finally:
+        exchange.SMALL, exchange.SMALL_PART = before
