@@ -78,6 +78,7 @@ class BucketTable:
         device: where the tables live.
         any_rank: use the kernels that read the rank at run time, even if all matrices have the same rank. They need not
             be compiled again when ranks change.
+        rows_of_larger: the matrices are rows of larger ones, and may have fewer of them than the rank.
 
     Attributes:
         records: int64 [matrices, columns of ``MatrixRow``].
@@ -104,9 +105,10 @@ class BucketTable:
         column_tile: tuple[int, int],
         device: torch.device,
         any_rank: bool = False,
+        rows_of_larger: bool = False,
     ) -> None:
         for matrix in matrices:
-            _check(matrix)
+            _check(matrix, rows_of_larger)
         (rows, width_block), (height_block, columns) = row_tile, column_tile
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
@@ -277,10 +279,9 @@ class Pointers:
     host: Tensor
 
 
-def _check(matrix: Matrix) -> None:
-    # A worker may have fewer rows of a matrix than the rank.
-    if not 1 <= matrix.r <= matrix.m:
-        raise ValueError(f"rank must be from 1 to m; got {matrix.r} for {matrix.n} × {matrix.m}")
+def _check(matrix: Matrix, rows_of_larger: bool) -> None:
+    if not 1 <= matrix.r <= (matrix.m if rows_of_larger else min(matrix.n, matrix.m)):
+        raise ValueError(f"rank must be from 1 to min(n, m); got {matrix.r} for {matrix.n} × {matrix.m}")
     if matrix.r > MAX_RANK:
         raise ValueError(f"rank must be at most {MAX_RANK}; got {matrix.r}")
     if matrix.m > MAX_COLUMNS or matrix.n >= 2**31:

@@ -53,7 +53,7 @@ class TritonBackend:
             )
         )
 
-        def table(groups: Sequence[ShapeGroup]) -> BucketTable:
+        def table(groups: Sequence[ShapeGroup], *, rows_of_larger: bool = False) -> BucketTable:
             matrices = [
                 Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
                        group.q_offset + i * group.m * group.rank, seed(segment.name, bucket.config))
@@ -63,7 +63,7 @@ class TritonBackend:
             # Planned ranks change during training, so use kernels that are not compiled for one rank.
             return BucketTable(
                 matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device,
-                any_rank=bucket.config.planned,
+                any_rank=bucket.config.planned, rows_of_larger=rows_of_larger,
             )  # fmt: skip
 
         def names(groups: Sequence[ShapeGroup]) -> list[str]:
@@ -73,7 +73,7 @@ class TritonBackend:
         self._table, self._names = table(layout.groups), names(layout.groups)
         self._own, self._own_names = self._table, self._names
         if bucket.shared:
-            self._own, self._own_names = table(bucket.own), names(bucket.own)
+            self._own, self._own_names = table(bucket.own, rows_of_larger=True), names(bucket.own)
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
         # takes a verdict that nobody reads.
