@@ -32,6 +32,9 @@ class Counters:
     sent: int
     received: int
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(self.sent + other.sent, self.received + other.received)
+
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(self.sent - earlier.sent, self.received - earlier.received)
 
@@ -183,6 +186,11 @@ def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
 
 def _remove_namespace(name: str) -> None:
     if (_NAMESPACES / name).exists():
+        # A command's group is gone by now, but torchrun gives each worker a session of its own. A namespace lives on,
+        # without a name, as long as a process is in it.
+        for number in _call("ip", "netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(number), signal.SIGKILL)
         _call("ip", "netns", "delete", name)
 
 

@@ -8,14 +8,8 @@ benchmarks/results/zero-bytes.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import importlib.metadata
-import json
-import platform
-import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,16 +18,14 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.environment import commit
-from benchmarks.network.namespaces import INTERFACE, can_shape, network, own_counters, run_in_hosts
+from benchmarks.network import programs
+from benchmarks.network.namespaces import network, own_counters
 
-FILE = Path(__file__).parents[1] / "results" / "zero-bytes.json"
 WORKERS = 2
 STAGES = (1, 2)
 STEPS, WARMUP_STEPS = 20, 3
 # The bytes of a step do not depend on the batch.
 BATCH = 2
-PORT = "29500"
 PLAIN = "plain DeepSpeed"
 
 
@@ -80,22 +72,10 @@ def measure(arms: Sequence[str], stages: Sequence[int], steps: int, timeout: flo
         RuntimeError: No network can be made here, or a worker failed.
         TimeoutError: The workers were not done in time.
     """
-    with tempfile.TemporaryDirectory() as folder, network(WORKERS) as hosts:
-        files = [Path(folder) / f"{worker}.json" for worker in range(WORKERS)]
-        task = {"arms": list(arms), "stages": list(stages), "steps": steps}
-        program = [sys.executable, str(Path(__file__).resolve()), "--work", json.dumps(task), "--out"]
-        environment = {
-            "MASTER_ADDR": hosts[0].address,
-            "MASTER_PORT": PORT,
-            "WORLD_SIZE": str(WORKERS),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-        }
-        commands = [["env", f"RANK={worker}", *program, str(file)] for worker, file in enumerate(files)]
-        run_in_hosts(hosts, commands, timeout, environment)
-        found = [[Row(**row) for row in json.loads(file.read_text())] for file in files]
-    return [_mean(rows) for rows in zip(*found, strict=True)]
+    task = {"arms": list(arms), "stages": list(stages), "steps": steps}
+    with network(WORKERS) as hosts:
+        found = programs.run_workers(__file__, hosts, 1, task, timeout, {"DS_ACCELERATOR": "cpu"})
+    return [_mean([Row(**row) for row in rows]) for rows in zip(*found, strict=True)]
 
 
 def _mean(rows: Sequence[Row]) -> Row:
@@ -108,8 +88,8 @@ def _mean(rows: Sequence[Row]) -> Row:
     return dataclasses.replace(rows[0], **figures, calls=calls)
 
 
-def work(task: Mapping[str, Any], out: Path) -> None:
-    """Train with every arm as one worker, and write its rows. Runs inside a host."""
+def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Train with every arm as one worker, and return its rows. Runs inside a host."""
     import torch
     import torch.distributed as dist
 
@@ -120,8 +100,8 @@ def work(task: Mapping[str, Any], out: Path) -> None:
     with counting() as sent:
         dist.init_process_group("gloo")
         rows = [_train(arm, stage, task["steps"], sent) for stage in task["stages"] for arm in task["arms"]]
-        out.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
         dist.destroy_process_group()
+    return [dataclasses.asdict(row) for row in rows]
 
 
 def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
@@ -199,32 +179,13 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps to count (default: {STEPS})")
-    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.work is not None:
-        work(arguments.work, arguments.out)
-        return
-    if reason := can_shape():
-        raise SystemExit(reason)
-    # `kill` and `timeout` would otherwise leave the namespaces.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    rows = measure(list(ARMS), STAGES, arguments.steps)
-    print(table(rows))
-    record = {
-        **{package: importlib.metadata.version(package) for package in ("torch", "deepspeed")},
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "commit": commit(),
-        "workers": WORKERS,
-        "steps": arguments.steps,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    FILE.write_text(json.dumps(record, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    programs.main(
+        description=__doc__,
+        name="zero-bytes",
+        steps=STEPS,
+        work=work,
+        measure=lambda steps: measure(list(ARMS), STAGES, steps),
+        table=table,
+        packages=("torch", "deepspeed"),
+    )

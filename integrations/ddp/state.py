@@ -204,8 +204,7 @@ class PowerSGDState(Handle):
 
         Without ``module=`` it contains the parameters whose gradients have come so far.
         """
-        engine = self._engine
-        return RankReport.of(engine.layout(self._names.known()), engine.config, engine.plan.spectra)
+        return self._report(self._engine.layout(self._names.known()))
 
     def error(self) -> dict[str, Tensor]:
         """See ``Handle.error``."""

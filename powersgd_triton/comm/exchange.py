@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -47,6 +48,17 @@ def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int)
     if workers == 2:
         return ALL_GATHER
     return ALL_REDUCE if numel * itemsize <= SMALL and not config.planned else ALL_TO_ALL
+
+
+def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: Communicator) -> dict[str, int]:
+    """Return how many messages of a step are summed in which way, {result of ``exchange_of``: messages}."""
+    found: collections.Counter[str] = collections.Counter()
+    for bucket in buckets if communicator.world_size > 1 else []:
+        alternating = config.algorithm == "alternating"
+        for message in [bucket.message_P] if alternating else [bucket.message_P, bucket.message_Q]:
+            kind = exchange_of(message.numel(), message.element_size(), config, communicator.across.world_size)
+            found[kind] += config.iterations * bool(message.numel())
+    return dict(found)
 
 
 def sum_over_workers(backend: Backend, message: Message, communicator: Communicator) -> Iterator[None]:

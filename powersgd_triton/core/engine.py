@@ -64,7 +64,7 @@ class Engine:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         self.config, self.tensors = config, tensors
-        self.plan, self.step = RankPlan(config), Step()
+        self.plan, self.step = RankPlan(config, communicator.world_size), Step()
         if config.planned:
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)

@@ -13,10 +13,11 @@ from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.ranks.report import RankReport
 
@@ -73,8 +74,12 @@ class Handle:
 
         If shards of parameters are compressed, the report describes this worker's shard.
         """
-        engine = self._engine
-        return RankReport.of(engine.layout(), engine.config, engine.plan.spectra)
+        return self._report(self._engine.layout())
+
+    def _report(self, layout: Layout) -> RankReport:
+        engine, communicator = self._engine, self._engine.communicator
+        found = exchanges(engine.memory.buckets(), engine.config, communicator)
+        return RankReport.of(layout, engine.config, engine.plan.spectra, found, communicator.share[1])
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.

@@ -138,8 +138,8 @@ class Memory:
         known = self._backends.get(layout.segments[0].name)
         if known is None or self._remaining or self._moving:
             return False
-        # It may have been joined with others.
-        return layout.names <= known.bucket.layout.names and self._known(known.bucket.layout) is known
+        found = known.bucket.layout
+        return self._known(found) is known and (layout in found.parts or found is self._plan.layout(layout))
 
     def _error_buffers(self, shares: Shares, worker: int, dtype: torch.dtype, device: torch.device) -> Parts | None:
         """Return the error buffers of a worker's rows, {name: [rows, m]}. They are zero if it did not have these rows.

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
@@ -42,8 +44,9 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16": {"wire_dtype": "fp16"},
     "int8": {"wire_dtype": "int8"},
     "int4": {"wire_dtype": "int4"},
+    "pairs": {"node_group": "pairs"},
 }
-"""{name of a mode in an arm: fields of our configuration}."""
+"""{name of a mode in an arm: arguments of our hook}. With "pairs", each two workers stand for a node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +245,9 @@ def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
         )
         return incumbent, torch_powersgd.powerSGD_hook
     options = dict(arm.options)
+    if "node_group" in options:
+        device = next(model.parameters()).device
+        options["node_group"] = init_device_mesh(device.type, (dist.get_world_size() // 2, 2))
     if "rank" in options:
         options["matrix_approximation_rank"] = options.pop("rank")
     return ours.PowerSGDState(None, start_powerSGD_iter=0, module=model, **options), ours.powerSGD_hook

@@ -147,10 +147,16 @@ class Layout:
 
     The messages are [P of all groups | bypass tensors] and [Q of all groups]. A step of the alternating algorithm sends
     one of them, followed by the bypass tensors.
+
+    Attributes:
+        segments: The tensors.
+        batch_by_shape: Whether matrices of equal shape are one group.
+        parts: The layouts of which this one is made, if it is.
     """
 
     segments: tuple[Segment, ...]
     batch_by_shape: bool = True
+    parts: tuple[Layout, ...] = ()
 
     @classmethod
     def build(
@@ -187,12 +193,12 @@ class Layout:
         for layout in layouts:
             segments += [dataclasses.replace(s, offset=s.offset + offset) for s in layout.segments]
             offset += layout.numel
-        return cls(tuple(segments), layouts[0].batch_by_shape)
+        return cls(tuple(segments), layouts[0].batch_by_shape, tuple(layouts))
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
         segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
-        return self if segments == self.segments else Layout(segments, self.batch_by_shape)
+        return self if segments == self.segments else dataclasses.replace(self, segments=segments)
 
     @functools.cached_property
     def names(self) -> frozenset[str]:

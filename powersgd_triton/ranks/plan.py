@@ -87,6 +87,10 @@ def _column_energies(bucket: Bucket) -> list[Tensor]:
 class RankPlan:
     """The rank of each matrix of a model, if the configuration has a budget. Without a budget it changes nothing.
 
+    Args:
+        config: Configuration with the budget.
+        workers: Number of workers that average with each other.
+
     Attributes:
         ranks: {name: rank}.
         spectra: {name: Spectrum} of the last measurement. Empty before the first one.
@@ -94,8 +98,8 @@ class RankPlan:
         pending: Measurement for the next plan.
     """
 
-    def __init__(self, config: PowerSGDConfig) -> None:
-        self._config = config
+    def __init__(self, config: PowerSGDConfig, workers: int = 1) -> None:
+        self._config, self._workers = config, workers
         self._tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
         self.spectra: dict[str, Spectrum] = {}
@@ -111,7 +115,7 @@ class RankPlan:
             ValueError: The budget is too small for the tensors.
         """
         if self._config.planned:
-            ranks = starting_ranks(tensors, self._config)
+            ranks = starting_ranks(tensors, self._config, self._workers)
             self._tensors = {name: tuple(shape) for name, shape in tensors.items()}
             self._adopt(ranks)
 
@@ -159,7 +163,7 @@ class RankPlan:
         for name, demand in found.items():
             # Averaged, since energies vary from step to step. Shares, since gradients and loss scales change in size.
             self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
-        ranks = allot(self._tensors, self.ranks, self.demands, self._config)
+        ranks = allot(self._tensors, self.ranks, self.demands, self._config, self._workers)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have a new rank", changed, len(ranks))
         self.spectra |= {name: spectra[name] for name in found}
@@ -216,7 +220,8 @@ class RankPlan:
         self.demands, self.spectra, self.pending = {}, {}, None
         largest = largest_ranks(self._tensors, self._config)
         ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
-        if ranks and sent_bytes(self._tensors, self.ranks | ranks, self._config) <= budget(self._tensors, self._config):
+        sent = sent_bytes(self._tensors, self.ranks | ranks, self._config, self._workers)
+        if ranks and sent <= budget(self._tensors, self._config):
             self._adopt(self.ranks | ranks)
             self.demands = dict(saved["demands"])
             self.spectra, self.pending = (

@@ -7,8 +7,9 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
+from powersgd_triton.comm.exchange import SMALL_PART
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank, matrix_bytes, matrix_shape
+from powersgd_triton.layout.layout import compressed_rank, factors_sent, matrix_bytes, matrix_shape, wire_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +55,33 @@ def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> floa
     return 4 * sum(math.prod(shape) for shape in tensors.values()) / config.compression
 
 
-def sent_bytes(tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], config: PowerSGDConfig) -> float:
-    """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed."""
-    return sum(
+def sent_bytes(
+    tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], config: PowerSGDConfig, workers: int = 1
+) -> float:
+    """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed.
+
+    With more than two ``workers`` this includes the most that cutting the messages into parts may add.
+    """
+    whole = sum(
         matrix_bytes(*matrix_shape(shape), ranks[name], config) if name in ranks else 4 * math.prod(shape)
         for name, shape in tensors.items()
     )
+    return whole + _cut_bytes(whole, max(ranks.values(), default=0), config, workers)
 
 
-def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, int]:
+def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int) -> float:
+    """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment.
+
+    Buckets are joined until parts have ``SMALL_PART`` bytes, which limits the number of cuts.
+    """
+    width = wire_format(config)
+    if width.bits == 32 or workers < 3 or not rank:
+        return 0.0
+    cuts = whole / SMALL_PART + workers * 2 * factors_sent(config)
+    return cuts * (width.factor_bytes(2, rank) + 4)
+
+
+def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig, workers: int = 1) -> dict[str, int]:
     """Return the first plan: the largest common rank that the budget allows.
 
     The remaining bytes give one more column each to the first matrices that they suffice for.
@@ -70,6 +89,7 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
     Args:
         tensors: {name: shape} of all tensors of the model.
         config: Configuration with a budget.
+        workers: Number of workers that average with each other.
 
     Returns:
         {name: rank} of all compressed matrices.
@@ -81,7 +101,7 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
     total = budget(tensors, config)
 
     def sent(rank: int) -> float:
-        return sent_bytes(tensors, {name: min(rank, most) for name, most in largest.items()}, config)
+        return sent_bytes(tensors, {name: min(rank, most) for name, most in largest.items()}, config, workers)
 
     if sent(1) > total:
         exact = sent_bytes({name: shape for name, shape in tensors.items() if name not in largest}, {}, config)
@@ -95,7 +115,8 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
     while common < max(largest.values(), default=1) and sent(common + 1) <= total:
         common += 1
     ranks = {name: min(common, most) for name, most in largest.items()}
-    spare = total - sent(common)
+    # Cuts count as if all matrices had the highest rank.
+    spare = total - sent_bytes(tensors, ranks, config) - _cut_bytes(total, common + 1, config, workers)
     for name, most in largest.items():
         column = matrix_bytes(*matrix_shape(tensors[name]), 1, config)
         if ranks[name] < most and column <= spare:
@@ -105,7 +126,11 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig)
 
 
 def allot(
-    tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], demands: Mapping[str, float], config: PowerSGDConfig
+    tensors: Mapping[str, Sequence[int]],
+    ranks: Mapping[str, int],
+    demands: Mapping[str, float],
+    config: PowerSGDConfig,
+    workers: int = 1,
 ) -> dict[str, int]:
     """Return the ranks that minimize the sum of ‖M‖² / φ over all matrices under the budget.
 
@@ -118,6 +143,7 @@ def allot(
         ranks: Current ranks. A matrix without a measurement keeps its rank.
         demands: {name: ``Spectrum.demand``} of the measured matrices.
         config: Configuration with a budget.
+        workers: Number of workers that average with each other.
 
     Returns:
         {name: rank} of all compressed matrices.
@@ -130,7 +156,8 @@ def allot(
     # New tensors may exceed the budget; then ranks may fall by more than a third.
     for least in ({name: max(1, now[name] * 2 // 3) for name in known}, dict.fromkeys(known, 1)):
         planned = now | least
-        spare = budget(tensors, config) - sent_bytes(tensors, planned, config)
+        total, highest = budget(tensors, config), max([*limits.values(), *planned.values()], default=0)
+        spare = total - sent_bytes(tensors, planned, config) - _cut_bytes(total, highest, config, workers)
         if spare >= 0:
             break
 

@@ -38,14 +38,26 @@ class RankReport:
 
     Attributes:
         tensors: The rows.
+        exchanges: {how messages are summed over the workers, or over the nodes: number of messages in a step}; see
+            ``comm.exchange.exchange_of``. Empty before the first compressed step.
+        node_workers: Number of workers of a node that share its messages; 1 if sums take one level.
         whole_step: Bytes that each worker sends in a whole step (without compression, with it), with DeepSpeed.
     """
 
     tensors: tuple[ReportedTensor, ...]
+    exchanges: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    node_workers: int = 1
     whole_step: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum]) -> RankReport:
+    def of(
+        cls,
+        layout: Layout,
+        config: PowerSGDConfig,
+        spectra: Mapping[str, Spectrum],
+        exchanges: Mapping[str, int] | None = None,
+        node_workers: int = 1,
+    ) -> RankReport:
         """Build the report for a layout's tensors and their measured ``spectra``, {name: spectrum}."""
         rows = [
             ReportedTensor(
@@ -57,7 +69,7 @@ class RankReport:
             )
             for segment in layout.segments
         ]
-        return cls(tuple(rows))
+        return cls(tuple(rows), exchanges or {}, node_workers)
 
     @property
     def bytes_per_step(self) -> float:
@@ -88,6 +100,10 @@ class RankReport:
         for row in [header, *rows]:
             cells = zip(row, widths, "<<>>>", strict=True)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
+        if self.exchanges:
+            kinds = ", ".join(f"{count} by {kind}" for kind, count in self.exchanges.items())
+            nodes = "" if self.node_workers == 1 else f"; the {self.node_workers} workers of a node share them"
+            lines.append(f"Messages in a step: {kinds}{nodes}")
         if self.whole_step is not None:
             before, after = self.whole_step
             change = fewer(before / after) if after else "none"

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces are made, count bytes and are removed; a ZeRO step sends as few bytes as documented."""
+"""Network namespaces as hosts are made, count bytes and are removed; steps send as few bytes as documented."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network import namespaces, zero_bytes
+from benchmarks.network import namespaces, two_levels, zero_bytes
 from benchmarks.network.namespaces import Host, can_shape, network, run_in_hosts
 
 SENT = 300_000
@@ -67,6 +67,12 @@ def test_interfaces_count_what_is_sent(pair: list[Host]) -> None:
     assert sender.received == receiver.sent < 0.06 * SENT
 
 
+def test_interfaces_do_not_count_what_a_host_sends_to_itself(pair: list[Host]) -> None:
+    before = [host.counters() for host in pair]
+    assert transfer([pair[0], pair[0]])[0].strip() == str(SENT)
+    assert [host.counters() for host in pair] == before
+
+
 def test_a_limited_rate_holds() -> None:
     with network(2, megabits_per_second=8) as hosts:
         begin = time.monotonic()
@@ -99,6 +105,26 @@ def test_commands_end_with_a_failure_or_a_timeout(pair: list[Host]) -> None:
     with pytest.raises(TimeoutError, match=r"not done after 0\.2 s"):
         run_in_hosts(pair, [["sleep", "60"], ["true"]], timeout=0.2)
     assert time.monotonic() - begin < 10
+
+
+def test_no_process_stays_in_a_removed_host() -> None:
+    with network(1) as hosts:
+        # A session of its own, as torchrun's workers have.
+        run_in_hosts(hosts, [["sh", "-c", "setsid sleep 60 & exit 0"]], timeout=20)
+        (number,) = namespaces._call("ip", "netns", "pids", hosts[0].namespace).split()
+    status = Path(f"/proc/{number}/stat")
+    deadline = time.monotonic() + 10
+    # Z: it has ended, and nobody has asked for its exit status.
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_two_levels_send_as_few_bytes_as_documented() -> None:
+    rows = two_levels.measure(list(two_levels.FACTORS), list(two_levels.MODELS)[:1], [None], steps=8)
+    assert two_levels.ratio(rows, two_levels.TWO_LEVELS_INT4, two_levels.FLAT_INT4) <= 0.62
+    assert two_levels.ratio(rows, two_levels.TWO_LEVELS_INT4, two_levels.FLAT) <= 0.2
 
 
 @pytest.mark.slow

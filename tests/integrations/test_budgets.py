@@ -48,8 +48,8 @@ def seen(
     if other is not None:
         other.load_state_dict(state.state_dict())
     return {
-        "loaded": end if other is None else other.report(),
-        "saved": end,
+        "loaded": (end if other is None else other.report()).tensors,
+        "saved": end.tensors,
         "sent": 4 * state.compression_stats()[2] / STEPS,
         "budget": 4 * numel / BUDGET["compression"],
         "reported": end.bytes_per_step,

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ranks.plan import RankPlan
 from powersgd_triton.ranks.planner import Spectrum, budget, sent_bytes
+from powersgd_triton.ranks.report import RankReport
 from tests.support.lockstep import Fleet, Values
 
 # Spectra of different steepness, so that ranks have reasons to change.
@@ -314,3 +316,11 @@ def test_a_plan_that_was_saved_after_a_step_that_was_not_finite_is_loaded():
     for state in (saved, earlier):
         resumed.load_state_dict(state)
         assert resumed._engine.plan.ranks == through._engine.plan.ranks
+
+
+def test_the_report_says_how_messages_travel():
+    config = PowerSGDConfig(rank=2, wire_dtype="int4")
+    layout = Layout.build({"a": (64, 64)}, config)
+    assert "Messages" not in str(RankReport.of(layout, config, {}))
+    report = str(RankReport.of(layout, config, {}, {"all-to-all": 2, "all-reduce": 1}, 8))
+    assert "Messages in a step: 2 by all-to-all, 1 by all-reduce; the 8 workers of a node share them" in report

@@ -1,7 +1,7 @@
 """How messages travel in tests.
 
-Those of small models are so small that all buckets would be joined, and most exchanges would be all-reduces. Tests treat
-them as large, unless they test what happens to small ones.
+Those of small models are so small that all buckets would be joined, and most exchanges would be all-reduces. Tests
+treat them as large, unless they test what happens to small ones.
 """
 
 from __future__ import annotations
