@@ -191,7 +191,7 @@ def draw(rows: Sequence[Row], network: str, path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("MB of a step through a node's card")
-    axes[1].set_ylabel(f"ms of a step's collectives at {network}")
+    axes[1].set_ylabel(f"ms of collectives at {network}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=100)
     plt.close(figure)

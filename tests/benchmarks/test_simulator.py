@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
 import collections
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.buckets import ddp_buckets
+from benchmarks.network import two_levels
 from benchmarks.network.collectives import Call, counting
-from benchmarks.network.simulator import MODELS, exact, simulate
+from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
 from benchmarks.network.traffic import Network, Traffic
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.demo import model as text_model
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 
+RECORD = RESULTS / "two-levels.json"
 SHAPES = {"a": (48, 70), "bias": (70,), "b": (48, 70), "c": (301, 20), "d": (129, 36), "norm": (5,)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"rank": 4},
@@ -119,6 +123,21 @@ def test_a_card_carries_one_message_with_two_levels(nodes: int, node_size: int) 
     theory = 2 * others / (node_size * others + 1 - 1 / (nodes * node_size))
     assert levels.card / flat.card == pytest.approx(theory, rel=0.02)
     assert levels.card < 0.2 * factors.card
+
+
+def test_bytes_are_those_that_interfaces_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [two_levels.Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
+    for model, width in two_levels.MODELS.items():
+        monkeypatch.setattr(text_model, "WIDTH", width)
+        buckets = ddp_buckets([tuple(p.shape) for p in text_model.GPT().parameters()][::-1])
+        for arm, options in two_levels.FACTORS.items():
+            config = PowerSGDConfig(rank=two_levels.RANK, wire_dtype=options.get("wire_dtype"))
+            with latency_decides():
+                card = simulate(buckets, config, 2, 2, two_levels="node_group" in options).card
+            counted = [row.most for row in rows if (row.model, row.arm) == (model, arm)]
+            assert counted
+            # Headers and acknowledgements take 6.4%, and gloo's own messages some kilobytes a collective.
+            assert all(1.05 * card < most < 1.08 * card + 25_000 for most in counted), (model, arm)
 
 
 def test_times_follow_the_model() -> None:
