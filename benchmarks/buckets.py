@@ -1,8 +1,9 @@
-"""A stand-in for the bucket that DDP hands to a communication hook."""
+"""The buckets that DDP makes, and a stand-in for the one that it hands to a communication hook."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.shapes import Shapes, count_parameters
@@ -38,3 +39,15 @@ class FilledBucket:
 
     def is_last(self) -> bool:
         return True
+
+
+def ddp_buckets(shapes: Shapes) -> list[Shapes]:
+    """Return the buckets that DDP makes of fp32 gradients, with its default sizes.
+
+    Args:
+        shapes: Shapes in the order in which the backward pass computes the gradients.
+    """
+    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]  # type: ignore[attr-defined]
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits)  # type: ignore[attr-defined]
+    return [[shapes[index] for index in bucket] for bucket in buckets]

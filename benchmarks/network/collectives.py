@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,18 +28,55 @@ _RING: dict[str, tuple[int, str, Callable[[int], float]]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one worker sends and receives in a collective.
+
+    Attributes:
+        name: Name of the collective in ``torch.distributed``.
+        workers: Number of workers of the group.
+        sent, received: Bytes.
+    """
+
+    name: str
+    workers: int
+    sent: int
+    received: int
+
+    @classmethod
+    def of(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], workers: int, index: int) -> Call:
+        """Count a call of a collective.
+
+        Args:
+            name: Key of ``_RING``.
+            args, kwargs: Arguments of the collective.
+            workers: Number of workers of the group.
+            index: Index of this worker in the group.
+        """
+        position, keyword, factor = _RING[name]
+        argument = kwargs[keyword] if keyword in kwargs else args[position]
+        tensors = [argument] if isinstance(argument, Tensor) else argument
+        if kwargs.get("input_split_sizes"):
+            # An all_to_all_single with rows of several lengths.
+            sizes = [kwargs[f"{which}_split_sizes"] for which in ("input", "output")]
+            sent, received = ((sum(rows) - rows[index]) * argument.element_size() for rows in sizes)
+            return cls(name, workers, sent, received)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return cls(name, workers, round(size * factor(workers)), round(size * factor(workers)))
+
+
 @contextlib.contextmanager
-def counting() -> Iterator[collections.Counter[str]]:
+def counting(calls: list[Call] | None = None) -> Iterator[collections.Counter[str]]:
     """Count the bytes that this worker sends inside this block, by collective of ``torch.distributed``.
 
     A collective on a group of one worker sends nothing. DeepSpeed looks some of them up when it starts, so that the
-    block must begin before.
+    block must begin before. ``calls`` gets each call.
     """
     sent: collections.Counter[str] = collections.Counter()
     # Older versions of torch lack some of them.
     originals = {name: getattr(dist, name) for name in _RING if hasattr(dist, name)}
     for name, original in originals.items():
-        setattr(dist, name, _counted(name, original, sent))
+        setattr(dist, name, _counted(name, original, sent, calls))
     try:
         yield sent
     finally:
@@ -46,14 +84,15 @@ def counting() -> Iterator[collections.Counter[str]]:
             setattr(dist, name, original)
 
 
-def _counted(name: str, collective: Callable[..., Any], sent: collections.Counter[str]) -> Callable[..., Any]:
-    position, keyword, factor = _RING[name]
-
+def _counted(
+    name: str, collective: Callable[..., Any], sent: collections.Counter[str], calls: list[Call] | None
+) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
-        argument = kwargs[keyword] if keyword in kwargs else args[position]
-        tensors = [argument] if isinstance(argument, Tensor) else argument
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        sent[name] += round(size * factor(dist.get_world_size(kwargs.get("group"))))
+        group = kwargs.get("group")
+        call = Call.of(name, args, kwargs, dist.get_world_size(group), dist.get_rank(group))
+        sent[name] += call.sent
+        if calls is not None:
+            calls.append(call)
         return collective(*args, **kwargs)
 
     return counted

@@ -155,7 +155,8 @@ class WirePlan:
             middle = (least + most) // 2
             found = divided(middle)
             least, most, chunks = (middle, most, chunks) if found is None else (least, middle, found)
-        return cls(width, tuple(chunks), most * unit)
+        # Only now, since most of the tries were in vain.
+        return cls(width, tuple(_placed(width, chunk, itemsize) for chunk in chunks), most * unit)
 
     def part(self, index: int, parts: int) -> WirePlan:
         """Return the plan of one of several equal numbers of consecutive chunks."""
@@ -171,7 +172,10 @@ def _divide(
     workers: int,
     size: int,
 ) -> list[Chunk] | None:
-    """Fill chunks of ``size`` bytes one after the other. None if there are more than ``workers``."""
+    """Fill chunks of ``size`` bytes one after the other. None if there are more than ``workers``.
+
+    The places of the pieces in the chunks are not set yet.
+    """
     shapes, done, row, element = iter(factors), 0, 0, 0
     shape = next(shapes, None)
     start, exact = sum(count * rows * rank for count, rows, rank in factors), 0
@@ -196,18 +200,20 @@ def _divide(
                 shape, done = next(shapes, None), 0
         # Exact elements follow when all factors have a place.
         numel = min(bypass_numel - exact, space // itemsize) if shape is None else 0
-        chunks.append(Chunk(start + exact, numel, _placed(width, pieces, numel * itemsize)))
+        chunks.append(Chunk(start + exact, numel, tuple(pieces)))
         exact += numel
     return chunks if shape is None and exact == bypass_numel else None
 
 
-def _placed(width: WireFormat, pieces: Sequence[Piece], scale: int) -> tuple[Piece, ...]:
-    """Return a chunk's pieces with their places in its bytes, in which the scales begin at ``scale``."""
+def _placed(width: WireFormat, chunk: Chunk, itemsize: int) -> Chunk:
+    """Return a chunk whose pieces have their places in its bytes."""
+    pieces, start = chunk.pieces, chunk.bypass_numel * itemsize
     scales = [SCALE_BYTES * p.count * -(-p.rows // BLOCK) * p.rank if width.scaled else 0 for p in pieces]
     codes = [p.count * width.factor_bytes(p.rows, p.rank) - own for p, own in zip(pieces, scales, strict=True)]
-    scale_places = itertools.accumulate(scales, initial=scale)
-    code_places = itertools.accumulate(codes, initial=scale + sum(scales))
-    return tuple(
+    scale_places = itertools.accumulate(scales, initial=start)
+    code_places = itertools.accumulate(codes, initial=start + sum(scales))
+    placed = tuple(
         dataclasses.replace(piece, scale=own_scale, code=own_code)
         for piece, own_scale, own_code in zip(pieces, scale_places, code_places, strict=False)
     )
+    return dataclasses.replace(chunk, pieces=placed)

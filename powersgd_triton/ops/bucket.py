@@ -237,4 +237,4 @@ def seed(name: str, config: PowerSGDConfig) -> int:
 
 def _on_device(host: Tensor, device: torch.device) -> Tensor:
     """Return a copy on the device, without waiting for it."""
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return host.to(device) if device.type in ("cpu", "meta") else host.pin_memory().to(device, non_blocking=True)

@@ -29,7 +29,7 @@ FOLDERS = ("powersgd_triton", "integrations", "tests", "benchmarks", "docs")
 FIELDS = {field.name: field.default for field in dataclasses.fields(PowerSGDConfig)}
 # Of DDP's PowerSGDState, which takes every field of the configuration too, and of DeepSpeed's section.
 STATE_ARGUMENTS = {*FIELDS, *inspect.signature(PowerSGDState).parameters} - {"options"}
-SECTION_KEYS = {*FIELDS, "enabled", "parameters"}
+SECTION_KEYS = {*FIELDS, "enabled", "parameters", "node_group"}
 PUBLIC = ["powersgd_triton"]
 PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("ddp", "fsdp1", "fsdp2", "deepspeed", "optimizer")]
 PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("accelerate", "lightning", "transformers")]

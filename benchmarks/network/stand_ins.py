@@ -1,0 +1,116 @@
+"""A worker whose collectives are counted instead of carried out, and an engine that computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.network.collectives import Call
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.shares import Shares
+from powersgd_triton.layout.wire_format import WirePlan
+from powersgd_triton.ops.backend import Backend, Message
+from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.step import Step
+from powersgd_triton.ops.wire import Wire
+
+META = torch.device("meta")
+"""Device of tensors that have sizes and no memory."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Collectives:
+    """The functions of ``torch.distributed`` that a communicator calls. They only note the call."""
+
+    def __init__(self, note: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        self._note = note
+
+    def __getattr__(self, name: str) -> Callable[..., _Done]:
+        # Which functions there are depends on the version of torch.
+        getattr(dist, name)
+
+        def noted(*args: Any, **kwargs: Any) -> _Done:
+            self._note(name, args, kwargs)
+            return _Done()
+
+        return noted
+
+
+class CountedWorker(Communicator):
+    """One of several workers, the others of which do the same."""
+
+    def __init__(self, index: int, workers: int, calls: list[tuple[bool, Call]], *, inside: bool = False) -> None:
+        def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((inside, Call.of(name, args, kwargs, workers, index)))
+
+        super().__init__(collectives=_Collectives(note))
+        self._index, self._workers = index, workers
+
+    @property
+    def world_size(self) -> int:
+        return self._workers
+
+    @property
+    def index(self) -> int:
+        return self._index
+
+    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
+        return tensor.expand(self._workers, *tensor.shape)
+
+
+class _Unwritten:
+    """A ``Wire`` that writes nothing."""
+
+    def __init__(self, plan: WirePlan) -> None:
+        self.plan = plan
+
+    def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None: ...
+
+    def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None: ...
+
+    def decode(self, gathered: Tensor, *, out: Tensor) -> None: ...
+
+
+class _Messages:
+    """A backend that computes nothing: its messages have the right sizes."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+
+    def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
+        bucket, layout = self.bucket, self.bucket.layout
+        content = bucket.message_P if repetition == 0 else bucket.message_P[: layout.p_numel]
+        return Message(content, left=True, own=bucket.P if bucket.P.numel() else None)
+
+    def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
+        bucket, layout = self.bucket, self.bucket.layout
+        content = bucket.message_Q if repetition == 0 else bucket.message_Q[: layout.q_numel]
+        return Message(content, left=False, own=bucket.Q)
+
+    def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None: ...
+
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None: ...
+
+    def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None: ...
+
+    def wire(self, plan: WirePlan) -> Wire:
+        return _Unwritten(plan)
+
+
+class CountedEngine(Engine):
+    """An engine whose steps communicate and compute nothing."""
+
+    def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:  # noqa: ARG002
+        worker, workers = self.communicator.share
+        shares = Shares.build(layout, workers)
+        return _Messages(Bucket(layout, torch.float32, META, self.config, None, shares, worker))

@@ -1,0 +1,156 @@
+"""The simulator counts what process groups of up to 8 workers really send; bytes do not grow with the workers."""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
+import collections
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.buckets import ddp_buckets
+from benchmarks.network import two_levels
+from benchmarks.network.collectives import Call, counting
+from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
+from benchmarks.network.traffic import Network, Traffic
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.demo import model as text_model
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.distributed import run
+from tests.support.exchanges import latency_decides
+
+RECORD = RESULTS / "two-levels.json"
+SHAPES = {"a": (48, 70), "bias": (70,), "b": (48, 70), "c": (301, 20), "d": (129, 36), "norm": (5,)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"rank": 4},
+    "int4": {"rank": 8, "wire_dtype": "int4"},
+    "int8": {"rank": 4, "wire_dtype": "int8", "algorithm": "alternating", "iterations": 2},
+}
+CONFIGS = {name: PowerSGDConfig(min_compression_rate=0, **options) for name, options in OPTIONS.items()}
+FLAT = [(workers, 1) for workers in (2, 4, 8)]
+TWO_LEVELS = [(2, 2), (2, 4), (4, 2)]
+DDP_CONFIG = PowerSGDConfig(rank=4, wire_dtype="int4", min_compression_rate=0)
+
+
+def _groups(nodes: int, node_size: int) -> list[dist.ProcessGroup]:
+    """This worker's group of its node and that of its index. All workers make all groups."""
+    workers = torch.arange(nodes * node_size).view(nodes, node_size)
+    made = [dist.new_group(members) for members in [*workers.tolist(), *workers.T.tolist()]]
+    return [group for group in made if dist.get_rank(group) >= 0]
+
+
+def counted_steps(worker: int, world_size: int) -> dict[Any, list[Call]]:
+    """The collectives of each case's second step, in their order."""
+    found: dict[Any, list[Call]] = {}
+    for nodes, node_size in FLAT + TWO_LEVELS:
+        workers = nodes * node_size
+        group = dist.new_group(list(range(workers)))
+        levels = _groups(nodes, node_size) if node_size > 1 else []
+        if worker >= workers:
+            continue
+        for name, config in CONFIGS.items():
+            node_group = (levels[0], levels[1]) if levels else None
+            compressor = Compressor(config, SHAPES, group, node_group=node_group)
+            calls: list[Call] = []
+            for _ in range(2):
+                calls.clear()
+                with counting(calls):
+                    compressor.decompress(compressor.compress({n: torch.randn(shape) for n, shape in SHAPES.items()}))
+            found[nodes, node_size, name] = calls
+    return found
+
+
+def counted_ddp(worker: int, world_size: int) -> tuple[list[Call], list[list[tuple[int, ...]]]]:
+    """The collectives of a step of DDP with several buckets, some of which are joined, and the buckets' shapes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 400), nn.Linear(400, 300), nn.Linear(300, 8), nn.Linear(8, 8))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
+    buckets: list[list[tuple[int, ...]]] = []
+
+    def hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        buckets.append([tuple(parameter.shape) for parameter in bucket.parameters()])
+        return powerSGD_hook(state, bucket)
+
+    ddp.register_comm_hook(PowerSGDState(DDP_CONFIG, module=model), hook)
+    calls: list[Call] = []
+    with latency_decides():
+        for _ in range(3):
+            calls.clear()
+            buckets.clear()
+            with counting(calls):
+                ddp(torch.randn(2, 24)).sum().backward()
+    return calls, buckets
+
+
+def test_counts_are_those_of_process_groups() -> None:
+    found = run(counted_steps, 8)
+    for (nodes, node_size), (name, config) in itertools.product(FLAT + TWO_LEVELS, CONFIGS.items()):
+        simulated = simulate([list(SHAPES.values())], config, nodes, node_size, two_levels=node_size > 1)
+        for worker in range(nodes * node_size):
+            expected = [call for _, call in simulated.calls[worker % node_size]]
+            assert found[worker][nodes, node_size, name] == expected, (nodes, node_size, name, worker)
+
+
+def test_counts_are_those_of_ddp_which_joins_buckets() -> None:
+    for calls, buckets in run(counted_ddp, 4):
+        with latency_decides():
+            simulated = simulate(buckets, DDP_CONFIG, 4)
+        assert 1 < simulated.collectives < 2 * 2 * len(buckets)
+        # DDP goes on with its older buckets whenever there is a new one.
+        assert collections.Counter(calls) == collections.Counter(call for _, call in simulated.calls[0])
+
+
+@pytest.mark.parametrize("width", ["float32", "bfloat16", "int8", "int4"])
+def test_bytes_do_not_grow_with_the_workers(width: str) -> None:
+    buckets, config = ddp_buckets(MODELS["GPT-2, 124 M"]), PowerSGDConfig(rank=16, wire_dtype=width)
+    with latency_decides():
+        first, *others = (simulate(buckets, config, workers) for workers in (2, 8, 64, 256, 1024))
+    assert all(other.normalized <= 1.1 * first.normalized for other in others)
+
+
+@pytest.mark.parametrize(("nodes", "node_size"), [(2, 2), (8, 8)])
+def test_a_card_carries_one_message_with_two_levels(nodes: int, node_size: int) -> None:
+    buckets, config = ddp_buckets(MODELS["GPT-2, 124 M"]), PowerSGDConfig(rank=16, wire_dtype="int4")
+    with latency_decides():
+        flat, levels = (simulate(buckets, config, nodes, node_size, two_levels=two) for two in (False, True))
+        factors = simulate(buckets, PowerSGDConfig(rank=16), nodes, node_size)
+    # Flat: the parts that a node's workers send to other nodes, and the ring that gathers the sums. 4 / 7 for 2 × 2.
+    others = 1 - 1 / nodes
+    theory = 2 * others / (node_size * others + 1 - 1 / (nodes * node_size))
+    assert levels.card / flat.card == pytest.approx(theory, rel=0.02)
+    assert levels.card < 0.2 * factors.card
+
+
+def test_bytes_are_those_that_interfaces_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [two_levels.Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
+    for model, width in two_levels.MODELS.items():
+        monkeypatch.setattr(text_model, "WIDTH", width)
+        buckets = ddp_buckets([tuple(p.shape) for p in text_model.GPT().parameters()][::-1])
+        for arm, options in two_levels.FACTORS.items():
+            config = PowerSGDConfig(rank=two_levels.RANK, wire_dtype=options.get("wire_dtype"))
+            with latency_decides():
+                card = simulate(buckets, config, 2, 2, two_levels="node_group" in options).card
+            counted = [row.most for row in rows if (row.model, row.arm) == (model, arm)]
+            assert counted
+            # Headers and acknowledgements take 6.4%, and gloo's own messages some kilobytes a collective.
+            assert all(1.05 * card < most < 1.08 * card + 25_000 for most in counted), (model, arm)
+
+
+def test_times_follow_the_model() -> None:
+    network = Network(card=1e9, inside=1e10, latency=1e-3, inside_latency=1e-4)
+    gradients = exact([[(1000, 1000)]], torch.float32, 2, 2)
+    assert gradients.most() == gradients.card == 6_000_000
+    assert gradients.seconds(network) == pytest.approx(6 * 1e-3 + 6e-3)
+    # On one node, nothing passes the card.
+    assert exact([[(1000, 1000)]], torch.float32, 1, 4).seconds(network) == pytest.approx(6 * 1e-4 + 6e-4)
+    # Each of two workers of a node sends a third of its parts to the other, and the rest through the card.
+    exchange = Traffic(2, 2, (((False, Call("all_to_all_single", 4, 3_000_000, 3_000_000)),),))
+    assert exchange.card == 4_000_000
+    assert exchange.seconds(network) == pytest.approx(3 * 1e-3 + 4e-3)
+    levels = Traffic(2, 2, tuple(((False, Call("all_reduce", 2, size, size)),) for size in (1000, 3000)))
+    assert levels.card == 4000
+    assert levels.most() == levels.normalized == 3000
