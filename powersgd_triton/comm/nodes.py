@@ -76,6 +76,38 @@ def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None
         )
 
 
+def place_of(groups: Groups) -> torch.Tensor:
+    """Return [index of this worker in its node, first worker of its node]."""
+    return torch.tensor([dist.get_rank(groups[0]), dist.get_process_group_ranks(groups[0])[0]])
+
+
+def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.Tensor) -> Groups:
+    """Check that the groups that workers have given fit together, so that they sum the same rows. Return them.
+
+    Args:
+        group: Process group of all workers.
+        groups: The groups of this worker.
+        places: [workers, 2], the result of ``place_of`` of each worker.
+
+    Raises:
+        ValueError: They do not fit together.
+    """
+    workers = dist.get_process_group_ranks(group or dist.group.WORLD)
+    inside, across = (set(dist.get_process_group_ranks(each)) for each in groups)
+    own = places[workers.index(dist.get_rank())]
+    same_index, same_node = (
+        {worker for worker, same in zip(workers, places[:, column] == own[column], strict=True) if same}
+        for column in (0, 1)
+    )
+    if inside != same_node or across != same_index:
+        raise ValueError(
+            "the groups of node_group must be the workers of this node, and those with the same index in their nodes; "
+            f"got workers {sorted(inside)} and {sorted(across)}, but workers {sorted(same_node)} say that they are of "
+            f"this node, and workers {sorted(same_index)} that they have this index"
+        )
+    return groups
+
+
 def own_node() -> torch.Tensor:
     """Return [this worker, first worker of its node, workers of the node] as torchrun says it; 0 if it does not."""
     size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")

@@ -32,7 +32,8 @@ class Matrix:
 
     Attributes:
         error: Error buffer of this worker's rows. None without error feedback, or if it has none of the rows.
-        rows: (first row, row after the last) of each worker of this node.
+        rows: (first row, row after the last) of each worker of this node. Empty once the node may have other workers.
+        first_row: First of this worker's rows.
         bases: Bases of the next products, as views of the bucket's: "basis" [m, r], and "left_basis" [n, r] in the
             alternating algorithm.
         bucket: Bucket that held the tensor in its last step.
@@ -40,13 +41,9 @@ class Matrix:
 
     error: Tensor | None
     rows: tuple[tuple[int, int], ...]
+    first_row: int
     bases: Parts
     bucket: Bucket
-
-    @property
-    def first_row(self) -> int:
-        """First of this worker's rows."""
-        return self.rows[self.bucket.worker][0]
 
 
 class Memory:
@@ -198,7 +195,7 @@ class Memory:
                     elif error is not None:
                         error.copy_(loaded["error"])
                 # Last, so that a failed allocation loses nothing.
-                self.matrices[segment.name] = Matrix(error, rows, own, bucket)
+                self.matrices[segment.name] = Matrix(error, rows, rows[bucket.worker][0], own, bucket)
                 self.loaded.matrices.pop(segment.name, None)
         if not complete:
             backend.orthogonalize_bases(step)
@@ -217,6 +214,21 @@ class Memory:
             if matrix.error is not None:
                 matrix.error += whole[matrix.first_row :][: len(matrix.error)]
             del self._moving[segment.name]
+
+    def moving(self) -> list[str]:
+        """Return the names of the matrices whose errors have to be moved."""
+        return sorted(self._moving)
+
+    def regroup(self) -> None:
+        """Note that this worker may share a node with other workers from now on, or have other rows there.
+
+        All errors of shared matrices are moved then, since workers whose rows stay the same take part in the moves.
+        """
+        shared = [matrix for matrix in self.matrices.values() if len(matrix.rows) > 1]
+        for matrix in shared:
+            matrix.rows = ()
+        if shared:
+            self.drop_buckets()
 
     def buckets(self) -> list[Bucket]:
         """Return the buckets of the last steps, ordered by the names of their first tensors."""

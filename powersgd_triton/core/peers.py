@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.nodes import AUTO, check_groups
+from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, place_of
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
 from powersgd_triton.core.memory import Memory
@@ -67,6 +67,7 @@ class Peers:
         """Go on with other workers. They are compared before the next step."""
         self.communicator, self._compared = communicator, None
         self._bound.clear()
+        self._memory.regroup()
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -96,9 +97,18 @@ class Peers:
 
         layout = self._layouts[key] = self.together("a step", introduce)
         if self._compared is None:
+            self._form_nodes(device)
             self._compared = self._tensors() or layout.shapes
-            self.communicator.form_nodes(device)
         return layout
+
+    def _form_nodes(self, device: torch.device) -> None:
+        """Find the nodes, and check that groups that were given fit together on all workers. Collective."""
+        communicator = self.communicator
+        communicator.form_nodes(device)
+        groups = given_groups(communicator.node_group)
+        if communicator.inside is not None and groups is not None:
+            places = communicator.gather(place_of(groups), device)
+            self.together("a step", lambda: (check_places(communicator.group, groups, places), {}, {}))
 
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:
         """Return the backend of a bucket. Collective when the bucket comes for the first time.
@@ -110,7 +120,9 @@ class Peers:
             # Planned ranks enter a layout only here. A new plan makes a new layout and therefore a new bucket, which
             # takes over the errors and the columns of the bases that fit.
             share = self.communicator.share
-            return self._memory.bind(self._plan.layout(layout), gradients, self._step, share), {}, {}
+            backend = self._memory.bind(self._plan.layout(layout), gradients, self._step, share)
+            # Moving an error is collective.
+            return backend, {}, {"errors to move": self._memory.moving()}
 
         if layout in self._bound:
             return allocate()[0]

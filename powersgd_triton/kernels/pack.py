@@ -73,6 +73,8 @@ def pack_triton(
             BLOCK=COPY_BLOCK,
             **NUMERICS,
         )
+    else:
+        finite.fill_(1)
 
 
 def pack_and_average_triton(

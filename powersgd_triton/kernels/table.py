@@ -198,7 +198,7 @@ class BucketTable:
         sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
-        dtype = tensors[0].dtype
+        dtype = tensors[0].dtype if tensors else torch.float32
         for index, (tensor, numel) in enumerate(zip(tensors, sizes, strict=True)):
             if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or tensor.dtype != dtype:
                 raise TypeError(f"tensors must all be float32, bfloat16 or float16; number {index} is {tensor.dtype}")

@@ -16,6 +16,8 @@ from tests.support.fuzz_cases import NOT_FINITE, Case, Fault, cases, gradients
 from tests.support.fuzzing import Follower, fits, gamma, owed
 from tests.support.thinned import thinned
 
+triton_in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
+
 
 def examples(count: int) -> hypothesis.settings:
     """The same examples in every run."""
@@ -37,7 +39,7 @@ def test_many_steps_follow_the_method(case: Case) -> None:
     Follower(case).run()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
+@triton_in_interpreter
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @examples(3)
 @given(cases("triton", max_steps=2))
@@ -46,7 +48,7 @@ def test_steps_follow_the_method_in_triton(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")
+@triton_in_interpreter
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @examples(150)
 @given(cases("triton"))
@@ -75,6 +77,30 @@ def test_nothing_is_lost_in_80_steps(mode: str, dtype: torch.dtype) -> None:
     keep_books(2, mode, dtype, steps=80)
 
 
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "standard" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
+def test_nothing_is_lost_between_nodes_and_one_level(mode: str) -> None:
+    """Nodes of 2 workers, then one level, then nodes of 3."""
+    keep_books(6, mode, torch.float32, steps=24, node_sizes=(2, 1, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=triton_in_interpreter)])
+def test_nodes_with_workers_that_have_no_row(backend: str, algorithm: str) -> None:
+    """One row for two workers, and rows of one matrix for both. One worker's share is not finite in the second step."""
+    fields = {**FIELDS, "backend": backend, "algorithm": algorithm}
+    shapes = {"row": (1, 13), "linear": (5, 3), "bias": (4,)}
+    for tensor, kind in ((0, "inf"), (1, "nan")):
+        case = Case(
+            fields, shapes, dict.fromkeys(shapes, torch.float32), workers=4, steps=3, seed=1, scale=1.0,
+            faults=(Fault(1, 2, tensor, kind),), buckets=(3,), overlapping=True, reads=frozenset({0, 2}),
+            saves=frozenset({0}), node_sizes=(2, 4),
+        )  # fmt: skip
+        Follower(case).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("mode", MODES)
@@ -83,7 +109,7 @@ def test_nothing_is_lost_in_200_steps_of_any_number_of_workers(workers: int, mod
     keep_books(workers, mode, dtype, steps=200)
 
 
-def keep_books(workers: int, mode: str, dtype: torch.dtype, steps: int) -> None:
+def keep_books(workers: int, mode: str, dtype: torch.dtype, steps: int, node_sizes: tuple[int, ...] = (1,)) -> None:
     """Σ_w E + W·Σ Ĝ = Σ_w Σ G, with the steps that were applied, and what buckets carry of those that were not."""
     rng = random.Random(f"{workers} {mode} {dtype}")
     faults = [
@@ -91,11 +117,11 @@ def keep_books(workers: int, mode: str, dtype: torch.dtype, steps: int) -> None:
         for step in range(steps)
         for kinds, share in ((HARMLESS, 0.3), (list(NOT_FINITE), 0.05))
         if rng.random() < share
-    ]
+    ] + [Fault(steps // 2, 0, 0, "inf")]
     case = Case(
         {**FIELDS, **MODES[mode]}, SHAPES, dict.fromkeys(SHAPES, dtype), workers, steps, rng.randrange(1000), 1.0,
         tuple(faults), buckets=(2, 3), overlapping=True, reads=frozenset(),
-        saves=frozenset({steps // 4, steps * 3 // 5}),
+        saves=frozenset({steps // 4, steps * 3 // 5}), node_sizes=node_sizes,
     )  # fmt: skip
     follower = Follower(case)
     fleet, config = follower.fleet, follower.config
@@ -124,8 +150,8 @@ def keep_books(workers: int, mode: str, dtype: torch.dtype, steps: int) -> None:
                 if segment.rank:
                     size[name] += total([owed(engine, segment)[1] for engine in fleet.engines]).view(segment.shape)
         if step in case.saves:
-            saved = fleet.together(lambda engine: engine.state_dict())
-            fleet.load(saved)
+            follower.load(step)
+            fleet = follower.fleet
     errors = fleet.errors()
     assert isinstance(config.rank, int)
     roundings = 4 * config.rank * config.iterations + workers + 8

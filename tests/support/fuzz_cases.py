@@ -51,6 +51,8 @@ class Case:
     """Steps after which the error is read, hence written down."""
     saves: frozenset[int]
     """Steps after which the state is saved and loaded."""
+    node_sizes: tuple[int, ...] = (1,)
+    """Workers of a node, at first and after each load."""
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:
@@ -89,7 +91,11 @@ def cases(draw: st.DrawFn, backend: str = "torch", max_steps: int = 6) -> Case:
     dtype = st.sampled_from(DTYPES[:3] if triton else DTYPES)
     common = draw(dtype)
     mixed = not triton and draw(st.sampled_from([False, False, False, True]))
-    workers, steps = draw(st.integers(1, 3)), draw(st.integers(1, max_steps))
+    workers, steps = (
+        draw(st.sampled_from([1, 2, 3, 4] if triton else [1, 2, 3, 4, 4, 6])),
+        draw(st.integers(1, max_steps)),
+    )
+    node_size = st.sampled_from([size for size in (1, 2, 3) if workers % size == 0])
     faults = st.builds(
         Fault,
         st.integers(0, steps - 1),
@@ -111,6 +117,7 @@ def cases(draw: st.DrawFn, backend: str = "torch", max_steps: int = 6) -> Case:
         overlapping=draw(st.booleans()),
         reads=draw(some_steps),
         saves=draw(some_steps),
+        node_sizes=tuple(draw(st.lists(node_size, min_size=1, max_size=3))),
     )
 
 

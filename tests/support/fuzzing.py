@@ -37,15 +37,20 @@ def owed(engine: Engine, segment: Segment) -> tuple[Tensor, Tensor]:
         restored = engine.memory.loaded.matrices.get(segment.name, {}).get("error")
         E = torch.zeros(segment.n, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
         return E, E.abs()
-    assert matrix.error is not None
-    E, bucket = matrix.error.to(torch.float64, copy=True), matrix.bucket
+    E, bucket = torch.zeros(segment.n, segment.m, dtype=torch.float64), matrix.bucket
+    first, behind = matrix.rows[bucket.worker]
+    assert (matrix.error is None) == (first == behind)
+    if matrix.error is not None:
+        E[first:behind] = matrix.error
     size = E.abs()
     if bucket.applied is not None and bucket.applied > 0:
         group, index = place(bucket.layout.groups, segment.name)
         for L, R in bucket.product:
             left, right = bucket.left(L)[group][index].double(), bucket.right(R)[group][index].double()
-            E = E - left @ right.T
-            size = size + left.abs() @ right.abs().T
+            # Other workers of the node subtract it from their rows.
+            left = left[first:behind]
+            E[first:behind] -= left @ right.T
+            size[first:behind] += left.abs() @ right.abs().T
     return E, size
 
 
@@ -73,7 +78,7 @@ class Follower:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.config = PowerSGDConfig(**case.fields)
-        self.fleet = Fleet(self.config, case.shapes, case.workers)
+        self.fleet = Fleet(self.config, case.shapes, case.workers, case.node_sizes[0])
         self.buckets: list[list[str]] = []
         # Of the last step: what the next must start from.
         self.following: dict[str, Tensor] = {}
@@ -82,6 +87,23 @@ class Follower:
     def run(self) -> None:
         for step in range(self.case.steps):
             self.step(step)
+
+    def load(self, step: int) -> None:
+        """Save the state after a step, and go on from it in nodes of the next size."""
+        saved = self.fleet.together(lambda engine: engine.state_dict())
+        sizes = self.case.node_sizes
+        self.fleet = Fleet(
+            self.config,
+            self.case.shapes,
+            self.case.workers,
+            sizes[sum(save <= step for save in self.case.saves) % len(sizes)],
+        )
+        self.fleet.load(saved)
+
+    def by_node(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over the workers of each node."""
+        size = self.fleet.node_size
+        return [total(each[first : first + size]) for first in range(0, len(each), size)]
 
     def step(self, number: int) -> None:
         case, engines = self.case, self.fleet.engines
@@ -109,8 +131,7 @@ class Follower:
         if number in case.reads:
             self.read()
         if number in case.saves and self.mean_in_range():
-            saved = self.fleet.together(lambda engine: engine.state_dict())
-            self.fleet.load(saved)
+            self.load(number)
             self.following = {} if self.config.error_feedback else self.following
 
     # Outputs --------------------------------------------------------------------------------------------------------
@@ -214,9 +235,10 @@ class Follower:
         finite: bool,
         applied: bool,
     ) -> None:
-        G = [own[segment.name].double().view(segment.n, segment.m) for own in given]
+        # A node compresses the sum of its workers' gradients.
+        G = self.by_node([own[segment.name].double().view(segment.n, segment.m) for own in given])
         zeros = torch.zeros_like(G[0])
-        E, sizes = zip(*(before or [(zeros, zeros)] * len(G)), strict=True)
+        E, sizes = map(self.by_node, zip(*(before or [(zeros, zeros)] * len(given)), strict=True))
         compute = run.averages[0][segment.name].dtype
         stored = self.stored_error(compute)
         k = segment.n + segment.m + 4 * segment.rank * self.config.iterations + self.case.workers + 8
@@ -255,7 +277,8 @@ class Follower:
 
         average = model.step(G, chosen_basis, sizes)
         tolerance = share * total(model.sizes) + k * TINY
-        error = (run.averages[0][segment.name].double().view_as(average) - average).abs() * len(G)
+        average *= len(G) / len(given)
+        error = (run.averages[0][segment.name].double().view_as(average) - average).abs() * len(given)
         # Finite factors may have a product that is out of range.
         representable = average.abs() + tolerance < torch.finfo(compute).max
         assert (error <= tolerance)[representable].all(), (
@@ -263,11 +286,10 @@ class Follower:
         )
         if before is None:
             return
-        for engine, left_over, size, own, E_before in zip(
-            self.fleet.engines, model.errors, model.sizes, G, E, strict=True
-        ):
+        after = self.by_node([owed(engine, segment)[0] for engine in self.fleet.engines])
+        for found, left_over, size, own, E_before in zip(after, model.errors, model.sizes, G, E, strict=True):
             expected = left_over if applied else own + E_before
-            error = (owed(engine, segment)[0] - expected).abs()
+            error = (found - expected).abs()
             tolerance = share * size + k * TINY
             assert (error <= tolerance).all(), (
                 f"{segment}: error is off by {(error / tolerance).max()} (applied {applied})"
@@ -298,17 +320,17 @@ class Follower:
 
     def check_kept(self, segment: Segment, G: list[Tensor], E: list[Tensor], sizes: list[Tensor], share: float) -> None:
         """Where the bucket was not finite, E is what it was but for the rounding of M and of E itself."""
-        for engine, own, before, size in zip(self.fleet.engines, G, E, sizes, strict=True):
+        held = [engine.memory.matrices[segment.name].error for engine in self.fleet.engines]
+        dtype = next(error.dtype for error in held if error is not None)
+        limit = torch.finfo(dtype).max
+        now = self.by_node([owed(engine, segment)[0] for engine in self.fleet.engines])
+        for after, own, before, size in zip(now, G, E, sizes, strict=True):
             added = torch.where(own.isfinite(), own, 0)
-            matrix = engine.memory.matrices[segment.name]
-            assert matrix.error is not None
-            limit = torch.finfo(matrix.error.dtype).max
-            after = owed(engine, segment)[0]
             tolerance = share * (size + added.abs()) + 8 * TINY
             # What overflowed cannot be given back; all the same it must not stay.
             lost = size + added.abs() + tolerance >= limit
             # An error is clamped, so that products of later steps do not overflow.
-            wide = torch.promote_types(matrix.error.dtype, torch.float32)
+            wide = torch.promote_types(dtype, torch.float32)
             largest = largest_error(torch.promote_types(wide, self.case.dtypes[segment.name]))
             kept = ((after - before.clamp(-largest, largest)).abs() <= tolerance) | (lost & after.isfinite())
             assert kept.all(), f"{segment}: error became {after[~kept]} from {before[~kept]}"

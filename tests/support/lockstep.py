@@ -149,6 +149,24 @@ class BucketRun:
     verdicts: list[Tensor] = dataclasses.field(default_factory=list)
 
 
+class Noting:
+    """A backend that notes when it returns a message, however many collectives the sum of the message takes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.sent = backend, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def project(self, *args: Any) -> Any:
+        self.sent = True
+        return self._backend.project(*args)
+
+    def backproject(self, *args: Any) -> Any:
+        self.sent = True
+        return self._backend.backproject(*args)
+
+
 class Fleet:
     """Workers that compress the same tensors, each with an engine of its own.
 
@@ -162,7 +180,7 @@ class Fleet:
     def __init__(
         self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int, node_size: int = 1
     ) -> None:
-        self.config, self.shapes = config, shapes
+        self.config, self.shapes, self.node_size = config, shapes, node_size
         self._lines = [Line(index, world_size) for index in range(world_size)]
         self._groups: list[Sequence[Line]] = [self._lines]
         if node_size > 1:
@@ -257,6 +275,8 @@ class Fleet:
             for engine, gradients in zip(self.engines, given, strict=True)
         ]
 
+        notes: list[Any] = [Noting(backend) for backend in backends]
+
         def write(worker: int, backend: Backend) -> None:
             step, bucket = self.engines[worker].step, backend.bucket
             out = {s.name: torch.full(s.shape, torch.nan, dtype=bucket.message_P.dtype) for s in run.layout.segments}
@@ -268,13 +288,16 @@ class Fleet:
             run.verdicts.append(step.verdict(device))
 
         generators = [
-            engine.run(backend, own_gradients, functools.partial(write, worker))
-            for worker, (engine, backend, own_gradients) in enumerate(zip(self.engines, backends, given, strict=True))
+            engine.run(noting, own_gradients, functools.partial(write, worker))
+            for worker, (engine, noting, own_gradients) in enumerate(zip(self.engines, notes, given, strict=True))
         ]
 
         def stage(worker: int) -> bool:
             going_on = next(generators[worker], self) is not self
-            bucket = backends[worker].bucket
+            bucket, noting = backends[worker].bucket, notes[worker]
+            if going_on and not noting.sent:
+                return going_on
+            noting.sent = False
             if worker == 0:
                 run.backend = backends[worker]
                 run.bases.append((bucket.P_hat.clone(), bucket.basis.clone()))
