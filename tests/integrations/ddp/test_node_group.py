@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.distributed import environment, outcome, run_cases
+from tests.support.distributed import PROCESS_GROUP_TIMEOUT, environment, outcome, run, run_cases
 from tests.support.small import MANY, RANK_2, WIDTH, Messages, complaint, logged, stack, training
 from tests.support.training import (
     LIMIT,
@@ -181,6 +183,91 @@ def overflow(worker: int, world_size: int) -> dict[str, Any]:
         return {"missing": max(losses), "digests": digests, "finite": finite}
 
 
+# Interrupted ---------------------------------------------------------------------------------------------------------
+
+
+def carried(before: dict[str, Tensor], after: dict[str, Tensor], given: dict[str, Tensor]) -> tuple[float, int]:
+    """After a step that was not finished, each error is what it was, or has the gradients that were given, and nothing
+    else. The largest relative difference from that, and how many errors have the gradients."""
+    found = []
+    for name, error in before.items():
+        added = given[name].double().view_as(error) if name in given else torch.zeros_like(error)
+        kept, more = relative(after[name], error), relative(after[name], error + added)
+        found.append((min(kept, more), more < kept))
+    return max(difference for difference, _ in found), sum(has for _, has in found)
+
+
+def interrupted(worker: int, world_size: int) -> dict[str, Any]:
+    """An exception in the backward pass of all workers, and the state is saved and loaded right after it."""
+    with nodes_of(2, worker):
+        model = stack()
+        own = local_gradients(model)
+        state = state_for(model)
+        before: dict[str, Tensor] = {}
+        hooks = []
+
+        def stop(_: Tensor) -> None:
+            raise KeyError("stop")
+
+        def begin(step: int) -> None:
+            # By now DDP has built its buckets, and errors are where their rows are.
+            if step == 3:
+                before.update(owed(state))
+                own.clear()
+                hooks.append(model[0].weight.register_hook(stop))  # type: ignore[operator]
+
+        failed = complaint(training, model, worker, state, range(4), before_step=begin)
+        hooks[0].remove()
+        state.load_state_dict(state.state_dict())
+        after = owed(state)
+        difference, count = carried(before, after, {name: total(gradient) for name, gradient in own.items()})
+        replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
+        replica.register_comm_hook(state, powerSGD_hook)
+        model.zero_grad()
+        inputs, targets = batch(worker, 7, width=WIDTH)
+        squared_error(replica(inputs), targets).backward()
+        return {
+            "failed": failed,
+            "difference": difference,
+            "carried": count,
+            "missing": missing(state, own, gradients_of(model), after),
+        }
+
+
+VICTIM = 3
+
+
+def lost(worker: int, world_size: int) -> dict[str, Any]:
+    """A worker ends in the backward pass. The others are told, and owe what they did, with gradients of their node."""
+    with nodes_of(2, worker):
+        model = stack()
+        state = state_for(model)
+        training(model, worker, state, range(2))
+        before = {name: error.double() for name, error in state.error().items()}
+        given: dict[str, Tensor] = {}
+        for member in (worker, worker ^ 1):
+            twin = copy.deepcopy(model)
+            twin.zero_grad()
+            inputs, targets = batch(member, 2, width=WIDTH)
+            squared_error(twin(inputs), targets).backward()
+            for name, gradient in gradients_of(twin).items():
+                given[name] = given.get(name, 0) + gradient.double()
+        if worker == VICTIM:
+            model[2].weight.register_hook(lambda _: os._exit(17))  # type: ignore[operator]
+        start = time.monotonic()
+        failed = complaint(training, model, worker, state, range(2, 3), find_unused_parameters=True)
+        seconds = time.monotonic() - start
+        after = {name: error.double() for name, error in state.error().items()}
+        # This worker's rows.
+        for matrices in (before, after, given):
+            for name, matrix in state._engine.memory.matrices.items():
+                rows = matrices[name].view(before[name].shape)
+                end = matrix.first_row + (0 if matrix.error is None else len(matrix.error))
+                rows[: matrix.first_row] = rows[end:] = 0
+        difference, _ = carried(before, after, given)
+        return {"failed": failed, "seconds": seconds, "difference": difference}
+
+
 # Saved and copied ----------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +362,17 @@ def refused(worker: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-CASES: list[Callable[..., dict[str, Any]]] = [full_rank, uneven, unused, narrow, overflow, resumed, regrouped, refused]
+CASES: list[Callable[..., dict[str, Any]]] = [
+    full_rank,
+    uneven,
+    unused,
+    narrow,
+    overflow,
+    interrupted,
+    resumed,
+    regrouped,
+    refused,
+]
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +421,23 @@ def test_overflow_on_one_worker_skips_the_step_on_all(four: dict[str, list[Any]]
         assert seen["finite"] == [True, True, False, True, True]
         assert seen["missing"] <= LIMIT
         assert seen["digests"] == found[0]["digests"]
+
+
+def test_an_interrupted_step_leaves_whole_gradients_or_none(four: dict[str, list[Any]]) -> None:
+    for seen in outcome(four, interrupted):
+        assert "KeyError" in seen["failed"]
+        assert seen["difference"] <= LIMIT
+        assert seen["carried"] > 0
+        assert seen["missing"] <= LIMIT
+
+
+def test_death_of_a_worker_is_an_exception_in_backward() -> None:
+    found = run(lost, 4, casualties=[VICTIM])
+    assert found[VICTIM] is None
+    for seen in found[:VICTIM]:
+        assert seen["failed"] != "nothing"
+        assert seen["seconds"] < PROCESS_GROUP_TIMEOUT.total_seconds()
+        assert seen["difference"] <= LIMIT
 
 
 def test_a_saved_run_goes_on_in_any_layout(four: dict[str, list[Any]]) -> None:
