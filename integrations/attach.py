@@ -72,6 +72,11 @@ def attach(
             announce(_describe(state))
     elif config is not None and config != state.config:
         raise ValueError(f"the model is compressed with {state.config} already; got {config}")
+    elif node_group is not None and node_group != state._engine.communicator.node_group:
+        raise ValueError(
+            f"the model is compressed with node_group={state._engine.communicator.node_group!r} already; "
+            f"got {node_group!r}"
+        )
     if loss_scale is not None:
         state.attach(loss_scale)
     return state

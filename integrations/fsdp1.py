@@ -142,7 +142,7 @@ class PowerSGDState(ShardedHandle):
             given_groups(node_group)
             units = _units(fsdp_model)
             shapes.update({name: shape for unit in units for name, shape in unit.shapes.items()})
-            return (units, Engine(config, communicator, lambda: shapes, device)), {}, {}
+            return (units, Engine(config, communicator, lambda: shapes, device, buckets=len(units))), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)

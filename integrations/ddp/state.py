@@ -172,6 +172,10 @@ class PowerSGDState(Handle):
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         check_group(group)
         if group is not self.process_group:
+            if self._engine.communicator.node_group != self._automatic_nodes:
+                pickles.logger.warning(
+                    "the groups given as node_group belong to another process group; sums take one level"
+                )
             self._engine.connect(Communicator(group, node_group=self._automatic_nodes))
 
     @property

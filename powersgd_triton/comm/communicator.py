@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.nodes import NodeGroup, given_groups, make_groups, own_node
+from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_node
 
 
 class Communicator:
@@ -55,6 +55,8 @@ class Communicator:
         self.node_group = node_group
         self.inside: Communicator | None = None
         self.across: Communicator = self
+        # The default group in which nodes were formed. Other groups end with it.
+        self._formed_in: Any = None
 
     @property
     def _ready(self) -> bool:
@@ -86,11 +88,24 @@ class Communicator:
         """Set ``inside`` and ``across`` if sums are to take two levels. Collective. Call ``check_groups`` before."""
         if self.node_group is None or self.inside is not None or self.world_size == 1:
             return
-        groups = given_groups(self.node_group)
+        groups, self._formed_in = given_groups(self.node_group), dist.group.WORLD
         if groups is None:
             groups = make_groups(self.group, self.gather(own_node(), device), device)
         if groups is not None:
             self.inside, self.across = (Communicator(each, collectives=self._collectives) for each in groups)
+
+    def lost_nodes(self) -> bool:
+        """Return whether the groups of nodes are gone, with an earlier default group. They then have to be formed anew.
+
+        Raises:
+            RuntimeError: A user has given them.
+        """
+        if self._formed_in is None or self._formed_in is dist.group.WORLD:
+            return False
+        if self.node_group != AUTO:
+            raise RuntimeError("the groups given as node_group belong to an earlier default group: make a new state")
+        self.inside, self.across, self._formed_in = None, self, None
+        return True
 
     @property
     def share(self) -> tuple[int, int]:

@@ -51,13 +51,13 @@ def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int)
 
 
 def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: Communicator) -> dict[str, int]:
-    """Return how many messages of a step are summed in which way, {result of ``exchange_of``: messages}."""
+    """Return {how messages are summed: how many of a step}. Those that are sent as they are include "in fp32"."""
     found: collections.Counter[str] = collections.Counter()
     for bucket in buckets if communicator.world_size > 1 else []:
         alternating = config.algorithm == "alternating"
         for message in [bucket.message_P] if alternating else [bucket.message_P, bucket.message_Q]:
             kind = exchange_of(message.numel(), message.element_size(), config, communicator.across.world_size)
-            found[kind] += config.iterations * bool(message.numel())
+            found[f"{kind} in fp32" if kind == ALL_REDUCE else kind] += config.iterations * bool(message.numel())
     return dict(found)
 
 
@@ -145,7 +145,7 @@ def share_of_sum(
     if not layout.compressed:
         return gradients
     sizes = [end - start for start, end in itertools.pairwise(cuts)]
-    sent = _flat(layout, gradients)
+    sent = _flat(layout, gradients)[cuts[0] : cuts[-1]]
     received = sent.new_empty(len(sizes) * sizes[index])
     work = communicator.all_to_all(received, sent, sizes)
     yield
@@ -156,7 +156,13 @@ def share_of_sum(
         for group in bucket.own
         for piece in group.segments
     }
-    return rows | {segment.name: gradients[segment.name].to(dtype) for segment in layout.bypass}
+    bypass = {segment.name: gradients[segment.name] for segment in layout.bypass}
+    if bypass and sent.dtype != dtype:
+        # One conversion of all of them.
+        whole = torch.cat([tensor.reshape(-1) for tensor in bypass.values()]).to(dtype)
+        parts = whole.split([tensor.numel() for tensor in bypass.values()])
+        bypass = {name: part.view_as(bypass[name]) for name, part in zip(bypass, parts, strict=True)}
+    return rows | bypass
 
 
 def _flat(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:

@@ -66,6 +66,7 @@ def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None
                 f'node_group="auto" needs the process group of all {dist.get_world_size()} workers; for a group of '
                 f"{len(everyone)} give a pair of groups or a DeviceMesh"
             )
+        own_node()
         return
     inside, across = (set(dist.get_process_group_ranks(each)) for each in groups)
     divided = len(inside) * len(across) == len(everyone)
@@ -101,7 +102,8 @@ def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.
     )
     if inside != same_node or across != same_index:
         raise ValueError(
-            "the groups of node_group must be the workers of this node, and those with the same index in their nodes; "
+            "the groups of node_group must be the workers of this node, and those with the same index in their nodes, "
+            "where the index counts the workers of a node in ascending order; "
             f"got workers {sorted(inside)} and {sorted(across)}, but workers {sorted(same_node)} say that they are of "
             f"this node, and workers {sorted(same_index)} that they have this index"
         )
@@ -109,10 +111,18 @@ def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.
 
 
 def own_node() -> torch.Tensor:
-    """Return [this worker, first worker of its node, workers of the node] as torchrun says it; 0 if it does not."""
+    """Return [this worker, first worker of its node, workers of the node] as torchrun says it; 0 if it does not.
+
+    Raises:
+        ValueError: What it says is impossible.
+    """
     size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
     worker = dist.get_rank()
-    return torch.tensor([worker, worker - int(index), int(size)] if size and index else [worker, 0, 0])
+    if not size or not index:
+        return torch.tensor([worker, 0, 0])
+    if not (size.isdecimal() and index.isdecimal() and int(index) < int(size)):
+        raise ValueError(f"LOCAL_RANK must be a number below LOCAL_WORLD_SIZE; got {index!r} of {size!r}")
+    return torch.tensor([worker, worker - int(index), int(size)])
 
 
 def make_groups(group: dist.ProcessGroup | None, nodes: torch.Tensor, device: torch.device) -> Groups | None:
@@ -151,5 +161,6 @@ def new_group(group: dist.ProcessGroup | None, workers: list[int], device: torch
     backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
     # None if the backend does not report it, which selects torch's default.
     timeout: datetime.timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    made: dist.ProcessGroup = dist.new_group(workers, timeout=timeout)
+    kind = None if group is None or group is dist.group.WORLD else dist.get_backend_config(group)
+    made: dist.ProcessGroup = dist.new_group(workers, timeout=timeout, backend=kind)
     return made

@@ -41,6 +41,8 @@ class Engine:
         communicator: Collectives of the workers that average with each other.
         tensors: Returns {name: shape} of all tensors that this worker compresses or averages and that are known so far.
         device: Device of the gradients. None if it is not known before they come.
+        buckets: Number of buckets of a step, if the adapter knows it and they are not joined. A budget counts their
+            messages.
 
     Raises:
         TypeError: ``config`` is not a configuration.
@@ -60,12 +62,14 @@ class Engine:
         communicator: Communicator,
         tensors: Callable[[], Tensors],
         device: torch.device | None = None,
+        buckets: int | None = None,
     ) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         self.config, self.tensors = config, tensors
-        self.plan, self.step = RankPlan(config, communicator.world_size), Step()
+        self.plan, self.step = RankPlan(config), Step()
         if config.planned:
+            self.plan.connect(communicator.world_size, buckets)
             self.plan.begin(tensors())
         self.memory = Memory(config, self.plan)
         self.peers = Peers(config, communicator, tensors, self.plan, self.memory, self.step, device)
@@ -220,8 +224,11 @@ class Engine:
             self._average_waiting()
             self.step.last = last
         waiting.add(layout, gradients, done)
-        if last or not waits(self.plan.layout(waiting.layout), self.config, self.communicator.world_size):
+        if last or waiting.ready(self._is_large):
             self._average_waiting()
+
+    def _is_large(self, layout: Layout) -> bool:
+        return not waits(self.plan.layout(layout), self.config, self.communicator.world_size)
 
     def _average_waiting(self) -> None:
         layout, gradients, done = self._waiting.take()
@@ -304,7 +311,7 @@ class Engine:
             self.end_step()
 
     def _void(self) -> None:
-        """Discard the open step. The errors keep its gradients, so that the next step sends them."""
+        """Discard the open step. The errors keep the gradients that were compressed, and the next step sends them."""
         self._under_way.clear()
         self._waiting.clear()
         with self.memory.streams.everywhere():
@@ -317,6 +324,7 @@ class Engine:
         if self.step.keys:
             self._void()
         self.step.ended = 0
+        self._waiting = Waiting()
         self.peers.connect(communicator)
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
@@ -353,13 +361,23 @@ class Engine:
         """
         self.plan.load_state_dict(saved.plan)
         self.step.iteration = saved.iteration
-        self.step.forget()
-        self._under_way.clear()
-        self._waiting.clear()
+        self._drop_step()
+        # Other ranks may need other buckets.
+        self._waiting = Waiting()
         self.memory.load(saved)
         self.peers.forget()
         logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
         return report
+
+    def forget(self) -> None:
+        """Set all errors to zero, and drop a step that is open."""
+        self._drop_step()
+        self.memory.forget_errors()
+
+    def _drop_step(self) -> None:
+        self.step.forget()
+        self._under_way.clear()
+        self._waiting.clear()
 
     def layout(self, tensors: Tensors | None = None) -> Layout:
         """Return tensors {name: shape} in one layout, with the ranks in force. Default: all tensors that are known."""

@@ -94,7 +94,8 @@ class Handle:
     def error(self) -> dict[str, Tensor]:
         """Return copies {name: E as a matrix [n, m]} of this worker's errors, without the loss scale.
 
-        E is what this worker has not sent yet. The result is empty without error feedback. Collective if the parameters
+        E is what this worker has not sent yet. If sums take two levels, E is what the node has not sent yet in this
+        worker's rows, and zero in the others. The result is empty without error feedback. Collective if the parameters
         are sharded.
         """
         self._engine.finish()
@@ -160,8 +161,7 @@ class Handle:
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""
-        self._engine.memory.forget_errors()
-        self._engine.step.forget()
+        self._engine.forget()
 
     def _file(self) -> str:
         """Return the name of the file that ``save`` writes."""

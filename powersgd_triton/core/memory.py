@@ -19,7 +19,7 @@ from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.layout.shares import Shares
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
-from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.bucket import Bucket, error_dtype
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 
@@ -145,8 +145,7 @@ class Memory:
         """
         if not self._config.error_feedback:
             return None
-        if self._config.error_dtype:
-            dtype = getattr(torch, str(self._config.error_dtype))
+        dtype = error_dtype(self._config, dtype)
         segments = {segment.name: segment for segment in shares.layout.compressed}
         errors: Parts = {}
         for group in shares.groups(worker):

@@ -77,6 +77,8 @@ class Peers:
         The first call also compares configuration, tensors and step.
         """
         self.device = device
+        if self.communicator.lost_nodes():
+            self.connect(self.communicator)
         layout = self._layouts.get(key)
         if layout is not None and self._compared is not None:
             return layout
@@ -86,6 +88,7 @@ class Peers:
             common: Facts = {}
             replicated: Facts = layout_facts(self._config, introduced)
             if self._compared is None:
+                self._plan.connect(self.communicator.world_size)
                 if self.communicator.world_size > 1:
                     check_groups(self.communicator.group, self.communicator.node_group)
                 all_common, all_replicated = self._facts(self._tensors() or introduced.shapes)
@@ -121,8 +124,9 @@ class Peers:
             # takes over the errors and the columns of the bases that fit.
             share = self.communicator.share
             backend = self._memory.bind(self._plan.layout(layout), gradients, self._step, share)
-            # Moving an error is collective.
-            return backend, {}, {"errors to move": self._memory.moving()}
+            # Moving an error is collective, and the workers of a node exchange gradients as they are.
+            dtypes = sorted({str(gradient.dtype) for gradient in gradients.values()}) if share[1] > 1 else []
+            return backend, {}, {"errors to move": self._memory.moving(), "dtypes of gradients": dtypes}
 
         if layout in self._bound:
             return allocate()[0]

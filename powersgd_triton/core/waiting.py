@@ -17,28 +17,31 @@ class Waiting:
 
     def __init__(self) -> None:
         self._buckets: list[tuple[Layout, Mapping[str, Tensor], Done]] = []
-        # Joined layouts, so that the same buckets have the same layout in each step.
-        self._layouts: dict[tuple[Layout, ...], Layout] = {}
+        # {layouts of buckets that came one after the other: their joined layout, or None if they waited for the next}.
+        # The first decision stays in force: if it followed planned ranks, each plan could need other buckets.
+        self._joined: dict[tuple[Layout, ...], Layout | None] = {}
 
     def add(self, layout: Layout, gradients: Mapping[str, Tensor], done: Done) -> None:
         """Add a bucket. ``done`` is called when its gradients are overwritten."""
         self._buckets.append((layout, gradients, done))
 
     def takes(self, gradients: Mapping[str, Tensor]) -> bool:
-        """Return whether a bucket can be joined with those that wait: the kernels take gradients of one dtype."""
-        return not self._buckets or _dtype(self._buckets[0][1]) == _dtype(gradients)
+        """Return whether a bucket can be joined with those that wait: one device, and one dtype for the kernels."""
+        return not self._buckets or _kind(self._buckets[0][1]) == _kind(gradients)
 
-    @property
-    def layout(self) -> Layout:
-        """Layout of all of them."""
-        layouts = tuple(layout for layout, _, _ in self._buckets)
-        if layouts not in self._layouts:
-            self._layouts[layouts] = Layout.joined(layouts)
-        return self._layouts[layouts]
+    def ready(self, is_large: Callable[[Layout], bool]) -> bool:
+        """Return whether the buckets wait no longer: ``is_large`` of their joined layout when they first came."""
+        layouts = self._layouts()
+        if layouts not in self._joined:
+            layout = Layout.joined(layouts)
+            self._joined[layouts] = layout if is_large(layout) else None
+        return self._joined[layouts] is not None
 
     def take(self) -> tuple[Layout, dict[str, Tensor], Done]:
         """Return all of them as one bucket, and forget them."""
-        layout, buckets = self.layout, self._buckets
+        layouts, buckets = self._layouts(), self._buckets
+        layout = self._joined.get(layouts) or Layout.joined(layouts)
+        self._joined[layouts] = layout
         self._buckets = []
 
         def done() -> None:
@@ -51,6 +54,10 @@ class Waiting:
         """Forget the buckets, since their step is void."""
         self._buckets = []
 
+    def _layouts(self) -> tuple[Layout, ...]:
+        return tuple(layout for layout, _, _ in self._buckets)
 
-def _dtype(gradients: Mapping[str, Tensor]) -> torch.dtype:
-    return next(iter(gradients.values())).dtype
+
+def _kind(gradients: Mapping[str, Tensor]) -> tuple[torch.dtype, torch.device]:
+    first = next(iter(gradients.values()))
+    return first.dtype, first.device

@@ -17,7 +17,7 @@ class Shares:
     Attributes:
         layout: The whole layout.
         cuts: Offsets in the flat buffer at which shares begin, followed by the end of the last one. Each offset is the
-            beginning of a row.
+            beginning of a row. The first share begins with the first matrix, and the last one ends with the last.
     """
 
     layout: Layout
@@ -27,13 +27,16 @@ class Shares:
     def build(cls, layout: Layout, workers: int) -> Shares:
         """Cut a layout at the rows that are nearest to equal shares of its compressed elements."""
         total, before = sum(segment.numel for segment in layout.compressed), 0
-        cuts = [0]
+        if not total:
+            return cls(layout, (0,) * (workers + 1))
+        cuts = [layout.compressed[0].offset]
         for segment in layout.compressed:
             while len(cuts) < workers and total * len(cuts) <= workers * (before + segment.numel):
                 row = round((total * len(cuts) / workers - before) / segment.m)
                 cuts.append(segment.offset + row * segment.m)
             before += segment.numel
-        return cls(layout, (*cuts, *[layout.numel] * (workers + 1 - len(cuts))))
+        end = layout.compressed[-1].offset + layout.compressed[-1].numel
+        return cls(layout, (*cuts, *[end] * (workers + 1 - len(cuts))))
 
     @property
     def workers(self) -> int:

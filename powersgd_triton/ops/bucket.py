@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, Segment, ShapeGroup, wire_format
+from powersgd_triton.layout.layout import Layout, ShapeGroup, wire_format
 from powersgd_triton.layout.shares import Shares
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.reference import subtract_product_reference
@@ -148,16 +148,18 @@ class Bucket:
         }
         if self.M is None:
             return {}
-        return {segment.name: self._whole(segment, *found.get(segment.name, ())) for segment in self.layout.compressed}
-
-    def _whole(self, segment: Segment, piece: Segment | None = None, error: Tensor | None = None) -> Tensor:
-        """Return the matrix of which a piece has some rows. The others are zero."""
-        if piece is not None and error is not None and piece.n == segment.n:
-            return error
-        dtype = self.message_P.dtype if error is None else error.dtype
-        whole = torch.zeros(segment.n, segment.m, dtype=dtype, device=self.message_P.device)
-        if piece is not None and error is not None:
-            whole[(piece.offset - segment.offset) // segment.m :][: piece.n] = error
+        # A worker without rows of a matrix must have its error in the same dtype, since errors are averaged.
+        dtype = error_dtype(self.config, self.message_P.dtype)
+        dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
+        whole: dict[str, Tensor] = {}
+        for segment in self.layout.compressed:
+            piece, error = found.get(segment.name, (segment, None))
+            if error is None or piece.n < segment.n:
+                whole[segment.name] = torch.zeros(segment.n, segment.m, dtype=dtype, device=self.message_P.device)
+            if error is not None and piece.n < segment.n:
+                whole[segment.name][(piece.offset - segment.offset) // segment.m :][: piece.n] = error
+            elif error is not None:
+                whole[segment.name] = error
         return whole
 
     def _settle(self, buffers: list[list[Tensor]], applied: Tensor | None) -> None:
@@ -228,6 +230,11 @@ class Bucket:
         """Split the bypass part of a message, or ``bypass_means``, into views of the bypass tensors."""
         places: Sequence[Tensor] = flat.split([segment.numel for segment in self.layout.bypass])
         return places
+
+
+def error_dtype(config: PowerSGDConfig, messages: torch.dtype) -> torch.dtype:
+    """Return the dtype of the error buffers of a bucket whose messages have the dtype ``messages``."""
+    return getattr(torch, str(config.error_dtype)) if config.error_dtype else messages
 
 
 def seed(name: str, config: PowerSGDConfig) -> int:

@@ -87,10 +87,6 @@ def _column_energies(bucket: Bucket) -> list[Tensor]:
 class RankPlan:
     """The rank of each matrix of a model, if the configuration has a budget. Without a budget it changes nothing.
 
-    Args:
-        config: Configuration with the budget.
-        workers: Number of workers that average with each other.
-
     Attributes:
         ranks: {name: rank}.
         spectra: {name: Spectrum} of the last measurement. Empty before the first one.
@@ -98,8 +94,9 @@ class RankPlan:
         pending: Measurement for the next plan.
     """
 
-    def __init__(self, config: PowerSGDConfig, workers: int = 1) -> None:
-        self._config, self._workers = config, workers
+    def __init__(self, config: PowerSGDConfig) -> None:
+        self._config, self._workers = config, 1
+        self._buckets: int | None = None
         self._tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
         self.spectra: dict[str, Spectrum] = {}
@@ -115,9 +112,26 @@ class RankPlan:
             ValueError: The budget is too small for the tensors.
         """
         if self._config.planned:
-            ranks = starting_ranks(tensors, self._config, self._workers)
+            ranks = starting_ranks(tensors, self._config, self._workers, self._buckets)
             self._tensors = {name: tuple(shape) for name, shape in tensors.items()}
             self._adopt(ranks)
+
+    def connect(self, workers: int, buckets: int | None = None) -> None:
+        """Plan for a number of workers from now on. The ranks stay if they were measured and fit the budget.
+
+        ``buckets`` is the number of buckets of a step. None leaves it, and without any number buckets are joined.
+        """
+        if buckets is not None:
+            self._buckets = buckets
+        if workers == self._workers:
+            return
+        self._workers = workers
+        if self._config.planned and self._tensors and not (self.demands and self._fits(self.ranks)):
+            self.begin(self._tensors)
+
+    def _fits(self, ranks: Mapping[str, int]) -> bool:
+        sent = sent_bytes(self._tensors, ranks, self._config, self._workers, self._buckets)
+        return sent <= budget(self._tensors, self._config)
 
     def layout(self, layout: Layout) -> Layout:
         """Return a layout with the ranks in force. It is the same object until the ranks change."""
@@ -163,7 +177,7 @@ class RankPlan:
         for name, demand in found.items():
             # Averaged, since energies vary from step to step. Shares, since gradients and loss scales change in size.
             self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
-        ranks = allot(self._tensors, self.ranks, self.demands, self._config, self._workers)
+        ranks = allot(self._tensors, self.ranks, self.demands, self._config, self._workers, self._buckets)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have a new rank", changed, len(ranks))
         self.spectra |= {name: spectra[name] for name in found}
@@ -184,7 +198,7 @@ class RankPlan:
     @property
     def planned_from(self) -> dict[str, Any]:
         """What the next ranks depend on, as far as the host knows it."""
-        return {"demands": self.demands, "something was measured": self.pending is not None}
+        return {"demands": self.demands, "something was measured": self.pending is not None, "workers": self._workers}
 
     def _adopt(self, ranks: dict[str, int]) -> None:
         if ranks != self.ranks:
@@ -220,8 +234,7 @@ class RankPlan:
         self.demands, self.spectra, self.pending = {}, {}, None
         largest = largest_ranks(self._tensors, self._config)
         ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
-        sent = sent_bytes(self._tensors, self.ranks | ranks, self._config, self._workers)
-        if ranks and sent <= budget(self._tensors, self._config):
+        if ranks and self._fits(self.ranks | ranks):
             self._adopt(self.ranks | ranks)
             self.demands = dict(saved["demands"])
             self.spectra, self.pending = (

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from powersgd_triton.comm.exchange import SMALL_PART
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import compressed_rank, factors_sent, matrix_bytes, matrix_shape, wire_format
+from powersgd_triton.layout.wire_format import ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,11 @@ def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> floa
 
 
 def sent_bytes(
-    tensors: Mapping[str, Sequence[int]], ranks: Mapping[str, int], config: PowerSGDConfig, workers: int = 1
+    tensors: Mapping[str, Sequence[int]],
+    ranks: Mapping[str, int],
+    config: PowerSGDConfig,
+    workers: int = 1,
+    buckets: int | None = None,
 ) -> float:
     """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed.
 
@@ -66,22 +71,26 @@ def sent_bytes(
         matrix_bytes(*matrix_shape(shape), ranks[name], config) if name in ranks else 4 * math.prod(shape)
         for name, shape in tensors.items()
     )
-    return whole + _cut_bytes(whole, max(ranks.values(), default=0), config, workers)
+    return whole + _cut_bytes(whole, max(ranks.values(), default=0), config, workers, buckets)
 
 
-def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int) -> float:
+def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int, buckets: int | None) -> float:
     """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment.
 
-    Buckets are joined until parts have ``SMALL_PART`` bytes, which limits the number of cuts.
+    ``buckets`` of a step each have their messages. None means that they are joined until parts have ``SMALL_PART``
+    bytes, which limits the number of cuts.
     """
     width = wire_format(config)
     if width.bits == 32 or workers < 3 or not rank:
         return 0.0
-    cuts = whole / SMALL_PART + workers * 2 * factors_sent(config)
-    return cuts * (width.factor_bytes(2, rank) + 4)
+    messages = workers * 2 * factors_sent(config)
+    cuts = messages * buckets if buckets is not None else messages + whole / SMALL_PART
+    return cuts * (width.factor_bytes(2, rank) + ALIGNMENT)
 
 
-def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig, workers: int = 1) -> dict[str, int]:
+def starting_ranks(
+    tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
+) -> dict[str, int]:
     """Return the first plan: the largest common rank that the budget allows.
 
     The remaining bytes give one more column each to the first matrices that they suffice for.
@@ -90,6 +99,7 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig,
         tensors: {name: shape} of all tensors of the model.
         config: Configuration with a budget.
         workers: Number of workers that average with each other.
+        buckets: Number of buckets of a step. None if they are joined.
 
     Returns:
         {name: rank} of all compressed matrices.
@@ -101,7 +111,7 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig,
     total = budget(tensors, config)
 
     def sent(rank: int) -> float:
-        return sent_bytes(tensors, {name: min(rank, most) for name, most in largest.items()}, config, workers)
+        return sent_bytes(tensors, {name: min(rank, most) for name, most in largest.items()}, config, workers, buckets)
 
     if sent(1) > total:
         exact = sent_bytes({name: shape for name, shape in tensors.items() if name not in largest}, {}, config)
@@ -116,7 +126,7 @@ def starting_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig,
         common += 1
     ranks = {name: min(common, most) for name, most in largest.items()}
     # Cuts count as if all matrices had the highest rank.
-    spare = total - sent_bytes(tensors, ranks, config) - _cut_bytes(total, common + 1, config, workers)
+    spare = total - sent_bytes(tensors, ranks, config) - _cut_bytes(total, common + 1, config, workers, buckets)
     for name, most in largest.items():
         column = matrix_bytes(*matrix_shape(tensors[name]), 1, config)
         if ranks[name] < most and column <= spare:
@@ -131,6 +141,7 @@ def allot(
     demands: Mapping[str, float],
     config: PowerSGDConfig,
     workers: int = 1,
+    buckets: int | None = None,
 ) -> dict[str, int]:
     """Return the ranks that minimize the sum of ‖M‖² / φ over all matrices under the budget.
 
@@ -144,6 +155,7 @@ def allot(
         demands: {name: ``Spectrum.demand``} of the measured matrices.
         config: Configuration with a budget.
         workers: Number of workers that average with each other.
+        buckets: Number of buckets of a step. None if they are joined.
 
     Returns:
         {name: rank} of all compressed matrices.
@@ -157,7 +169,7 @@ def allot(
     for least in ({name: max(1, now[name] * 2 // 3) for name in known}, dict.fromkeys(known, 1)):
         planned = now | least
         total, highest = budget(tensors, config), max([*limits.values(), *planned.values()], default=0)
-        spare = total - sent_bytes(tensors, planned, config) - _cut_bytes(total, highest, config, workers)
+        spare = total - sent_bytes(tensors, planned, config) - _cut_bytes(total, highest, config, workers, buckets)
         if spare >= 0:
             break
 

@@ -34,7 +34,8 @@ class ReportedTensor:
 class RankReport:
     """Ranks and bytes of all tensors, in the model's order. ``print`` shows a table.
 
-    Bytes are counted so that an all-reduce of B bytes counts B.
+    Bytes are counted so that an all-reduce of B bytes counts B. Small messages count as narrow even if they are sent in
+    fp32; see ``exchanges``.
 
     Attributes:
         tensors: The rows.
