@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,8 +239,17 @@ def interrupted(worker: int, world_size: int) -> dict[str, Any]:
 VICTIM = 3
 
 
-def lost(worker: int, world_size: int) -> dict[str, Any]:
-    """A worker ends in the backward pass. The others are told, and owe what they did, with gradients of their node."""
+PATIENCE = datetime.timedelta(seconds=10)
+
+
+def lost(worker: int, world_size: int, store: str = "") -> dict[str, Any]:
+    """A worker ends, or stops if there is a store for a group with less patience, in the backward pass.
+
+    The others are told, and owe what they did, with gradients of their node or without.
+    """
+    if store:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=worker, world_size=4, timeout=PATIENCE)
     with nodes_of(2, worker):
         model = stack()
         state = state_for(model)
@@ -253,7 +264,14 @@ def lost(worker: int, world_size: int) -> dict[str, Any]:
             for name, gradient in gradients_of(twin).items():
                 given[name] = given.get(name, 0) + gradient.double()
         if worker == VICTIM:
-            model[2].weight.register_hook(lambda _: os._exit(17))  # type: ignore[operator]
+
+            def end(_: Tensor) -> None:
+                if store:
+                    # The others are done with it by then.
+                    time.sleep(4 * PATIENCE.total_seconds())
+                os._exit(17)
+
+            model[2].weight.register_hook(end)  # type: ignore[operator]
         start = time.monotonic()
         failed = complaint(training, model, worker, state, range(2, 3), find_unused_parameters=True)
         seconds = time.monotonic() - start
@@ -262,8 +280,8 @@ def lost(worker: int, world_size: int) -> dict[str, Any]:
         for matrices in (before, after, given):
             for name, matrix in state._engine.memory.matrices.items():
                 rows = matrices[name].view(before[name].shape)
-                end = matrix.first_row + (0 if matrix.error is None else len(matrix.error))
-                rows[: matrix.first_row] = rows[end:] = 0
+                behind = matrix.first_row + (0 if matrix.error is None else len(matrix.error))
+                rows[: matrix.first_row] = rows[behind:] = 0
         difference, _ = carried(before, after, given)
         return {"failed": failed, "seconds": seconds, "difference": difference}
 
@@ -431,13 +449,21 @@ def test_an_interrupted_step_leaves_whole_gradients_or_none(four: dict[str, list
         assert seen["missing"] <= LIMIT
 
 
-def test_death_of_a_worker_is_an_exception_in_backward() -> None:
-    found = run(lost, 4, casualties=[VICTIM])
+def check_lost(found: list[Any], patience: datetime.timedelta) -> None:
     assert found[VICTIM] is None
     for seen in found[:VICTIM]:
         assert seen["failed"] != "nothing"
-        assert seen["seconds"] < PROCESS_GROUP_TIMEOUT.total_seconds()
+        assert seen["seconds"] < patience.total_seconds()
         assert seen["difference"] <= LIMIT
+
+
+def test_death_of_a_worker_is_an_exception_in_backward() -> None:
+    check_lost(run(lost, 4, casualties=[VICTIM]), PROCESS_GROUP_TIMEOUT)
+
+
+@pytest.mark.slow
+def test_a_worker_that_stops_is_an_exception_after_the_timeout(tmp_path: Path) -> None:
+    check_lost(run(lost, 4, str(tmp_path / "store"), casualties=[VICTIM]), 3 * PATIENCE)
 
 
 def test_a_saved_run_goes_on_in_any_layout(four: dict[str, list[Any]]) -> None:
