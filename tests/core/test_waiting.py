@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def test_buckets_are_joined_until_they_are_large_and_that_stays():
     for _ in range(2):
         called: list[str] = []
         for layout, name in zip(layouts, "ab", strict=True):
-            waiting.add(layout, {name: torch.zeros(8, 6)}, lambda name=name: called.append(name))
+            waiting.add(layout, {name: torch.zeros(8, 6)}, functools.partial(called.append, name))
             assert waiting.ready(is_large) == (name == "b")
         layout, gradients, done = waiting.take()
         done()
@@ -56,7 +58,9 @@ def test_forgetting_drops_the_buckets_that_wait(monkeypatch: pytest.MonkeyPatch)
     def give(names: str, value: float) -> dict[str, Tensor]:
         gradients = {name: torch.full((8, 6), value) for name in names}
         for name in names:
-            layout = engine.begin(name, lambda name=name: {name: SHAPES[name]}, CPU, keys=(name,), last=name == "c")
+            layout = engine.begin(
+                name, functools.partial(dict, {name: SHAPES[name]}), CPU, keys=(name,), last=name == "c"
+            )
             engine.average_joined(layout, {name: gradients[name]}, lambda: None)
         return gradients
 
