@@ -32,6 +32,7 @@ from powersgd_triton import Compressor
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.checks import SHAPES, everything, gradients
 from tests.support.distributed import HUNG, Failure, environment, forkserver
+from tests.support.exchanges import bytes_decide
 from tests.support.small import MANY, ONE, RANK_2, WIDTH, stack
 from tests.support.training import batch, digest, gradients_of, local_gradients, patched, relative, squared_error
 
@@ -253,6 +254,7 @@ def by_itself(training: Training) -> dict[str, Any]:
 
 
 def start_group(folder: str, name: str, worker: int, world_size: int, seconds: float) -> None:
+    bytes_decide()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{name}.store", rank=worker, world_size=world_size,
         timeout=datetime.timedelta(seconds=seconds),

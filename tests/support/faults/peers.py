@@ -21,6 +21,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, DisagreementError, checkpoint
 from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.distributed import run_cases
+from tests.support.exchanges import bytes_decide
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
 from tests.support.faults.trainer import SHAPES, Setting, Trainer
@@ -151,6 +152,7 @@ class Loss:
         with contextlib.suppress(RuntimeError, AssertionError):
             dist.destroy_process_group()
         timeout = datetime.timedelta(seconds=GROUP_TIMEOUT[self.kind])
+        bytes_decide()
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers, timeout=timeout)
 
     def _lose(self, trainer: Trainer, victim: int, done: Path) -> list[str]:
