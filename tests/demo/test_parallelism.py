@@ -52,7 +52,8 @@ def test_bytes_are_those_of_the_formula(parallelism: str, workers: int, tmp_path
     exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
     shards = 2 if parallelism == "hsdp" else 1
     assert exact["bytes_per_step"] == exact["gradient_bytes"]
-    assert ours["bytes_per_step"] == sent_bytes(4, shards)
+    # With HSDP, workers of other shards are told whether a step is finite.
+    assert 0 <= ours["bytes_per_step"] - sent_bytes(4, shards) <= 8
     assert ours["losses"][-1] < ours["losses"][0]
 
 
