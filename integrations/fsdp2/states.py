@@ -39,7 +39,8 @@ class HybridShardState(ShardedHandle):
         replicate_group: dist.ProcessGroup,
         shard_groups: list[dist.ProcessGroup],
     ) -> None:
-        engine = Engine(config, Communicator(replicate_group, shard_groups), lambda: shapes(units, padded=True))
+        communicator = Communicator(replicate_group, shard_groups)
+        engine = Engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units))
         super().__init__(engine, Shards(units, shard_groups))
         self._model, self._group = model, replicate_group
         # Sums of micro-batches that have not been averaged yet.
@@ -197,7 +198,7 @@ class FullShardState(ShardedHandle):
             return shapes(units, padded=False)
 
         self._whole = WholeParameters(group, mesh, whole_shapes)
-        super().__init__(Engine(config, Communicator(group), whole_shapes), self._whole)
+        super().__init__(Engine(config, Communicator(group), whole_shapes, buckets=len(units)), self._whole)
         self._group, self._device_type = group, mesh.device_type
         # For each layout of whole parameters, that of this worker's rows.
         self._padded: dict[Layout, Layout] = {}

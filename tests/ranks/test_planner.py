@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank, matrix_bytes, matrix_shape
+from powersgd_triton.layout.layout import Layout, compressed_rank, matrix_bytes, matrix_shape, wire_format
+from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ranks.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
 
 MODEL: dict[str, tuple[int, ...]] = {"a": (96, 96), "b": (96, 96), "c": (64, 400), "norm": (96,), "small": (3, 4)}
@@ -192,3 +193,19 @@ def test_any_plan_keeps_to_the_budget_and_uses_it(
 def test_share():
     assert Spectrum((0.04, 0.01), 0.5).share == pytest.approx(0.1)
     assert Spectrum((), 0.0).share == 0
+
+
+@pytest.mark.parametrize("workers", [3, 64, 1024])
+def test_a_budget_counts_the_cuts_of_buckets_that_are_not_joined(workers: int):
+    """Thirteen layers, each with messages of its own."""
+    layers = [{f"{layer}.a": (2304, 768), f"{layer}.b": (768, 3072), f"{layer}.norm": (768,)} for layer in range(13)]
+    model = {name: shape for layer in layers for name, shape in layer.items()}
+    settings = config(50, wire_dtype="int4")
+    ranks = starting_ranks(model, settings, workers, buckets=len(layers))
+    sent = 0
+    for layer in layers:
+        layout = Layout.build(layer, settings).with_ranks(lambda segment: ranks[segment.name])
+        for left, exact in ((True, layout.bypass_numel), (False, 0)):
+            plan = WirePlan.build(wire_format(settings), layout.factor_shapes(left=left), exact, 4, workers)
+            sent += plan.size * workers
+    assert sent <= 1.02 * budget(model, settings)
