@@ -91,7 +91,7 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
         gathered = content.new_zeros(content.numel() + (0 if own is None else own.numel()))
         target = gathered[: content.numel()]
         contributed = None if own is None else gathered[content.numel() :]
-    yield from _exchange(wire, content, contributed, target, across)
+    yield from exchange_parts(wire, content, contributed, target, across)
     if inside is not None:
         yield from sum_in_place(gathered, inside)
         content.copy_(target)
@@ -106,7 +106,7 @@ def sum_in_place(content: Tensor, communicator: Communicator) -> Iterator[None]:
     wait(work)
 
 
-def _exchange(
+def exchange_parts(
     wire: Wire, content: Tensor, own: Tensor | None, target: Tensor, communicator: Communicator
 ) -> Iterator[None]:
     """Write the sum of all workers' ``content`` to ``target``, with rounded factors, and what was sent to ``own``.

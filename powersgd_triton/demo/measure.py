@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from powersgd_triton.comm import exchange
+from powersgd_triton.ops.wire import Wire
+
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
-# {collective: (position, name) of the argument with the data that this worker sends}. The exchange of narrow messages
-# is an all-to-all and an all-gather. It replaces one all-reduce and counts like one: only the bytes of the all-to-all.
+# {collective: (position, name) of the argument with the data that this worker sends}.
 _SENT_ARGUMENT = {
     "all_reduce": (0, "tensor"),
     "all_gather": (1, "tensor"),
-    "all_to_all": (1, "input_tensor_list"),
-    "all_to_all_single": (1, "input"),
     "reduce_scatter": (1, "input_list"),
     "reduce_scatter_tensor": (1, "input"),
     "reduce_scatter_single": (1, "input"),
@@ -28,7 +28,9 @@ _SENT_ARGUMENT = {
 
 
 class Traffic:
-    """Counts the bytes that this process passes to collectives.
+    """Counts the bytes that this process passes to collectives, and those of narrow messages.
+
+    The exchange of a narrow message replaces one all-reduce and counts like one, whichever collectives it takes.
 
     Args:
         collectives: Names of the collectives to count. Default: all.
@@ -46,9 +48,17 @@ class Traffic:
         originals = {name: getattr(dist, name) for name in self._names}
         for name, original in originals.items():
             setattr(dist, name, self._counted(original, *_SENT_ARGUMENT[name]))
+        exchange_parts = exchange.exchange_parts
+
+        def counted_exchange(wire: Wire, *args: Any) -> Iterator[None]:
+            self.sent += len(wire.plan.chunks) * wire.plan.size
+            yield from exchange_parts(wire, *args)
+
+        setattr(exchange, "exchange_parts", counted_exchange)  # noqa: B010
         try:
             yield
         finally:
+            setattr(exchange, "exchange_parts", exchange_parts)  # noqa: B010
             for name, original in originals.items():
                 setattr(dist, name, original)
 

@@ -28,12 +28,10 @@ PARALLELISMS = {
 
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 
-EXCHANGES = ("all_reduce", "all_to_all_single")
-
 GRADIENT_COLLECTIVES = {
-    **dict.fromkeys([*ZERO_STAGES, "fsdp1", "fsdp2"], (*EXCHANGES, "reduce_scatter_tensor", "reduce_scatter_single")),
+    **dict.fromkeys([*ZERO_STAGES, "fsdp1", "fsdp2"], ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")),
     # Reduce-scatters stay inside a replica, and the demo counts traffic between replicas.
-    "hsdp": EXCHANGES,
+    "hsdp": ("all_reduce",),
 }
 """Collectives that carry gradients between workers, or between replicas. All-gathers carry parameters."""
 
