@@ -190,6 +190,7 @@ class Engine:
         *,
         ranges: Mapping[str, tuple[int, Tensor]] | None = None,
         write: Callable[[Backend], None] | None = None,
+        done: Callable[[], None] | None = None,
     ) -> None:
         """Average a bucket's gradients in compressed form. End the step if the bucket is its last one.
 
@@ -198,6 +199,7 @@ class Engine:
             gradients: {name: contiguous tensor}. Overwritten with the averages; do not use them before.
             ranges: Parts of the averages to write, see ``reconstruct_ranges``. The gradients then stay as they are.
             write: Function to call instead of writing, with the bucket's backend, which then has the averaged factors.
+            done: Function to call when the averages are written.
         """
         step, device = self.step, next(iter(gradients.values())).device
         if ranges is not None and step.loss_scale is not None:
@@ -209,6 +211,8 @@ class Engine:
                 backend.reconstruct(gradients, step.overflow(device))
             else:
                 reconstruct_ranges(backend.bucket, ranges, step.overflow(device))
+            if done is not None:
+                done()
 
         self._advance(self.run(self.bind(layout, gradients), gradients, write or reconstruct), device)
 
@@ -232,12 +236,7 @@ class Engine:
 
     def _average_waiting(self) -> None:
         layout, gradients, done = self._waiting.take()
-
-        def write(backend: Backend) -> None:
-            backend.reconstruct(gradients, self.step.overflow(backend.bucket.message_P.device))
-            done()
-
-        self.average(layout, gradients, write=write)
+        self.average(layout, gradients, done=done)
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
