@@ -1,6 +1,7 @@
 """The stages of a step in Triton kernels: at most 13 launches up to rank 32, for any number of matrices.
 
-A message with factors narrower than fp32 takes three more launches.
+A message with factors narrower than fp32 takes three more launches. If workers of a node share a bucket, each message
+takes a few more, which set factors to zero and put sums together.
 """
 
 from __future__ import annotations
