@@ -107,10 +107,10 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
 class PowerSGDState(ShardedHandle):
     """The compression of one FSDP1 model's gradients. All workers create it together.
 
-    It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size, or of a share
-    of it if ``node_group`` is given. Factors are summed in a process group of the state's own, so that they do not queue
-    behind all-gathers that FSDP has prefetched. If the model's group does not contain all workers, that group is used
-    instead.
+    It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size, or of a
+    share of it if ``node_group`` is given. Factors are summed in a process group of the state's own, so that they do
+    not queue behind all-gathers that FSDP has prefetched. If the model's group does not contain all workers, that group
+    is used instead.
 
     Args:
         fsdp_model: The outermost ``FullyShardedDataParallel``, before its first backward pass.
