@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import digits
 from powersgd_triton.config import PLANNED_WIRE_DTYPE
+from powersgd_triton.demo.model import WIDTH
 from powersgd_triton.demo.run import train_arm
 from powersgd_triton.demo.train import MODES, Arm, Settings
 
@@ -36,14 +37,17 @@ RESULTS = Path(__file__).parent / "results"
 FILE, PICTURE = RESULTS / "loss-per-byte.json", RESULTS / "loss-per-byte.png"
 DEFAULT_RANK = 16
 Record = dict[str, Any]
-Figures = Mapping[str, float]
+Figures = Mapping[str, Any]
+Train = Callable[[Sequence[Arm], int, int, int], Iterable[Figures]]
+"""(arms, seed, steps, workers) → figures of each arm."""
 
 
-def train_text(arms: Sequence[Arm], seed: int, steps: int, workers: int) -> Iterator[Figures]:
-    """Validation loss, in nats per character, and bytes of each arm."""
+def train_text(arms: Sequence[Arm], seed: int, steps: int, workers: int, width: int = WIDTH) -> Iterator[Figures]:
+    """Validation loss, in nats per character, bytes and training losses (means of ten steps) of each arm."""
     for arm in arms:
-        result = train_arm(Settings(steps, workers, "cpu", seed), arm)
-        yield {"loss": result.validation_loss, "bytes_per_step": result.bytes_per_step}
+        result = train_arm(Settings(steps, workers, "cpu", seed, width=width), arm)
+        curve = [round(statistics.fmean(result.losses[i : i + 10]), 4) for i in range(0, steps, 10)]
+        yield {"loss": result.validation_loss, "bytes_per_step": result.bytes_per_step, "curve": curve}
 
 
 def train_digits(arms: Sequence[Arm], seed: int, steps: int, workers: int) -> Iterator[Figures]:
@@ -56,13 +60,13 @@ class Model:
     """What is trained.
 
     Attributes:
-        train: (arms, seed, steps, workers) → figures of each arm.
+        train: Trains it.
         unit: of its loss.
         decimals: of its loss that say something.
         arms, seeds, steps: where the command line names none.
     """
 
-    train: Callable[[Sequence[Arm], int, int, int], Iterable[Figures]]
+    train: Train
     unit: str
     decimals: int
     arms: Sequence[str]
@@ -178,20 +182,21 @@ class Point:
         return f"{statistics.fmean(excess):+.1f}{error}%"
 
 
-def run(name: str, arms: Sequence[str], seeds: Sequence[int], steps: int, workers: int) -> None:
-    """Train what the file does not have yet of one of ``MODELS``."""
+def run(name: str, train: Train, arms: Sequence[str], seeds: Sequence[int], steps: int, workers: int) -> None:
+    """Train what the file does not have yet of a model."""
     for seed in seeds:
         common = {"model": name, "seed": seed, "steps": steps, "workers": workers}
         done = {record["arm"] for record in read() if common.items() <= record.items()}
         missing = [text for text in dict.fromkeys(arms) if text not in done]
         if not missing:
             continue
-        trained = MODELS[name].train([Arm.parse(text, DEFAULT_RANK) for text in missing], seed, steps, workers)
+        trained = train([Arm.parse(text, DEFAULT_RANK) for text in missing], seed, steps, workers)
         for text, figures in zip(missing, trained, strict=True):
             versions = {"torch": torch.__version__, "machine": platform.machine()}
             record = {"model": name, "arm": text, **common, **figures, **versions}
             FILE.write_text(json.dumps([*read(), record], indent=1) + "\n")
-            print(f"{name}, seed {seed}, {text}: " + ", ".join(f"{k} {v:,.5g}" for k, v in figures.items()), flush=True)
+            shown = ", ".join(f"{k} {v:,.5g}" for k, v in figures.items() if isinstance(v, (int, float)))
+            print(f"{name}, seed {seed}, {text}: {shown}", flush=True)
 
 
 def read() -> list[Record]:
@@ -304,7 +309,8 @@ def main() -> None:
     if arguments.command == "run":
         for name in names:
             model = MODELS[name]
-            run(name, arguments.arms or model.arms, arguments.seeds or model.seeds, steps[name], arguments.workers)
+            arms, seeds = arguments.arms or model.arms, arguments.seeds or model.seeds
+            run(name, model.train, arms, seeds, steps[name], arguments.workers)
         return
     panels = {name: found for name in names if (found := points(name, steps[name], arguments.workers))}
     for name, found in panels.items():

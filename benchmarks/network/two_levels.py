@@ -154,9 +154,7 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _training(arm: str, width: int, corpus: Corpus) -> Callable[[], None]:
     """Return a function that trains one step. All arms begin with the same model and see the same data."""
     torch.manual_seed(0)
-    # The classes read the width when a model is made.
-    text_model.WIDTH = width
-    ddp = DistributedDataParallel(text_model.GPT())
+    ddp = DistributedDataParallel(text_model.GPT(width))
     if arm in FACTORS:
         state = PowerSGDState(None, RANK, start_powerSGD_iter=0, module=ddp.module, **FACTORS[arm])
         ddp.register_comm_hook(state, powerSGD_hook)

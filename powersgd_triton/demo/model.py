@@ -1,4 +1,4 @@
-"""A character-level GPT of 0.8 M parameters."""
+"""A character-level GPT, of 0.8 M parameters at its default width."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CONTEXT = 64
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.output = nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
@@ -31,11 +31,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a perceptron, each with normalization before it and a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention = nn.Sequential(nn.LayerNorm(WIDTH), Attention())
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width))
         self.perceptron = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next token at each of up to ``CONTEXT`` positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Parameter(torch.empty(CONTEXT, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.empty(CONTEXT, width))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.02)
 

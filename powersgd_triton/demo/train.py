@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
-from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
+from powersgd_triton.demo.model import CONTEXT, GPT, WIDTH, next_token_loss
 from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, ZERO_STAGES, gradient_bytes, shard
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
 from powersgd_triton.demo.workers import process_group
@@ -28,6 +28,7 @@ from powersgd_triton.integrations import ddp as ours
 
 BATCH_PER_WORKER = 16
 LEARNING_RATE = 3e-3
+"""At the default width. Wider models have a rate inversely proportional to their width."""
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS = 30
 FINAL_LEARNING_RATE = 0.1
@@ -114,6 +115,11 @@ class Settings:
     device: str
     seed: int = 0
     parallelism: str = "ddp"
+    width: int = WIDTH
+
+    @property
+    def learning_rate(self) -> float:
+        return LEARNING_RATE * WIDTH / self.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +169,7 @@ def train_worker(worker: int, settings: Settings, arm: Arm, store_path: str) -> 
 def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> Result:
     corpus = read_corpus()
     torch.manual_seed(settings.seed)
-    model = GPT().to(device)
+    model = GPT(settings.width).to(device)
     gradients = gradient_bytes(model, settings.parallelism, settings.workers)
     traffic, timer = Traffic(GRADIENT_COLLECTIVES.get(settings.parallelism)), HookTimer(device)
     generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
@@ -219,7 +225,7 @@ def _distributed(
         validated: nn.Module = model
     else:
         replica = validated = shard(model, settings.parallelism, arm.options, device)
-    optimizer = torch.optim.AdamW(replica.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def update(loss: Tensor) -> None:

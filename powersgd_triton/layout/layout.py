@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.layout.wire_format import FORMATS, WireFormat
 
-LARGEST_PLANNED_RANK = 256
-"""The largest rank that the Triton kernels support."""
+LARGEST_PLANNED_RANK = 64
+"""Default limit of planned ranks."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -125,11 +125,10 @@ def test_a_card_carries_one_message_with_two_levels(nodes: int, node_size: int) 
     assert levels.card < 0.2 * factors.card
 
 
-def test_bytes_are_those_that_interfaces_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_that_interfaces_counted() -> None:
     rows = [two_levels.Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
     for model, width in two_levels.MODELS.items():
-        monkeypatch.setattr(text_model, "WIDTH", width)
-        buckets = ddp_buckets([tuple(p.shape) for p in text_model.GPT().parameters()][::-1])
+        buckets = ddp_buckets([tuple(p.shape) for p in text_model.GPT(width).parameters()][::-1])
         for arm, options in two_levels.FACTORS.items():
             config = PowerSGDConfig(rank=two_levels.RANK, wire_dtype=options.get("wire_dtype"))
             with latency_decides():
