@@ -17,6 +17,8 @@ RankFunction = Callable[[str, tuple[int, ...]], int]
 DEFAULT_RANK = 4
 PLANNED_WIRE_DTYPE = "int4"
 """The width that gave the lowest loss for the same bytes; measured by benchmarks/loss_per_byte.py."""
+DEFAULT_MAX_RANK = 64
+"""Limit of planned ranks: two blocks of columns in the kernels. Wider models need a smaller share of their width."""
 
 BACKENDS = ("auto", "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
@@ -80,6 +82,7 @@ class PowerSGDConfig:
         replan_every: Number of steps between two plans, counted from ``start_iter``. A plan is measured at the end of a
             step and takes effect after the next step. 0 keeps the first plan, which gives all matrices about the same
             rank.
+        max_rank: Largest planned rank. It limits the compute of a step, whatever the budget allows. Default: 64.
         min_compression_rate: A matrix is compressed only if (n + m) · r · min_compression_rate < n · m (for factors
             sent in fp32; for narrower ones their bytes are compared). 0 compresses every non-empty matrix.
         start_iter: Number of first steps that average gradients exactly. 0 compresses from the first step.
@@ -120,6 +123,7 @@ class PowerSGDConfig:
     compression: float | None = None
     bytes_per_step: int | None = None
     replan_every: int = 50
+    max_rank: int | None = None
     min_compression_rate: float = 2.0
     start_iter: int = 0
     error_feedback: bool = True
@@ -189,8 +193,16 @@ class PowerSGDConfig:
                 raise ValueError(f"compression must be finite and at least 1; got {self.compression}")
         if self.bytes_per_step is not None:
             object.__setattr__(self, "bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
+        if self.max_rank is not None:
+            object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, 1))
         if not given:
             object.__setattr__(self, "rank", DEFAULT_RANK)
+        if self.planned and self.max_rank is None:
+            object.__setattr__(self, "max_rank", DEFAULT_MAX_RANK)
+        elif not self.planned and self.max_rank is not None:
+            raise ValueError(
+                f"max_rank limits planned ranks: give it with compression or bytes_per_step; got rank={self.rank!r}"
+            )
         if self.rank is None and not self.error_feedback:
             raise ValueError(f"{given[0]} plans ranks from the error buffers: it needs error_feedback=True")
         if self.rank is not None and not callable(self.rank):

@@ -47,6 +47,8 @@ def test_a_budget_takes_the_place_of_the_rank():
         ({"rank": 4, "compression": 20}, ValueError, "expected one of rank, compression and bytes_per_step"),
         ({"compression": 20, "error_feedback": False}, ValueError, "it needs error_feedback=True"),
         ({"compression": 20, "replan_every": -1}, ValueError, "replan_every must be at least 0; got -1"),
+        ({"compression": 20, "max_rank": 0}, ValueError, "max_rank must be at least 1; got 0"),
+        ({"rank": 8, "max_rank": 16}, ValueError, "max_rank limits planned ranks: give it with compression"),
         ({"rank": "f"}, TypeError, "rank must be an int or a function"),
     ],
     ids=str,

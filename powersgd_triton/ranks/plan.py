@@ -115,6 +115,10 @@ class RankPlan:
             ranks = starting_ranks(tensors, self._config, self._workers, self._buckets)
             self._tensors = {name: tuple(shape) for name, shape in tensors.items()}
             self._adopt(ranks)
+            if ranks and set(ranks.values()) == {self._config.max_rank}:
+                sent, allowed = sent_bytes(tensors, ranks, self._config), budget(tensors, self._config)
+                text = "PowerSGD ranks are limited to %s columns: a step sends %s of the %s bytes that it may send"
+                logger.info(text, self._config.max_rank, f"{sent:,.0f}", f"{allowed:,.0f}")
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
         """Plan for a number of workers from now on. The ranks stay if they were measured and fit the budget.
