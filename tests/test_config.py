@@ -41,7 +41,7 @@ def test_a_budget_takes_the_place_of_the_rank():
     [
         ({"compression": 0.5}, ValueError, "compression must be finite and at least 1; got 0.5"),
         ({"compression": float("inf")}, ValueError, "compression must be finite"),
-        ({"compression": "20"}, TypeError, "compression must be a number; got '20'"),
+        ({"compression": "20"}, TypeError, "compression must be a number or .auto.; got '20'"),
         ({"bytes_per_step": 1e5}, TypeError, "bytes_per_step must be an int; got 100000.0"),
         ({"bytes_per_step": 0}, ValueError, "bytes_per_step must be at least 1; got 0"),
         ({"rank": 4, "compression": 20}, ValueError, "expected one of rank, compression and bytes_per_step"),

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, matrix_bytes
 from powersgd_triton.ranks.planner import Spectrum, budget
 
@@ -74,7 +74,7 @@ class RankReport:
             )
             for segment in layout.segments
         ]
-        allowed = budget(layout.shapes, config) if config.planned else None
+        allowed = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
         return cls(tuple(rows), exchanges or {}, node_workers, budget=allowed, max_rank=config.max_rank)
 
     @property
