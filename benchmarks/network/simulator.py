@@ -29,16 +29,14 @@ from benchmarks.environment import commit
 from benchmarks.network.collectives import Call
 from benchmarks.network.stand_ins import META, CountedEngine, CountedWorker
 from benchmarks.network.traffic import Traffic
-from benchmarks.shapes import Shapes, gpt2, llama
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.cost import Network
+from powersgd_triton.shapes import MODELS as KNOWN_MODELS
+from powersgd_triton.shapes import Shapes
 
 RESULTS = Path(__file__).parents[1] / "results"
 
-MODELS: dict[str, Shapes] = {
-    "GPT-2, 124 M": gpt2(layers=12, width=768, vocabulary=50257, context=1024),
-    "Llama, 6.7 B": [(32000, 4096), (4096,), *llama(layers=32, width=4096, hidden=11008), (32000, 4096)],
-}
+MODELS: dict[str, Shapes] = {"GPT-2, 124 M": KNOWN_MODELS["gpt2"], "Llama, 6.7 B": KNOWN_MODELS["llama-7b"]}
 CARDS = {"10 Gbit/s": 10e9 / 8, "100 Gbit/s": 100e9 / 8}
 """Bytes a second of a node's card."""
 RANKS = (4, 16)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 RANKS = (4, 16, 64)
 """Ranks at which a step is timed."""
-ROUNDS = 3
-LARGEST = 1 << 24
+ROUNDS = 2
+LARGEST = 1 << 22
 """Elements that are timed of a larger model."""
 
 
