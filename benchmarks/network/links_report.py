@@ -131,26 +131,38 @@ def crossovers_table(panels: Mapping[str, Panel], ours: str, bases: Sequence[str
     for model, panel in panels.items():
         cells = []
         for base in bases:
-            times, others = panel.medians(ours), panel.medians(base)
-            rates = [rate for rate in times.keys() & others.keys() if rate is not None]
-            if not rates:
+            found = _crossover(panel, ours, base)
+            rates = [rate for rate in panel.medians(ours) if rate is not None]
+            if found is None:
                 cells.append("")
-                continue
-            found = crossover(times, others)
-            limits = {0.0: f"below {rate_text(min(rates))}", math.inf: f"beyond {rate_text(max(rates))}"}
-            cells.append(limits.get(found, f"{found:,.0f} Mbit/s"))
+            elif found == 0:
+                cells.append(f"below {rate_text(min(rates))}")
+            else:
+                cells.append(f"beyond {rate_text(max(rates))}" if found == math.inf else f"{found:,.0f} Mbit/s")
         lines.append([model, *cells])
     return _markdown(lines)
 
 
+def _crossover(panel: Panel, ours: str, base: str) -> float | None:
+    times, others = panel.medians(ours), panel.medians(base)
+    return crossover(times, others) if times.keys() & others.keys() - {None} else None
+
+
 def draw(
-    panels: Mapping[str, Panel], arms: Sequence[str], rates: Sequence[float], interval: int, picture: Path
+    panels: Mapping[str, Panel],
+    arms: Sequence[str],
+    ours: str,
+    bases: Sequence[str],
+    rates: Sequence[float],
+    interval: int,
+    picture: Path,
 ) -> None:
     """Draw, for each model, step times against the rate, and below them training losses against seconds at some rates.
 
     Args:
         panels: {model: what is known of it}.
         arms: Arms of the step times.
+        ours, bases: Arms whose crossovers are dotted lines.
         rates: Rates of the losses, Mbit/s.
         interval: Steps between two points of a curve.
         picture: File to write.
@@ -174,6 +186,10 @@ def draw(
             times = {rate or _UNLIMITED * fastest: seconds for rate, seconds in panel.medians(arm).items()}
             points = sorted(times.items())
             handles[arm] = axes.plot(*zip(*points, strict=True), "o-", color=colours[arm])[0] if points else None
+        for base in bases:
+            found = _crossover(panel, ours, base)
+            if found is not None and 0 < found < math.inf:
+                axes.axvline(found, color=colours[base], linestyle=":")
         axes.set(xscale="log", yscale="log", title=f"{model} parameters", ylabel="seconds of a step")
         axes.set(xlabel=f"Mbit/s (last point: no limit, drawn at {_UNLIMITED * fastest:,.0f})")
         axes.grid(alpha=0.3, which="both")
@@ -185,7 +201,7 @@ def draw(
             axes.set(xscale="log", title=f"{model}, {rate_text(rate)}", xlabel="seconds", ylabel="training loss")
             axes.grid(alpha=0.3)
     shown = {arm: handles[arm] for arm in every if handles.get(arm) is not None}
-    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=5)
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
