@@ -89,6 +89,8 @@ def measure(
         RuntimeError: No network can be made here, or a worker failed.
         TimeoutError: The workers were not done in time.
     """
+    if most_turns < 1:
+        raise ValueError(f"expected at least 1 turn; got {most_turns}")
     # JSON has no infinity.
     task = {"arms": list(arms), "models": list(models), "turns": most_turns, "limit": min(limit, timeout)}
     return turns.measure(__file__, WORKERS, 1, rate, task, timeout, {"DS_ACCELERATOR": "cpu"})
@@ -187,6 +189,8 @@ def curves(model: str, steps: int) -> dict[str, list[float]]:
 def report(steps: int) -> None:
     """Print the tables and draw the figure."""
     rows = read()
+    if not rows:
+        raise SystemExit(f"no times in {FILE}; measure them with: python benchmarks/network/links.py times")
     models = list(dict.fromkeys(row.model for row in rows))
     panels = {}
     for model in models:

@@ -91,6 +91,13 @@ def test_a_report_joins_times_and_losses(files: Path, capsys: pytest.CaptureFixt
     assert links.PICTURE.stat().st_size > 10_000
 
 
+def test_a_report_without_times_and_no_turns_are_refused(files: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no times in .*links\.json; measure them with: .* times"):
+        links.report(20)
+    with pytest.raises(ValueError, match=r"expected at least 1 turn; got 0"):
+        links.measure(links.FEW_ARMS, [MODEL], None, most_turns=0)
+
+
 def test_losses_of_the_demos_batch_are_those_of_the_study_of_widths() -> None:
     names = {links.losses_name(model): batch for model, (_, batch) in links.MODELS.items()}
     assert len(names) == len(links.MODELS)
