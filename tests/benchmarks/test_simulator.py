@@ -18,6 +18,7 @@ from benchmarks.network import two_levels
 from benchmarks.network.collectives import Call, counting
 from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
 from benchmarks.network.traffic import Traffic
+from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.cost import Network, factor_seconds
 from powersgd_triton.demo import model as text_model
@@ -129,7 +130,7 @@ def test_a_card_carries_one_message_with_two_levels(nodes: int, node_size: int) 
 
 
 def test_bytes_are_those_that_interfaces_counted() -> None:
-    rows = [two_levels.Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
+    rows = [Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
     for model, width in two_levels.MODELS.items():
         buckets = ddp_buckets([tuple(p.shape) for p in text_model.GPT(width).parameters()][::-1])
         for arm, options in two_levels.FACTORS.items():
