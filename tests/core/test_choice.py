@@ -1,0 +1,89 @@
+"""Predicted times, and the choice among them. Plain numbers only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.cost import Network, step_seconds
+from powersgd_triton.core.choice import TOLERANCE, Job, Prediction, budgets, choose, compute_of
+from powersgd_triton.core.trial import ComputeTime
+
+BUCKETS = [{"head": (512, 256), "bias": (512,)}, {"body": (256, 1024), "norm": (256,)}]
+CHEAP = ComputeTime((4.0, 16.0, 64.0), (1e-4, 2e-4, 6e-4))
+CONFIG = PowerSGDConfig(compression=20)
+
+
+def job(megabits: float) -> Job:
+    return Job(BUCKETS, 4, 0.05, Network(2, card=megabits * 1e6 / 8))
+
+
+def test_a_time_between_measured_ranks_is_on_the_parabola():
+    time = ComputeTime((2.0, 4.0, 8.0), tuple(3 + 2 * r + r * r for r in (2.0, 4.0, 8.0)))
+    assert time(5) == pytest.approx(3 + 2 * 5 + 25)
+    # A matrix with fewer rows has fewer ranks.
+    assert ComputeTime((2.0, 4.0), (1.0, 2.0))(3) == pytest.approx(1.5)
+    assert ComputeTime((1.0,), (0.5,))(1) == 0.5
+    assert ComputeTime((), ())(4) == 0
+
+
+@pytest.mark.parametrize("messages", [[], [0.1], [0.02, 0.1], [0.5, 0.5, 0.1]])
+def test_the_compute_of_a_step_is_what_its_time_was_predicted_from(messages: list[float]):
+    assert compute_of(step_seconds(0.2, 0.0, messages), messages) == pytest.approx(0.2)
+
+
+def test_messages_before_the_last_one_travel_during_the_backward_pass():
+    assert step_seconds(0.3, 0.01, [0.1, 0.1, 0.05]) == pytest.approx(0.36)
+    assert step_seconds(0.3, 0.01, [0.2, 0.1, 0.05]) == pytest.approx(0.46)
+
+
+def test_an_exact_step_sends_all_bytes():
+    slow = job(100.0)
+    elements = sum(math.prod(shape) for shape in slow.tensors.values())
+    assert slow.exact().bytes_per_step == 4 * elements
+    half = slow.exact(2)
+    assert half.bytes_per_step == 2 * elements
+    assert slow.exact().seconds - 0.05 > 1.5 * (half.seconds - 0.05) > 0
+
+
+def test_a_compressed_step_has_the_ranks_and_bytes_of_its_plan():
+    predicted = job(100.0).compressed(CONFIG, CHEAP)
+    assert predicted.ranks.keys() == {"head", "body"}
+    assert predicted.bytes_per_step <= 4 * sum(math.prod(s) for s in job(1.0).tensors.values()) / 20
+    assert 0 < predicted.overhead < 0.02
+    assert predicted.seconds < job(100.0).exact().seconds
+    with pytest.raises(ValueError, match="the budget is"):
+        job(100.0).compressed(PowerSGDConfig(compression=1e6), CHEAP)
+
+
+def test_a_slow_link_is_worth_compressing_for_and_a_fast_one_is_not():
+    for megabits, compresses in ((10.0, True), (100.0, True), (1e5, False)):
+        here = job(megabits)
+        exact = here.exact()
+        chosen = choose(exact, budgets(here, CONFIG, {"int4": CHEAP, "float32": CHEAP}))
+        assert (chosen.config is not None) == compresses
+        assert chosen.seconds <= exact.seconds
+
+
+def test_a_choice_gives_away_little_time_for_quality():
+    exact = Prediction(None, {}, 1e6, 1.0)
+    configs = [dataclasses.replace(CONFIG, compression=c) for c in (10, 20, 40)]
+    times = (0.5 * (1 + TOLERANCE) + 0.01, 0.5 * (1 + TOLERANCE), 0.5)
+    found = [Prediction(c, {"a": 40 - 10 * i}, 1e5, t) for i, (c, t) in enumerate(zip(configs, times, strict=True))]
+    assert choose(exact, found) is found[1]
+    # An all-reduce that takes about as long loses nothing.
+    assert choose(dataclasses.replace(exact, seconds=0.51), found).config is None
+    assert choose(exact, []) is exact
+
+
+def test_budgets_that_are_too_small_or_the_same_are_left_out():
+    found = budgets(job(100.0), CONFIG, {"int4": CHEAP})
+    compressions = [float(p.config.compression or 0) for p in found if p.config is not None]
+    assert compressions == sorted(set(compressions))
+    plans = [tuple(sorted(p.ranks.items())) for p in found]
+    assert len(set(plans)) == len(plans)
+    # What is averaged exactly is more than 1/1280 of the bytes.
+    assert 1280 not in compressions

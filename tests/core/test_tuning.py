@@ -1,0 +1,131 @@
+"""``compression="auto"`` and ``max_overhead``: the first steps are measured, and all workers settle the same."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.cost import Network, measure_network
+from powersgd_triton.core import tuning
+from powersgd_triton.core.trial import ComputeTime
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.distributed import run
+
+SHAPES = {"wide": (96, 400), "tall": (500, 64), "bias": (96,)}
+FIRST = tuning.WARM_UP + tuning.MEASURED + 1
+"""Steps after which the choice is in force."""
+SLOW, FAST = Network(2, card=1e4), Network(2, card=1e12, latency=0.0)
+
+
+def gradients(worker: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def train(compressor: Compressor, worker: int, steps: range) -> list[bool]:
+    """Whether each step was exact. Conservation: what was averaged and what is left over is what came."""
+    exact = []
+    for step in steps:
+        before = compressor.error()
+        averages = compressor.decompress(compressor.compress(gradients(worker, step)))
+        assert isinstance(averages, dict)
+        after, (one, two) = compressor.error(), (gradients(w, step) for w in range(2))
+        exact.append(all(torch.allclose(averages[name], (one[name] + two[name]) / 2) for name in SHAPES))
+        for name in after:
+            mean = Communicator().mean(gradients(worker, step)[name] + before.get(name, torch.zeros(())) - after[name])
+            torch.testing.assert_close(averages[name], mean, rtol=1e-4, atol=1e-5)
+    return exact
+
+
+def choices(worker: int, world_size: int) -> dict[str, Any]:
+    """What workers settle on networks and with trials that are given."""
+    found: dict[str, Any] = {}
+    # This worker's own times differ from those of the others.
+    times = tuple((1 + worker) * 1e-5 * rank for rank in (4, 16, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "time_compute", lambda *_: ComputeTime((4.0, 16.0, 64.0), times))
+        for name, network, seconds in (("slow", SLOW, 25.0), ("fast", FAST, 1e-3)):
+            patch.setattr(tuning, "measure_network", lambda *_, network=network: network)
+            clock = itertools.count(0.0, seconds + 1e-4 * worker)
+            patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=clock.__next__))
+            compressor = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
+            assert "exact" in str(compressor.report())
+            exact = train(compressor, worker, range(FIRST + 4))
+            saved = compressor.state_dict()
+            resumed = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
+            resumed.load_state_dict(saved)
+            later = train(resumed, worker, range(FIRST + 4, FIRST + 6))
+            found[name] = exact, later, saved["plan"]["settled"], resumed.config.compression
+        patch.setattr(tuning, "time_compute", lambda *_: ComputeTime((1.0, 4.0, 16.0), (1e-5, 4e-5, 16e-5)))
+        limited = Compressor(PowerSGDConfig(compression=4, max_overhead=0.01, replan_every=5), SHAPES)
+        before = limited.report().tensors[0].rank
+        train(limited, worker, range(FIRST + 8))
+        found["limited"] = before, limited.config.max_rank, [row.rank for row in limited.report().tensors]
+    found["network"] = measure_network(Communicator(), torch.device("cpu"))
+    return found
+
+
+def test_all_workers_settle_the_same_and_lose_nothing() -> None:
+    first, second = run(choices, 2)
+    assert first == second
+    exact, later, settled, compression = first["slow"]
+    assert exact == [True] * FIRST + [False] * 4
+    assert later == [False, False]
+    assert settled["compression"] == compression > 10
+    exact, later, settled, compression = first["fast"]
+    assert all(exact + later)
+    assert (settled, compression) == ({"compression": None}, "auto")
+    # Steps of 1.1 ms allow the slower worker 1% for a column, of which each takes 10 µs.
+    before, limit, ranks = first["limited"]
+    assert before > 1
+    assert limit == 1
+    assert ranks == [1, 1, 0]
+    network = first["network"]
+    assert (network.nodes, network.node_size) == (2, 1)
+    assert 1e6 < network.card < 1e12
+    assert 0 <= network.latency < 1
+
+
+def ddp(worker: int, world_size: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), bucket_cap_mb=0.1)
+    state = PowerSGDState(PowerSGDConfig(compression="auto"), module=model.module)
+    model.register_comm_hook(state, powerSGD_hook)
+    for step in range(FIRST + 3):
+        torch.manual_seed(step * world_size + worker)
+        model(torch.randn(8, 64)).square().mean().backward()
+    return [state.state_dict()["plan"]["settled"], next(model.parameters()).grad]
+
+
+def test_ddp_chooses_from_what_it_measures() -> None:
+    first, second = run(ddp, 2)
+    assert first[0] == second[0]
+    assert torch.equal(first[1], second[1])
+
+
+def test_one_worker_does_not_compress() -> None:
+    compressor = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
+    for step in range(FIRST + 1):
+        own = gradients(0, step)
+        averages = compressor.decompress(compressor.compress(own))
+        assert isinstance(averages, dict)
+        assert all(torch.equal(averages[name], own[name]) for name in SHAPES)
+    assert compressor.state_dict()["plan"]["settled"] == {"compression": None}
+
+
+@pytest.mark.parametrize("name", ["wire_dtype", "max_rank"])
+def test_a_state_with_a_choice_that_cannot_be_is_refused(name: str) -> None:
+    compressor = Compressor(PowerSGDConfig(compression=4), SHAPES)
+    compressor.compress(gradients(0, 0))
+    saved = compressor.state_dict()
+    saved["plan"]["settled"] = {name: "wide"}
+    with pytest.raises(ValueError, match="expected a plan of ranks with ranks"):
+        compressor.load_state_dict(saved)
