@@ -21,6 +21,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.tuning import refuse_auto
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.sharded import ShardedHandle
@@ -140,6 +141,8 @@ class PowerSGDState(ShardedHandle):
         def prepare() -> tuple[tuple[dict[Unit, Any], Engine], Facts, Facts]:
             if not isinstance(config, PowerSGDConfig):
                 raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+            if fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD:
+                refuse_auto(config, "a sharded model")
             given_groups(node_group)
             units = _units(fsdp_model)
             shapes.update({name: shape for unit in units for name, shape in unit.shapes.items()})

@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from powersgd_triton.comm.nodes import AUTO
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.tuning import refuse_auto
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
 from powersgd_triton.layout.wire_format import DIFFERENCES
@@ -79,7 +80,7 @@ def read_section(section: Any) -> Section:
             continue
         # Check each key alone. Conflicts between keys, such as alternating without warm_start, are found below.
         try:
-            PowerSGDConfig(**{key: value})
+            PowerSGDConfig(**{key: value, **({"compression": 1} if key in ("max_rank", "max_overhead") else {})})
         except (TypeError, ValueError) as error:
             problems.append(str(error))
         else:
@@ -95,6 +96,7 @@ def read_section(section: Any) -> Section:
         problems.append(f'{NODE_GROUP} must be null or "{AUTO}"; got {node_group!r}')
     try:
         config = PowerSGDConfig(**valid)
+        refuse_auto(config, "DeepSpeed's step")
     except (TypeError, ValueError) as error:
         problems.append(str(error))
     if problems:

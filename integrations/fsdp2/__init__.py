@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.tuning import refuse_auto
 from powersgd_triton.integrations.fsdp2.seams import all_reduces_itself, guard, take_over_all_reduce
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, custom_reduce_scatter
 from powersgd_triton.integrations.fsdp2.units import Unit, find_units, worker_groups
@@ -64,6 +65,7 @@ def apply_powersgd(
         _check_torch("set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook")
         units = find_units(model, replicas)
         if replicas is None:
+            refuse_auto(config, "a sharded model without replicas")
             return (units, FullShardState(config, units, others[0])), {}, {}
         return (units, HybridShardState(model, config, units, replicas, others)), {}, {}
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from powersgd_triton.comm.cost import measure_network
+from powersgd_triton.comm.cost import Network, measure_network
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.core.choice import WIDTHS, Job, budgets, choose, compute_of
+from powersgd_triton.core.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose, compute_of
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute
 from powersgd_triton.layout.layout import Layout
@@ -75,8 +75,12 @@ class Tuning:
         tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
         widths = WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
         times = {w: self._own(dataclasses.replace(config, wire_dtype=w), tensors, device) for w in widths}
-        # The slowest worker counts.
-        (step,), *seconds = self._agreed([[step], *(time.seconds for time in times.values())], device)
+        # The slowest worker and the slowest network count.
+        worst = [1 / network.card, 1 / network.inside, network.latency, network.inside_latency]
+        (step,), (card, inside, latency, inside_latency), *seconds = self._agreed(
+            [[step], worst, *(time.seconds for time in times.values())], device
+        )
+        network = Network(network.nodes, network.node_size, 1 / card, 1 / inside, latency, inside_latency)
         times = {w: ComputeTime(times[w].ranks, found) for w, found in zip(widths, seconds, strict=True)}
         job = Job(buckets, self.itemsize, step, network, engine.communicator.node_group is not None)
         job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
@@ -84,21 +88,25 @@ class Tuning:
         found = budgets(job, config, times)
         if config.max_overhead is not None:
             found = [prediction for prediction in found if prediction.overhead <= config.max_overhead]
-        chosen = choose(exact, found)
+        best = choose(exact, found)
+        # Workers with other shards may have chosen something else. The first of all choices is an all-reduce.
+        choices: list[tuple[Any, Any]] = [(None, None), *itertools.product(widths, COMPRESSIONS)]
+        own = (None, None) if best.config is None else (best.config.wire_dtype, best.config.compression)
+        ((agreed,),) = self._agreed([[-choices.index(own)]], device)
+        width, compression = choices[-round(agreed)]
         logger.info(
             "PowerSGD measured steps of %.4g s, of which %.4g s are compute, on a network of %.4g Gbit/s and %.3g ms",
             *(step, job.compute, network.card * 8e-9, network.latency * 1e3),
         )
-        if chosen.config is None:
+        if compression is None:
             fastest = min((prediction.seconds for prediction in found), default=step)
             logger.info("PowerSGD does not compress: the fastest budget would take %.4g s a step", fastest)
             return {"compression": None}
-        fields = {"compression": chosen.config.compression, "wire_dtype": chosen.config.wire_dtype}
         logger.info(
             "PowerSGD compresses %sx, with factors in %s: predicted %.4g s a step, %.0f%% of it compute of its own",
-            *(fields["compression"], fields["wire_dtype"], chosen.seconds, 100 * chosen.overhead),
+            *(compression, width, best.seconds, 100 * best.overhead),
         )
-        return fields
+        return {"compression": compression, "wire_dtype": width}
 
     def _max_rank(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose the largest rank whose compute is at most ``max_overhead`` of a step."""
@@ -127,6 +135,22 @@ class Tuning:
 
     def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:
         """Return the largest of all workers' numbers, element by element. Collective."""
+        communicator = self._engine.communicator
         flat = torch.tensor([number for row in numbers for number in row], dtype=torch.float64)
-        largest = iter(self._engine.communicator.gather(flat, device).amax(dim=0).tolist())
+        for group in (communicator, *communicator.others):
+            flat = group.gather(flat, device).amax(dim=0)
+        largest = iter(flat.tolist())
         return [tuple(next(largest) for _ in row) for row in numbers]
+
+
+def refuse_auto(config: PowerSGDConfig, where: str) -> None:
+    """Check that a wrapper's exact steps are all-reduces, with which ``compression="auto"`` compares.
+
+    Raises:
+        ValueError: The compression is "auto".
+    """
+    if config.compression == AUTO:
+        raise ValueError(
+            f"compression='auto' compares a step with one that all-reduces gradients, and {where} does not: choose a "
+            "number, for example with python -m powersgd_triton plan"
+        )
