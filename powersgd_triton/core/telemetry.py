@@ -110,10 +110,6 @@ class Telemetry:
         self._open: _Measured | None = None
         self._pending: collections.deque[_Measured] = collections.deque()
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Make a copy or a pickle of a state one without telemetry: a writer or a callback need not allow a copy."""
-        return type(None), ()
-
     def measure(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
         """Measure a bucket between ``commit`` and ``reconstruct``, if its step is measured."""
         if self._open is not None and bucket.layout.compressed:
