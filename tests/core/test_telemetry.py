@@ -355,7 +355,7 @@ def test_the_examples_of_the_documentation_run(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(
         sys.modules,
         "torch.utils.tensorboard",
-        types.SimpleNamespace(SummaryWriter=summary_writer),  # type: ignore[arg-type]
+        types.SimpleNamespace(SummaryWriter=summary_writer),
     )
     page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
