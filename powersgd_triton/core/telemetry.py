@@ -218,4 +218,5 @@ def _squares(matrices: Sequence[Tensor], P: Tensor, Q: Tensor) -> Tensor:
 def _energies(block: Tensor) -> Tensor:
     """Return the sum of the squares of each matrix in a block, fp64 [B]."""
     # Row by row in the block's own dtype: on the CPU, a sum of all elements in fp64 takes ten times as long.
-    return torch.linalg.vector_norm(block, dim=2).double().square().sum(dim=1)
+    norms: Tensor = torch.linalg.vector_norm(block, dim=2)
+    return norms.double().square().sum(dim=1)
