@@ -170,8 +170,8 @@ class Engine:
         if communicator.inside is not None:
             # The workers of a node sum their gradients, and each compresses its share of the sum.
             gradients = yield from share_of_sum(backend.bucket, gradients, communicator.inside)
-        mark(PROJECT)
         if not config.warm_start:
+            mark(PROJECT)
             backend.orthogonalize_bases(step, redraw=True)
         for repetition in range(config.iterations):
             # The standard algorithm computes both products. The alternating algorithm computes one of them by turns.
@@ -181,8 +181,8 @@ class Engine:
                 # Compensate and project: M = G + E, P = M Q. Error feedback happens here. The error buffer still holds
                 # the last step's M. Subtracting that step's P̂ Qᵀ and adding G takes one pass over memory.
                 message = backend.project(gradients, step, repetition)
-                # Sum: P ← Σ P over the workers. Tensors that are not compressed are part of the step's first message.
                 mark(MESSAGES)
+                # Sum: P ← Σ P over the workers. Tensors that are not compressed are part of the step's first message.
                 yield from sum_over_workers(backend, message, communicator)
             if backprojects:
                 mark(BACKPROJECT)
@@ -190,8 +190,8 @@ class Engine:
                 # P̂ from the same sum, so P̂ is not sent. (In the alternating algorithm P̂ comes from the turn before,
                 # and this product compensates M.)
                 message = backend.backproject(gradients, step, repetition)
-                # Sum: Q̄ = mean of Q. Keep this worker's own Q: the worker sent P̂ Qᵀ, so its error must lose P̂ Qᵀ.
                 mark(MESSAGES)
+                # Sum: Q̄ = mean of Q. Keep this worker's own Q: the worker sent P̂ Qᵀ, so its error must lose P̂ Qᵀ.
                 yield from sum_over_workers(backend, message, communicator)
             mark(COMMIT)
             # Orthonormalize Q̄ as the basis of the next projection. If a sum is not finite, which is the same on all
