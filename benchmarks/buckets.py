@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.shapes import Shapes, count_parameters
+from benchmarks.shapes import count_parameters
+from powersgd_triton.shapes import Shapes
 
 
 class FilledBucket:

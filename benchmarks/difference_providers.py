@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.shapes import Shapes, count_parameters
+from benchmarks.shapes import count_parameters
 from benchmarks.timing import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.differences import encode_reference
+from powersgd_triton.shapes import Shapes
 
 WORKERS = 4
 

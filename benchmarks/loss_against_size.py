@@ -27,7 +27,7 @@ WIDTHS: dict[int, Sequence[str]] = {
     64: ("allreduce", *(f"ours:{compression}x" for compression in (10, 20, 40))),
     128: ("allreduce", *(f"ours:{compression}x" for compression in (10, 20, 40, 80))),
     256: ("allreduce", *(f"ours:{compression}x" for compression in (10, 20, 40, 80, 160))),
-    384: ("allreduce", *(f"ours:{compression}x" for compression in (20, 40, 80, 160, 280))),
+    448: ("allreduce", "ours:4", *(f"ours:{compression}x" for compression in (40, 80, 160, 320))),
 }
 """{width: arms}. Tensors that are averaged exactly limit the compression."""
 SEEDS = {64: (0, 1, 2), 128: (0, 1, 2)}

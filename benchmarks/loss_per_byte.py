@@ -31,22 +31,31 @@ from benchmarks import digits
 from powersgd_triton.config import PLANNED_WIRE_DTYPE
 from powersgd_triton.demo.model import WIDTH
 from powersgd_triton.demo.run import train_arm
-from powersgd_triton.demo.train import MODES, Arm, Settings
+from powersgd_triton.demo.train import BATCH_PER_WORKER, MODES, Arm, Settings
 
 RESULTS = Path(__file__).parent / "results"
 FILE, PICTURE = RESULTS / "loss-per-byte.json", RESULTS / "loss-per-byte.png"
 DEFAULT_RANK = 16
+CURVE_STEPS = 10
+"""Steps of which a point of a training curve is the mean."""
 Record = dict[str, Any]
 Figures = Mapping[str, Any]
 Train = Callable[[Sequence[Arm], int, int, int], Iterable[Figures]]
 """(arms, seed, steps, workers) → figures of each arm."""
 
 
-def train_text(arms: Sequence[Arm], seed: int, steps: int, workers: int, width: int = WIDTH) -> Iterator[Figures]:
+def train_text(
+    arms: Sequence[Arm],
+    seed: int,
+    steps: int,
+    workers: int,
+    width: int = WIDTH,
+    batch: int = BATCH_PER_WORKER,
+) -> Iterator[Figures]:
     """Validation loss, in nats per character, bytes and training losses (means of ten steps) of each arm."""
     for arm in arms:
-        result = train_arm(Settings(steps, workers, "cpu", seed, width=width), arm)
-        curve = [round(statistics.fmean(result.losses[i : i + 10]), 4) for i in range(0, steps, 10)]
+        result = train_arm(Settings(steps, workers, "cpu", seed, width=width, batch=batch), arm)
+        curve = [round(statistics.fmean(result.losses[i : i + CURVE_STEPS]), 4) for i in range(0, steps, CURVE_STEPS)]
         yield {"loss": result.validation_loss, "bytes_per_step": result.bytes_per_step, "curve": curve}
 
 

@@ -1,64 +1,10 @@
-"""Gradient sets of known models: shapes in the order in which a backward pass fills a bucket, last layer first."""
+"""Gradient sets of known models, in the order in which a backward pass fills a bucket, last layer first."""
 
 from __future__ import annotations
 
 import math
 
-Shapes = list[tuple[int, ...]]
-
-
-def gpt2(layers: int, width: int, vocabulary: int, context: int) -> Shapes:
-    """GPT-2's parameters (Radford et al. 2019) with torch.nn.Linear's orientation; the head is the embedding."""
-    block: Shapes = [
-        *[(width, 4 * width), (width,), (4 * width, width), (4 * width,)],
-        *[(width,), (width,), (width, width), (width,), (3 * width, width), (3 * width,), (width,), (width,)],
-    ]
-    return [(width,), (width,), *(block * layers), (context, width), (vocabulary, width)]
-
-
-def resnet(blocks: tuple[int, ...], classes: int = 1000) -> Shapes:
-    """ResNet with bottleneck blocks (He et al. 2015), as torchvision's; (3, 4, 6, 3) is ResNet-50."""
-
-    def convolution(out: int, into: int, size: int) -> Shapes:
-        return [(out, into, size, size), (out,), (out,)]  # the last two are the batch norm's
-
-    forward = convolution(64, 3, 7)
-    into = 64
-    for stage, count in enumerate(blocks):
-        width = 64 * 2**stage
-        for index in range(count):
-            forward += convolution(width, into, 1) + convolution(width, width, 3) + convolution(4 * width, width, 1)
-            if index == 0:
-                forward += convolution(4 * width, into, 1)
-            into = 4 * width
-    forward += [(classes, into), (classes,)]
-    return forward[::-1]
-
-
-def vision_transformer(layers: int, width: int, patch: int, image: int = 224, classes: int = 1000) -> Shapes:
-    """ViT (Dosovitskiy et al. 2020), as torchvision's; 24 layers of width 1024 and patches of 16 are ViT-L/16."""
-    tokens = (image // patch) ** 2 + 1
-    layer: Shapes = [
-        *[(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)],
-        *[(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)],
-    ]
-    forward: Shapes = [
-        *[(1, 1, width), (width, 3, patch, patch), (width,), (1, tokens, width)],
-        *(layer * layers),
-        *[(width,), (width,), (classes, width), (classes,)],
-    ]
-    return forward[::-1]
-
-
-def llama(layers: int, width: int, hidden: int) -> Shapes:
-    """Layers of Llama (Touvron et al. 2023) without embeddings: four projections, a gated MLP, two norms."""
-    layer: Shapes = [
-        *[(width, width)] * 4,
-        *[(hidden, width), (hidden, width), (width, hidden)],
-        *[(width,), (width,)],
-    ]
-    return layer[::-1] * layers
-
+from powersgd_triton.shapes import Shapes, gpt2, llama, resnet, vision_transformer
 
 CPU_GRADIENT_SETS: dict[str, Shapes] = {
     "gpt2-like-35M": gpt2(layers=4, width=768, vocabulary=8192, context=1024),

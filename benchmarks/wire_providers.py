@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.cases import WIRE_PHASES
-from benchmarks.shapes import Shapes, count_parameters
+from benchmarks.shapes import count_parameters
 from benchmarks.timing import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.configurations import Launch, architecture, select_configuration
@@ -13,6 +13,7 @@ from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire, Wire
+from powersgd_triton.shapes import Shapes
 
 WORKERS = 4
 ITEMSIZE = 4

@@ -1,4 +1,4 @@
-"""Command line: ``python -m powersgd_triton doctor | demo``."""
+"""Command line: ``python -m powersgd_triton doctor | demo | plan``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": ("powersgd_triton.doctor", "show versions, devices and the chosen backend, and test a step"),
     "demo": ("powersgd_triton.demo.run", "train a small GPT with all-reduce, torch's PowerSGD hook and ours"),
+    "plan": ("powersgd_triton.plan", "predict the time of a step with and without compression, and recommend one"),
 }
 
 

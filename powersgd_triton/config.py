@@ -17,8 +17,11 @@ RankFunction = Callable[[str, tuple[int, ...]], int]
 DEFAULT_RANK = 4
 PLANNED_WIRE_DTYPE = "int4"
 """The width that gave the lowest loss for the same bytes; measured by benchmarks/loss_per_byte.py."""
+DEFAULT_MAX_RANK = 64
+"""Limit of planned ranks: two blocks of columns in the kernels. Wider models need a smaller share of their width."""
 
-BACKENDS = ("auto", "triton", "torch")
+AUTO = "auto"
+BACKENDS = (AUTO, "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
 WIRE_DTYPES = {
     "float32": "float32",
@@ -73,13 +76,18 @@ class PowerSGDConfig:
             min(rank, n, m). It may be a function (name, shape) → rank, which must be the same on all workers; 0 means
             that the matrix is averaged exactly. Default: 4, or planned ranks if a budget is given.
         compression: A byte budget in place of a rank: how many times fewer bytes than fp32 gradients a step sends,
-            counting all tensors of the model. Ranks are planned for each matrix.
+            counting all tensors of the model. Ranks are planned for each matrix. "auto" measures step and network
+            during the first steps, which are exact, and chooses a budget and ``wire_dtype``, or no compression.
         bytes_per_step: The same budget as a number of bytes, counted so that an all-reduce of B bytes counts B. Both
             budgets count 4 bytes for an element that is averaged exactly, and each compression of the gradients as
             one step.
         replan_every: Number of steps between two plans, counted from ``start_iter``. A plan is measured at the end of a
             step and takes effect after the next step. 0 keeps the first plan, which gives all matrices about the same
             rank.
+        max_rank: Largest planned rank. It limits the compute of a step, whatever the budget allows. Default: 64.
+        max_overhead: Largest share of a step that compression may compute, for example 0.05. The first steps are
+            measured, and ``max_rank`` is lowered if necessary. It then stays, also in saved states. Plans therefore
+            depend on the machine.
         min_compression_rate: A matrix is compressed only if (n + m) · r · min_compression_rate < n · m (for factors
             sent in fp32; for narrower ones their bytes are compared). 0 compresses every non-empty matrix.
         start_iter: Number of first steps that average gradients exactly. 0 compresses from the first step.
@@ -117,9 +125,11 @@ class PowerSGDConfig:
     """
 
     rank: int | RankFunction | None = None
-    compression: float | None = None
+    compression: float | str | None = None
     bytes_per_step: int | None = None
     replan_every: int = 50
+    max_rank: int | None = None
+    max_overhead: float | None = None
     min_compression_rate: float = 2.0
     start_iter: int = 0
     error_feedback: bool = True
@@ -167,7 +177,7 @@ class PowerSGDConfig:
                     f"wire_dtype must be None, float32, bfloat16, float16, int8 or int4; got {self.wire_dtype!r}"
                 )
             object.__setattr__(self, "wire_dtype", WIRE_DTYPES[name])
-        elif self.planned:
+        elif self.planned and self.compression != AUTO:
             object.__setattr__(self, "wire_dtype", PLANNED_WIRE_DTYPE)
         if self.error_dtype is not None:
             name = str(self.error_dtype).removeprefix("torch.")
@@ -182,15 +192,29 @@ class PowerSGDConfig:
         if len(given) > 1:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
-        if self.compression is not None:
+        if self.compression is not None and self.compression != AUTO:
             if isinstance(self.compression, bool) or not isinstance(self.compression, (int, float)):
-                raise TypeError(f"compression must be a number; got {self.compression!r}")
+                raise TypeError(f"compression must be a number or {AUTO!r}; got {self.compression!r}")
             if not (math.isfinite(self.compression) and self.compression >= 1):
                 raise ValueError(f"compression must be finite and at least 1; got {self.compression}")
         if self.bytes_per_step is not None:
             object.__setattr__(self, "bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
+        if self.max_rank is not None:
+            object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, 1))
         if not given:
             object.__setattr__(self, "rank", DEFAULT_RANK)
+        if self.planned and self.max_rank is None:
+            object.__setattr__(self, "max_rank", DEFAULT_MAX_RANK)
+        for name in ("max_rank", "max_overhead"):
+            if not self.planned and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} limits planned ranks: give it with compression or bytes_per_step; got rank={self.rank!r}"
+                )
+        if self.max_overhead is not None:
+            if isinstance(self.max_overhead, bool) or not isinstance(self.max_overhead, (int, float)):
+                raise TypeError(f"max_overhead must be a number; got {self.max_overhead!r}")
+            if not 0 < self.max_overhead < 1:
+                raise ValueError(f"max_overhead is a share of a step between 0 and 1; got {self.max_overhead}")
         if self.rank is None and not self.error_feedback:
             raise ValueError(f"{given[0]} plans ranks from the error buffers: it needs error_feedback=True")
         if self.rank is not None and not callable(self.rank):
@@ -201,6 +225,11 @@ class PowerSGDConfig:
     def planned(self) -> bool:
         """Whether ranks are planned under a byte budget."""
         return self.rank is None
+
+    @property
+    def measures(self) -> bool:
+        """Whether something is chosen from times of the first steps."""
+        return self.compression == AUTO or self.max_overhead is not None
 
     @classmethod
     def from_dict(cls, section: Mapping[str, Any]) -> PowerSGDConfig:

@@ -33,7 +33,7 @@ def run_workers(
     """Start a program's workers with torchrun, which runs in each host, and return what ``work(task)`` returns in each.
 
     Args:
-        program: The program's file, which calls ``main``.
+        program: The program's file, which calls ``main`` or ``worked``.
         hosts: Hosts.
         workers_per_host: Workers of each host.
         task: Argument of ``work``, as JSON holds it.
@@ -80,27 +80,48 @@ def main(
         table: Returns Markdown, given the rows.
         packages: Packages whose versions are recorded.
     """
+    if worked(work):
+        return
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help=f"steps to count (default: {steps})")
-    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work is not None:
-        (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(work(arguments.work)))
-        return
+    prepare()
+    rows = measure(arguments.steps)
+    print(table(rows))
+    record = {
+        **environment(packages),
+        "steps": arguments.steps,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def worked(work: Callable[[Mapping[str, Any]], Any]) -> bool:
+    """Do the work of a worker if ``run_workers`` started this process. Return whether it did."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--work", type=json.loads)
+    parser.add_argument("--out", type=Path)
+    arguments, _ = parser.parse_known_args()
+    if arguments.work is None:
+        return False
+    (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(work(arguments.work)))
+    return True
+
+
+def prepare() -> None:
+    """Exit with the reason if this process cannot limit links. Otherwise remove namespaces also when it is ended."""
     if reason := can_shape():
         raise SystemExit(reason)
     # `kill` and `timeout` would otherwise leave the namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    rows = measure(arguments.steps)
-    print(table(rows))
-    record = {
+
+
+def environment(packages: Sequence[str]) -> dict[str, Any]:
+    """Return what a record says of the machine and of the versions of packages."""
+    return {
         **{package: importlib.metadata.version(package) for package in packages},
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
         "commit": commit(),
-        "steps": arguments.steps,
-        "rows": [dataclasses.asdict(row) for row in rows],
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -28,17 +28,17 @@ from benchmarks.buckets import ddp_buckets
 from benchmarks.environment import commit
 from benchmarks.network.collectives import Call
 from benchmarks.network.stand_ins import META, CountedEngine, CountedWorker
-from benchmarks.network.traffic import Network, Traffic
-from benchmarks.shapes import Shapes, gpt2, llama
+from benchmarks.network.traffic import Traffic
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.cost import Network
+from powersgd_triton.shapes import MODELS as KNOWN_MODELS
+from powersgd_triton.shapes import Shapes
 
 RESULTS = Path(__file__).parents[1] / "results"
 
-MODELS: dict[str, Shapes] = {
-    "GPT-2, 124 M": gpt2(layers=12, width=768, vocabulary=50257, context=1024),
-    "Llama, 6.7 B": [(32000, 4096), (4096,), *llama(layers=32, width=4096, hidden=11008), (32000, 4096)],
-}
-NETWORKS = {"10 Gbit/s": Network(card=10e9 / 8), "100 Gbit/s": Network(card=100e9 / 8)}
+MODELS: dict[str, Shapes] = {"GPT-2, 124 M": KNOWN_MODELS["gpt2"], "Llama, 6.7 B": KNOWN_MODELS["llama-7b"]}
+CARDS = {"10 Gbit/s": 10e9 / 8, "100 Gbit/s": 100e9 / 8}
+"""Bytes a second of a node's card."""
 RANKS = (4, 16)
 WIDTHS = ("float32", "int8", "int4")
 CLUSTERS = ((2, 1), (4, 1), (8, 1), (16, 1), (64, 1), (256, 1), (1024, 1), (2, 2), (2, 8), (8, 8), (32, 8), (128, 8))
@@ -108,7 +108,7 @@ class Row:
         card: Bytes that a node's card sends and receives.
         collectives: Number of collectives.
         latencies, inside_latencies: Number of messages of a worker that follow one another.
-        seconds: {key of ``NETWORKS``: time of the collectives}.
+        seconds: {key of ``CARDS``: time of the collectives}.
     """
 
     model: str
@@ -132,7 +132,7 @@ class Row:
             *(model, rank, width, layout, traffic.nodes, traffic.node_size),
             *(traffic.most(), traffic.most(inside=True), traffic.normalized, traffic.card, traffic.collectives),
             *(traffic.latencies(), traffic.latencies(inside=True)),
-            {name: traffic.seconds(network) for name, network in NETWORKS.items()},
+            {name: traffic.seconds(Network(traffic.nodes, traffic.node_size, card)) for name, card in CARDS.items()},
         )
 
     @property
@@ -157,7 +157,7 @@ def figures() -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: bytes, messages and times of rows."""
-    times = [f"ms at {name}" for name in NETWORKS]
+    times = [f"ms at {name}" for name in CARDS]
     header = ["workers", "sums", "MB of a worker", "MB through a card", "MB inside a node", "messages in a row", *times]
     lines = [header, ["--:", "---", *["--:"] * (len(header) - 2)]]
     for row in rows:
@@ -214,7 +214,7 @@ def main() -> None:
         "commit": commit(),
         "torch": torch.__version__,
         "plan_seconds": round(plan_seconds, 3),
-        "networks": {name: dataclasses.asdict(network) for name, network in NETWORKS.items()},
+        "networks": {name: dataclasses.asdict(Network(2, card=card)) for name, card in CARDS.items()},
     }
     # One row a line.
     lines = ",\n  ".join(json.dumps(dataclasses.asdict(row)) for row in rows)

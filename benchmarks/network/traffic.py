@@ -1,13 +1,7 @@
-"""The collectives of one step on a cluster of N nodes of L workers: their bytes, and a model of their time.
+"""The collectives of one step on a cluster of N nodes of L workers: their bytes, and the time that a model gives them.
 
-The time is that of the collectives one after the other. Nothing overlaps with the backward pass, and computing takes no
-time. A collective of k workers takes
-
-    steps · latency + max(bytes through a card / bandwidth of a card, bytes inside a node / bandwidth inside a node)
-
-with 2 (k − 1) steps for an all-reduce and k − 1 for an all-gather, both on a ring that enters and leaves each node
-once. An all-to-all has k − 1 steps too: each worker sends each other one its part, directly. A node has one card,
-through which all of its workers send and receive. A collective inside a node has the latency and the bandwidth inside.
+The time is that of the collectives one after the other, each by ``powersgd_triton.comm.cost``. Nothing overlaps with
+the backward pass, and computing takes no time.
 """
 
 from __future__ import annotations
@@ -16,23 +10,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from benchmarks.network.collectives import Call
+from powersgd_triton.comm.cost import Network
+from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 
-ALL_REDUCE, ALL_TO_ALL = "all_reduce", "all_to_all_single"
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """What a cluster's network does, in seconds and bytes a second and direction.
-
-    Attributes:
-        card, inside: Bandwidth of a node's card, and of a worker inside its node.
-        latency, inside_latency: Time of a message without bytes between nodes, and inside a node.
-    """
-
-    card: float
-    inside: float = 200e9
-    latency: float = 10e-6
-    inside_latency: float = 5e-6
+KINDS = {"all_reduce": ALL_REDUCE, "all_to_all_single": ALL_TO_ALL}
+"""{function of ``torch.distributed``: kind of a collective}. The others are all-gathers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,23 +59,12 @@ class Traffic:
         return sum(_steps(call) for within, call in self.calls[0] if within == inside)
 
     def seconds(self, network: Network) -> float:
-        """Return the time of all collectives, one after the other."""
+        """Return the time of all collectives, one after the other, on a network of these nodes."""
         total = 0.0
-        for within, calls in self._together():
-            first = calls[0]
-            longest = max(max(call.sent, call.received) for call in calls)
-            if within:
-                total += _steps(first) * network.inside_latency + longest / network.inside
-                continue
-            # On one level, a worker also sends to those of its node: on a ring the same bytes, otherwise their parts.
-            local = longest
-            if first.workers == self.nodes:
-                local = 0
-            elif first.name == ALL_TO_ALL:
-                local = longest * (self.node_size - 1) // (first.workers - 1)
-            latency = network.latency if self.nodes > 1 else network.inside_latency
-            passing = max(self._card((within, calls)) / network.card, local / network.inside)
-            total += _steps(first) * latency + passing
+        for inside, calls in self._together():
+            workers = network.node if inside else network if calls[0].workers == network.workers else network.across
+            most = max(max(call.sent, call.received) for call in calls)
+            total += workers.collective(KINDS.get(calls[0].name, ALL_GATHER), most)
         return total
 
     def _together(self) -> Iterator[tuple[bool, tuple[Call, ...]]]:
@@ -109,11 +80,11 @@ class Traffic:
         if first.workers == self.nodes:
             # Groups of one worker of each node.
             return sum(call.sent for call in calls)
-        if first.name != ALL_TO_ALL:
+        if KINDS.get(first.name) != ALL_TO_ALL:
             return first.sent
         others = first.workers - self.node_size
         return self.node_size * first.sent * others / (first.workers - 1)
 
 
 def _steps(call: Call) -> int:
-    return (2 if call.name == ALL_REDUCE else 1) * (call.workers - 1)
+    return (2 if KINDS.get(call.name) == ALL_REDUCE else 1) * (call.workers - 1)

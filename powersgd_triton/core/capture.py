@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.streams import is_captured
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket, Product
 from powersgd_triton.ops.step import Step
+from powersgd_triton.ranks.plan import RankPlan
 
 
 class Capture:
     """Starts steps so that a captured one can be replayed, and takes back what was noted for a capture that failed."""
 
-    def __init__(self, config: PowerSGDConfig, memory: Memory, step: Step) -> None:
-        self._config, self._memory, self._step = config, memory, step
+    def __init__(self, plan: RankPlan, memory: Memory, step: Step) -> None:
+        self._plan, self._memory, self._step = plan, memory, step
         # What was pending before the open step, if it is captured.
         self._before: dict[Bucket, tuple[Tensor | None, Product]] = {}
 
@@ -54,13 +54,15 @@ class Capture:
 
     def _obstacle(self, layout: Layout, reported: bool) -> str | None:
         """Return why further steps would not do the same on the device, or would need the host."""
-        config = self._config
+        config = self._plan.config
         if reported:
             return "telemetry is on, and the host does not see replays; call telemetry(every=0)"
         if config.algorithm == "alternating":
             return "the alternating algorithm does something else in every second step"
         if config.planned and config.replan_every:
             return "the host plans ranks; set replan_every=0"
+        if self._plan.measures:
+            return "the host measures the first steps"
         if config.check_every:
             return "the host compares workers; set check_every=0"
         if self._step.loss_scale is not None:

@@ -21,6 +21,7 @@ from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.peers import Peers, Read, Shapes
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.telemetry import Telemetry
+from powersgd_triton.core.tuning import Tuning
 from powersgd_triton.core.waiting import Waiting
 from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
@@ -72,20 +73,26 @@ class Engine:
     ) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
-        self.config, self.tensors = config, tensors
+        self.tensors = tensors
         self.plan, self.step = RankPlan(config), Step()
         if config.planned:
             self.plan.connect(communicator.world_size, buckets)
             self.plan.begin(tensors())
-        self.memory = Memory(config, self.plan)
-        self.peers = Peers(config, communicator, tensors, self.plan, self.memory, self.step, device)
-        self._capture = Capture(config, self.memory, self.step)
+        self.memory = Memory(self.plan)
+        self.peers = Peers(communicator, tensors, self.plan, self.memory, self.step, device)
+        self._capture = Capture(self.plan, self.memory, self.step)
         # Each with the collective that it waits for.
         self._under_way: collections.deque[tuple[Schedule, Work]] = collections.deque()
         self._waiting = Waiting()
+        self._tuning = Tuning(self) if self.plan.measures else None
         self.numel, self.sent = [0, 0], 0
         self.clock = Clock()
         self.telemetry: Telemetry | None = None
+
+    @property
+    def config(self) -> PowerSGDConfig:
+        """The configuration in force."""
+        return self.plan.config
 
     @property
     def communicator(self) -> Communicator:
@@ -95,7 +102,7 @@ class Engine:
     @property
     def compressing(self) -> bool:
         """Whether the step is compressed. The first ``config.start_iter`` steps are exact."""
-        return self.step.iteration >= self.config.start_iter
+        return self.step.iteration >= self.config.start_iter and self.plan.compresses
 
     def begin(
         self,
@@ -134,6 +141,8 @@ class Engine:
         self._capture.start(layout, device, reported=self.telemetry is not None)
         self.step.keys |= keys
         self.step.last = last
+        if self._tuning is not None:
+            self._tuning.begin(layout)
         return layout
 
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:
@@ -262,6 +271,8 @@ class Engine:
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
+        if self._tuning is not None:
+            self._tuning.itemsize = buffer.element_size()
 
         def run() -> Schedule:
             self.sent += buffer.nbytes
@@ -332,6 +343,11 @@ class Engine:
                 self.peers.check()
             if self.config.planned:
                 self.plan.end_step(step.iteration, self.memory.buckets(), self.communicator)
+            if self._tuning is not None and device is not None and self._tuning.end_step(device):
+                self._tuning = None
+                # Which matrices are compressed may depend on what was chosen.
+                self.peers.forget()
+                self._waiting = Waiting()
             times = self.clock.stop()
             # Last, since a user's function may raise an exception.
             if self.telemetry is not None and self.telemetry.end_step(step.iteration, self.sent, times):
@@ -393,6 +409,7 @@ class Engine:
         A step that is open is dropped, since the state replaces everything.
         """
         self.plan.load_state_dict(saved.plan)
+        self._tuning = Tuning(self) if self.plan.measures else None
         self.step.iteration = saved.iteration
         self._drop_step()
         # Other ranks may need other buckets.

@@ -58,8 +58,8 @@ class Memory:
         loaded: A loaded state. The parts of a matrix leave it when the matrix is in a bucket for the first time.
     """
 
-    def __init__(self, config: PowerSGDConfig, plan: RankPlan) -> None:
-        self._config, self._plan = config, plan
+    def __init__(self, plan: RankPlan) -> None:
+        self._plan = plan
         self.streams = Streams()
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
@@ -72,6 +72,10 @@ class Memory:
         self._moving: dict[str, list[tuple[int, Tensor]]] = {}
         self._workspace: Workspace = {}
         self._choices: set[tuple[str, str]] = set()
+
+    @property
+    def _config(self) -> PowerSGDConfig:
+        return self._plan.config
 
     # Buckets ---------------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class Peers:
     Unless all workers agree, all raise an error, and nothing has changed.
 
     Args:
-        config, plan, memory, step: See ``Engine``.
+        plan, memory, step: See ``Engine``.
         communicator: Collectives of the workers that average with each other.
         tensors: Returns {name: shape} of all tensors that are known so far.
         device: Device of the gradients. None if it is not known before they come.
@@ -43,7 +43,6 @@ class Peers:
 
     def __init__(
         self,
-        config: PowerSGDConfig,
         communicator: Communicator,
         tensors: Callable[[], Tensors],
         plan: RankPlan,
@@ -51,13 +50,17 @@ class Peers:
         step: Step,
         device: torch.device | None,
     ) -> None:
-        self._config, self._tensors, self._plan, self._memory, self._step = config, tensors, plan, memory, step
+        self._tensors, self._plan, self._memory, self._step = tensors, plan, memory, step
         self.communicator, self.device = communicator, device
         # The tensors whose facts were compared; None before the first step.
         self._compared: Tensors | None = None
         # The layouts of buckets by key, and those for which all workers have allocated memory.
         self._layouts: dict[Hashable, Layout] = {}
         self._bound: set[Layout] = set()
+
+    @property
+    def _config(self) -> PowerSGDConfig:
+        return self._plan.config
 
     def together(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
         """Run ``act`` on all workers. Collective. See ``agreement.together``."""
@@ -187,5 +190,6 @@ class Peers:
             return saved.used(report, strict=strict, owner=owner), report
 
     def forget(self) -> None:
-        """Note that the memory of all buckets has to be allocated again."""
+        """Note that all buckets have to be laid out and their memory allocated again."""
+        self._layouts.clear()
         self._bound.clear()

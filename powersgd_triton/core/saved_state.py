@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.wire_format import FORMATS
 from powersgd_triton.ops.gradients import DTYPES
 
 FORMAT_VERSION = 3
@@ -220,6 +221,9 @@ def _checked_plan(plan: Any, version: int) -> Plan:
         # This version also saved measurements of steps that were not finite.
         plan = {**plan, "pending": {name: value for name, value in plan["pending"].items() if _is_spectrum(value)}}
     parts = {"ranks": _is_rank, "demands": _is_demand, "spectra": _is_spectrum, "pending": _is_spectrum}
+    # What was chosen from measured times. Most states have none.
+    if isinstance(plan, Mapping) and "settled" in plan:
+        parts["settled"] = _is_choice
     if (
         not isinstance(plan, Mapping)
         or (plan and plan.keys() != parts.keys())
@@ -236,6 +240,10 @@ def _is_rank(value: Any) -> bool:
 
 def _is_demand(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value) and value >= 0
+
+
+def _is_choice(value: Any) -> bool:
+    return value is None or value in FORMATS or (isinstance(value, (int, float)) and _is_demand(float(value)))
 
 
 def _is_spectrum(value: Any) -> bool:

@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         nargs="+",
         metavar="ARM",
-        help="allreduce, torch or ours, with a rank as in ours:4; for ours also a budget, as in ours:20x for 20 times "
-        f"fewer bytes, and modes, as in ours:32+alternating ({', '.join(MODES)}) (default: all three and "
-        f"{BUDGETED}; torch and the budget only with ddp)",
+        help="allreduce, allreduce+bf16, torch or ours, with a rank as in ours:4; for ours also a budget, as in "
+        f"ours:20x for 20 times fewer bytes, and modes, as in ours:32+alternating ({', '.join(MODES)}) (default: "
+        f"allreduce, torch, ours and {BUDGETED}; torch and the budget only with ddp)",
     )
     parser.add_argument(
         "--parallelism",
@@ -94,8 +94,9 @@ def _arms(arguments: argparse.Namespace, settings: Settings) -> list[Arm]:
     check_workers(settings.parallelism, settings.workers)
     everything = ["allreduce", "torch", "ours", BUDGETED] if settings.parallelism == "ddp" else ["allreduce", "ours"]
     arms = [Arm.parse(text, arguments.rank) for text in dict.fromkeys(arguments.arms or everything)]
-    if settings.parallelism != "ddp" and any(arm.method == "torch" for arm in arms):
-        raise ValueError(f"torch's hook works with DistributedDataParallel only, not with {settings.parallelism}")
+    hooks = [arm for arm in arms if arm.method == "torch" or (arm.method == "allreduce" and arm.modes)]
+    if settings.parallelism != "ddp" and hooks:
+        raise ValueError(f"torch's hooks work with DistributedDataParallel only, not with {settings.parallelism}")
     return arms
 
 

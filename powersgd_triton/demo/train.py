@@ -34,6 +34,8 @@ WARMUP_STEPS = 30
 FINAL_LEARNING_RATE = 0.1
 VALIDATION_BATCHES = 20
 VALIDATION_BATCH = 32
+# One bucket, since torch's hook hangs or aborts with several buckets on gloo.
+ONE_BUCKET_MB = 1024
 METHODS = ("allreduce", "torch", "ours")
 MODES: dict[str, dict[str, Any]] = {
     "alternating": {"algorithm": "alternating"},
@@ -70,7 +72,7 @@ class Arm:
     def parse(cls, text: str, default_rank: int) -> Arm:
         """Parse an arm: 'allreduce', 'torch' or 'ours', with a rank as in 'ours:4', modes as in 'ours:32+alternating'.
 
-        'ours:20x' plans ranks for 20 times fewer bytes.
+        'ours:20x' plans ranks for 20 times fewer bytes. 'allreduce+bf16' rounds gradients to bf16.
 
         Raises:
             ValueError: The text is not an arm.
@@ -80,13 +82,13 @@ class Arm:
         if (
             found is None
             or found[1] not in METHODS
-            or (found[1] == "allreduce" and (found[2] or found[3]))
+            or (found[1] == "allreduce" and (found[2] or found[3] or modes not in ((), ("bf16",))))
             or not MODES.keys() >= set(modes)
-            or ((modes or found[3]) and found[1] != "ours")
+            or (found[1] == "torch" and (found[3] or modes))
         ):
             raise ValueError(
-                "expected allreduce, torch, ours, torch:RANK, ours:RANK or ours:COMPRESSIONx, ours with any of "
-                f"{', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
+                "expected allreduce, allreduce+bf16, torch, ours, torch:RANK, ours:RANK or ours:COMPRESSIONx, ours "
+                f"with any of {', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
             )
         if found[3]:
             return cls(found[1], None, modes, float(found[3]))
@@ -116,6 +118,7 @@ class Settings:
     seed: int = 0
     parallelism: str = "ddp"
     width: int = WIDTH
+    batch: int = BATCH_PER_WORKER
 
     @property
     def learning_rate(self) -> float:
@@ -178,12 +181,12 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     seconds: list[float] = []
     # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
     with traffic.counting():
-        replica, validated, update = _distributed(model, settings, arm, device, timer)
+        replica, validated, update = distribute(model, settings, arm, device, timer)
         traffic.sent = 0
         with Progress(str(arm), settings.steps, shown=worker == 0) as progress:
             for _ in range(settings.steps):
                 begin = time.perf_counter()
-                inputs, targets = sample_batch(corpus.training, BATCH_PER_WORKER, CONTEXT, generator)
+                inputs, targets = sample_batch(corpus.training, settings.batch, CONTEXT, generator)
                 loss = next_token_loss(replica, inputs.to(device), targets.to(device))
                 update(loss)
                 losses.append(loss.item())
@@ -200,10 +203,18 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     )
 
 
-def _distributed(
-    model: GPT, settings: Settings, arm: Arm, device: torch.device, timer: HookTimer
+def distribute(
+    model: GPT,
+    settings: Settings,
+    arm: Arm,
+    device: torch.device,
+    timer: HookTimer,
+    bucket_mb: float | None = ONE_BUCKET_MB,
 ) -> tuple[nn.Module, nn.Module, Callable[[Tensor], None]]:
-    """Return (model to train, model to validate, function that takes a training step for a loss)."""
+    """Return (model to train, model to validate, function that takes a training step for a loss).
+
+    ``bucket_mb`` is the size of DDP's buckets. None is DDP's default.
+    """
 
     def factor(step: int) -> float:
         return learning_rate_factor(step, settings.steps)
@@ -217,8 +228,7 @@ def _distributed(
 
         return engine, engine, update_engine
     if settings.parallelism == "ddp":
-        # One bucket, since torch's hook hangs or aborts with several buckets on gloo.
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
         state, hook = communication(arm, model)
         wrapped.register_comm_hook(state, timer.timed(hook))
         replica: nn.Module = wrapped
@@ -238,8 +248,11 @@ def _distributed(
 
 
 def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
-    """Return (state, hook) to register with DDP, for a model whose gradients are in one bucket."""
+    """Return (state, hook) to register with DDP. With torch's hook, the gradients must be in one bucket."""
     if arm.options is None:
+        if "bf16" in arm.modes:
+            # DDP refuses the hook itself by its name, unless there is NCCL. Gloo can do what it does.
+            return None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
         # 2 is the smallest start that torch allows. Without an epsilon, a zero gradient becomes NaN.

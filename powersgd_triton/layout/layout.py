@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.layout.wire_format import FORMATS, WireFormat
 
-LARGEST_PLANNED_RANK = 64
-"""Default limit of planned ranks."""
-
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return (n, m) of a tensor viewed as a matrix: dim 0 × the rest. Fewer than two dimensions give one row."""
@@ -27,7 +24,8 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
 
     A matrix is compressed only if the bytes of its factors in a step, scales included, times ``min_compression_rate``
     are fewer than the 4 n m bytes of an fp32 tensor. For factors sent once in fp32 that is
-    (n + m) · r · min_compression_rate < n · m. If ranks are planned, the result is the largest rank that qualifies.
+    (n + m) · r · min_compression_rate < n · m. If ranks are planned, the result is the largest rank that qualifies, at
+    most ``max_rank``.
 
     Args:
         shape: Shape of the tensor.
@@ -58,7 +56,8 @@ def sizes(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[s
 
 def _largest_rank(n: int, m: int, config: PowerSGDConfig) -> int:
     """Return the largest rank that saves enough bytes, or 0. Bisection works because bytes grow with the rank."""
-    low, high = 0, min(n, m, LARGEST_PLANNED_RANK)
+    assert config.max_rank is not None
+    low, high = 0, min(n, m, config.max_rank)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if _is_worth_it(n, m, middle, config) else (low, middle - 1)

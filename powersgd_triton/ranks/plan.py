@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.host_copy import HostCopy
@@ -79,6 +80,8 @@ class RankPlan:
     """The rank of each matrix of a model, if the configuration has a budget. Without a budget it changes nothing.
 
     Attributes:
+        config: The configuration in force. It differs from the one that was given once ``settle`` was called.
+        settled: What ``settle`` got. None before.
         ranks: {name: rank}.
         spectra: {name: Spectrum} of the last measurement. Empty before the first one.
         demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
@@ -86,7 +89,8 @@ class RankPlan:
     """
 
     def __init__(self, config: PowerSGDConfig) -> None:
-        self._config, self._workers = config, 1
+        self.config, self._given, self._workers = config, config, 1
+        self.settled: dict[str, Any] | None = None
         self._buckets: int | None = None
         self._tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
@@ -96,16 +100,46 @@ class RankPlan:
         # The layouts that adapters pass, each with the layout that has the ranks in force.
         self._layouts: dict[Layout, Layout] = {}
 
+    @property
+    def compresses(self) -> bool:
+        """Whether steps are compressed. Not until ``compression="auto"`` is settled, nor if that chose all-reduce."""
+        return self.config.compression != AUTO
+
     def begin(self, tensors: Mapping[str, Sequence[int]]) -> None:
         """Make the first plan for a model's tensors, {name: shape}, before anything was measured.
 
         Raises:
             ValueError: The budget is too small for the tensors.
         """
-        if self._config.planned:
-            ranks = starting_ranks(tensors, self._config, self._workers, self._buckets)
+        if self.config.planned:
+            ranks = starting_ranks(tensors, self.config, self._workers, self._buckets) if self.compresses else {}
             self._tensors = {name: tuple(shape) for name, shape in tensors.items()}
             self._adopt(ranks)
+            if ranks and set(ranks.values()) == {self.config.max_rank}:
+                sent, allowed = sent_bytes(tensors, ranks, self.config), budget(tensors, self.config)
+                text = "PowerSGD ranks are limited to %s columns: a step sends %s of the %s bytes that it may send"
+                logger.info(text, self.config.max_rank, f"{sent:,.0f}", f"{allowed:,.0f}")
+
+    def settle(self, fields: Mapping[str, Any]) -> None:
+        """Replace fields of the configuration by what was chosen from measured times. A compression of None is exact.
+
+        Ranks above a new limit fall to it. The next plan gives the bytes to other matrices.
+        """
+        self.settled = dict(fields)
+        if "compression" in fields:
+            if fields["compression"] is None:
+                return
+            self.config = dataclasses.replace(self.config, **fields, max_overhead=None)
+            self.begin(self._tensors)
+        else:
+            self.config = dataclasses.replace(self.config, **fields, max_overhead=None)
+            largest = largest_ranks(self._tensors, self.config)
+            self._adopt({name: min(rank, largest[name]) for name, rank in self.ranks.items()})
+
+    @property
+    def measures(self) -> bool:
+        """Whether something is still to be settled."""
+        return self.config.measures and self.settled is None
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
         """Plan for a number of workers from now on. The ranks stay if they were measured and fit the budget.
@@ -117,16 +151,16 @@ class RankPlan:
         if workers == self._workers:
             return
         self._workers = workers
-        if self._config.planned and self._tensors and not (self.demands and self._fits(self.ranks)):
+        if self.config.planned and self._tensors and not (self.demands and self._fits(self.ranks)):
             self.begin(self._tensors)
 
     def _fits(self, ranks: Mapping[str, int]) -> bool:
-        sent = sent_bytes(self._tensors, ranks, self._config, self._workers, self._buckets)
-        return sent <= budget(self._tensors, self._config)
+        sent = sent_bytes(self._tensors, ranks, self.config, self._workers, self._buckets)
+        return sent <= budget(self._tensors, self.config)
 
     def layout(self, layout: Layout) -> Layout:
         """Return a layout with the ranks in force. It is the same object until the ranks change."""
-        if not self._config.planned:
+        if not self.config.planned:
             return layout
         if layout not in self._layouts:
             self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
@@ -135,10 +169,16 @@ class RankPlan:
 
     def ranked(self, layout: Layout) -> Layout:
         """Return the same for a layout that does not belong to a bucket."""
-        if not self._config.planned:
+        if not self.config.planned:
             return layout
         # A matrix that became trainable later has rank 1 until the next plan.
-        return layout.with_ranks(lambda segment: self.ranks.get(segment.name, 1))
+        return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
+
+    @property
+    def mean_rank(self) -> float:
+        """Mean rank of an element of the compressed matrices."""
+        numels = {name: math.prod(self._tensors[name]) for name in self.ranks}
+        return sum(rank * numels[name] for name, rank in self.ranks.items()) / max(1, sum(numels.values()))
 
     def end_step(self, iteration: int, buckets: Sequence[Bucket], communicator: Communicator) -> None:
         """Adopt a plan from the measurement of the last step, or measure this step if it is time. Collective.
@@ -149,9 +189,9 @@ class RankPlan:
         if self._replan():
             # The factors in the buckets still have the ranks of the previous plan.
             return
-        steps, every = iteration - self._config.start_iter, self._config.replan_every
+        steps, every = iteration - self.config.start_iter, self.config.replan_every
         buckets = [bucket for bucket in buckets if bucket.average and bucket.layout.compressed]
-        if self._config.planned and steps > 0 and every > 0 and steps % every == 0 and buckets:
+        if self.config.planned and steps > 0 and every > 0 and steps % every == 0 and buckets:
             measurement = Measurement(buckets)
             communicator.mean(measurement.totals)
             measurement.send()
@@ -168,7 +208,7 @@ class RankPlan:
         for name, demand in found.items():
             # Averaged, since energies vary from step to step. Shares, since gradients and loss scales change in size.
             self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
-        ranks = allot(self._tensors, self.ranks, self.demands, self._config, self._workers, self._buckets)
+        ranks = allot(self._tensors, self.ranks, self.demands, self.config, self._workers, self._buckets)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have a new rank", changed, len(ranks))
         self.spectra |= {name: spectra[name] for name in found}
@@ -189,7 +229,13 @@ class RankPlan:
     @property
     def planned_from(self) -> dict[str, Any]:
         """What the next ranks depend on, as far as the host knows it."""
-        return {"demands": self.demands, "something was measured": self.pending is not None, "workers": self._workers}
+        measured = self.pending is not None
+        return {
+            "demands": self.demands,
+            "something was measured": measured,
+            "workers": self._workers,
+            "settled": self.settled,
+        }
 
     def _adopt(self, ranks: dict[str, int]) -> None:
         if ranks != self.ranks:
@@ -200,6 +246,7 @@ class RankPlan:
     def state_dict(self) -> dict[str, Any]:
         """Return the ranks, and what they and the next ranks are planned from, as plain numbers."""
         return {
+            **({} if self.settled is None else {"settled": dict(self.settled)}),
             "ranks": dict(self.ranks),
             "demands": dict(self.demands),
             **{
@@ -219,11 +266,14 @@ class RankPlan:
         Matrices that it does not contain start with the rank of the first plan. If the saved ranks exceed this model's
         budget, all matrices do.
         """
-        if not self._config.planned:
+        if not self.config.planned:
             return
+        self.config, self.settled = self._given, None
         self.begin(self._tensors)
+        if self._given.measures and saved.get("settled"):
+            self.settle(saved["settled"])
         self.demands, self.spectra, self.pending = {}, {}, None
-        largest = largest_ranks(self._tensors, self._config)
+        largest = largest_ranks(self._tensors, self.config)
         ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
         if ranks and self._fits(self.ranks | ranks):
             self._adopt(self.ranks | ranks)

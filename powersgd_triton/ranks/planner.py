@@ -52,7 +52,7 @@ def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> floa
     """Return the bytes that a step may send for tensors {name: shape}."""
     if config.bytes_per_step is not None:
         return float(config.bytes_per_step)
-    assert config.compression is not None
+    assert isinstance(config.compression, (int, float))
     return 4 * sum(math.prod(shape) for shape in tensors.values()) / config.compression
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, matrix_bytes
-from powersgd_triton.ranks.planner import Spectrum
+from powersgd_triton.ranks.planner import Spectrum, budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +43,16 @@ class RankReport:
             ``comm.exchange.exchange_of``. Empty before the first compressed step.
         node_workers: Number of workers of a node that share its messages; 1 if sums take one level.
         whole_step: Bytes that each worker sends in a whole step (without compression, with it), with DeepSpeed.
+        budget: Bytes that a step may send. None without a budget.
+        max_rank: Largest rank that may be planned. None without a budget.
     """
 
     tensors: tuple[ReportedTensor, ...]
     exchanges: Mapping[str, int] = dataclasses.field(default_factory=dict)
     node_workers: int = 1
     whole_step: tuple[float, float] | None = None
+    budget: float | None = None
+    max_rank: int | None = None
 
     @classmethod
     def of(
@@ -70,12 +74,20 @@ class RankReport:
             )
             for segment in layout.segments
         ]
-        return cls(tuple(rows), exchanges or {}, node_workers)
+        allowed = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
+        return cls(tuple(rows), exchanges or {}, node_workers, budget=allowed, max_rank=config.max_rank)
 
     @property
     def bytes_per_step(self) -> float:
         """Bytes of all tensors in a step."""
         return sum(tensor.bytes_per_step for tensor in self.tensors)
+
+    @property
+    def unused(self) -> float:
+        """Bytes of the budget that ``max_rank`` leaves unused: 0 if they do not suffice for a column more."""
+        limited = [tensor.bytes_per_step / tensor.rank for tensor in self.tensors if tensor.rank == self.max_rank]
+        left = 0.0 if self.budget is None else self.budget - self.bytes_per_step
+        return left if limited and left >= max(limited) else 0.0
 
     @property
     def compression(self) -> float:
@@ -101,6 +113,11 @@ class RankReport:
         for row in [header, *rows]:
             cells = zip(row, widths, "<<>>>", strict=True)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
+        if self.unused:
+            lines.append(
+                f"Ranks are limited to {self.max_rank} columns. This leaves {self.unused:,.0f} of the budget's "
+                f"{self.budget:,.0f} bytes unused"
+            )
         if self.exchanges:
             kinds = ", ".join(f"{count} by {kind}" for kind, count in self.exchanges.items())
             nodes = "" if self.node_workers == 1 else f"; the {self.node_workers} workers of a node share them"

@@ -156,7 +156,7 @@ def test_digits_that_are_missing_are_trained_and_their_bytes_counted(losses: Pat
     steps = 3
     before = {**loss_record("digits", "torch:4", 0, 0.5, 1e4), "steps": steps}
     losses.write_text(json.dumps([before]))
-    loss_per_byte.run("digits", ["allreduce", "torch:4", "ours:1"], [0], steps, 2)
+    loss_per_byte.run("digits", loss_per_byte.train_digits, ["allreduce", "torch:4", "ours:1"], [0], steps, 2)
     kept, whole, compressed = json.loads(losses.read_text())
     assert kept == before
     assert [whole["arm"], compressed["arm"]] == ["allreduce", "ours:1"]

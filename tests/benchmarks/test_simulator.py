@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
 import collections
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -16,10 +17,13 @@ from benchmarks.buckets import ddp_buckets
 from benchmarks.network import two_levels
 from benchmarks.network.collectives import Call, counting
 from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
-from benchmarks.network.traffic import Network, Traffic
+from benchmarks.network.traffic import Traffic
+from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.comm.cost import Network, factor_seconds
 from powersgd_triton.demo import model as text_model
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.layout.layout import Layout
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 
@@ -126,7 +130,7 @@ def test_a_card_carries_one_message_with_two_levels(nodes: int, node_size: int) 
 
 
 def test_bytes_are_those_that_interfaces_counted() -> None:
-    rows = [two_levels.Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
+    rows = [Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
     for model, width in two_levels.MODELS.items():
         buckets = ddp_buckets([tuple(p.shape) for p in text_model.GPT(width).parameters()][::-1])
         for arm, options in two_levels.FACTORS.items():
@@ -140,12 +144,13 @@ def test_bytes_are_those_that_interfaces_counted() -> None:
 
 
 def test_times_follow_the_model() -> None:
-    network = Network(card=1e9, inside=1e10, latency=1e-3, inside_latency=1e-4)
+    network = Network(2, 2, card=1e9, inside=1e10, latency=1e-3, inside_latency=1e-4)
     gradients = exact([[(1000, 1000)]], torch.float32, 2, 2)
     assert gradients.most() == gradients.card == 6_000_000
     assert gradients.seconds(network) == pytest.approx(6 * 1e-3 + 6e-3)
     # On one node, nothing passes the card.
-    assert exact([[(1000, 1000)]], torch.float32, 1, 4).seconds(network) == pytest.approx(6 * 1e-4 + 6e-4)
+    node = dataclasses.replace(network, nodes=1, node_size=4)
+    assert exact([[(1000, 1000)]], torch.float32, 1, 4).seconds(node) == pytest.approx(6 * 1e-4 + 6e-4)
     # Each of two workers of a node sends a third of its parts to the other, and the rest through the card.
     exchange = Traffic(2, 2, (((False, Call("all_to_all_single", 4, 3_000_000, 3_000_000)),),))
     assert exchange.card == 4_000_000
@@ -153,3 +158,19 @@ def test_times_follow_the_model() -> None:
     levels = Traffic(2, 2, tuple(((False, Call("all_reduce", 2, size, size)),) for size in (1000, 3000)))
     assert levels.card == 4000
     assert levels.most() == levels.normalized == 3000
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("rank", "width"), [(4, "float32"), (16, "int4")])
+@pytest.mark.parametrize(("nodes", "node_size", "two_levels"), [(2, 1, False), (64, 1, False), (2, 8, True)])
+def test_predicted_times_are_those_of_the_counted_collectives(
+    model: str, rank: int, width: str, nodes: int, node_size: int, two_levels: bool
+) -> None:
+    buckets, config = ddp_buckets(MODELS[model]), PowerSGDConfig(rank=rank, wire_dtype=width)
+    network = Network(nodes, node_size)
+    layouts = [Layout.build({f"{b}.{i}": s for i, s in enumerate(shapes)}, config) for b, shapes in enumerate(buckets)]
+    with latency_decides():
+        counted = simulate(buckets, config, nodes, node_size, two_levels=two_levels).seconds(network)
+        predicted = sum(factor_seconds(layouts, config, network, two_levels=two_levels))
+    # The prediction does not know where messages are cut.
+    assert predicted == pytest.approx(counted, rel=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
     assert main(["demo", "--parallelism", "zero1"]) == 2
     assert "pip install 'powersgd_triton[deepspeed]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["torch:4+bf16", "torch:20x", "allreduce:4", "allreduce+int8", "allreduce+bf16+bf16"])
+def test_modes_of_other_methods_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"expected allreduce, allreduce\+bf16, .*; got '{re.escape(text)}'"):
+        train.Arm.parse(text, 4)
+
+
+def test_an_all_reduce_in_bf16_is_ddps_alone(capsys: Any) -> None:
+    assert train.Arm.parse("allreduce+bf16", 4).options is None
+    assert main(["demo", "--parallelism", "hsdp", "--arms", "allreduce+bf16"]) == 2
+    assert "with DistributedDataParallel only, not with hsdp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["ours", "ours:4", "ours:20x", "ours:4+alternating"])

@@ -13,6 +13,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, compressed_rank, matrix_bytes, matrix_shape, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ranks.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
+from powersgd_triton.ranks.report import RankReport
 
 MODEL: dict[str, tuple[int, ...]] = {"a": (96, 96), "b": (96, 96), "c": (64, 400), "norm": (96,), "small": (3, 4)}
 
@@ -59,6 +60,27 @@ def test_a_budget_for_everything_gives_the_largest_ranks():
     whole = sum(4 * math.prod(shape) for shape in MODEL.values())
     ranks = starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=whole, wire_dtype="fp32"))
     assert ranks == {name: compressed_rank(MODEL[name], config()) for name in ranks}
+
+
+@pytest.mark.parametrize("limit", [None, 24])
+def test_ranks_are_limited_whatever_the_budget_allows(limit: int | None):
+    shapes = {"wide": (768, 768), "wider": (3072, 768), "narrow": (16, 4096), "norm": (768,)}
+    budgeted = PowerSGDConfig(compression=5, max_rank=limit)
+    ranks = starting_ranks(shapes, budgeted)
+    highest = limit or 64
+    assert ranks == {"wide": highest, "wider": highest, "narrow": 16}
+    assert allot(shapes, ranks, {"wide": 9.0, "wider": 1.0, "narrow": 1.0}, budgeted) == ranks
+    report = RankReport.of(Layout.build(shapes, budgeted).with_ranks(lambda s: ranks[s.name]), budgeted, {})
+    assert report.unused == budget(shapes, budgeted) - report.bytes_per_step > 0
+    assert f"Ranks are limited to {highest} columns. This leaves {report.unused:,.0f} of" in str(report)
+
+
+def test_a_report_of_a_budget_that_ranks_use_up_does_not_mention_the_limit():
+    limited = config(max_rank=64)
+    ranks = starting_ranks(MODEL, limited)
+    report = RankReport.of(Layout.build(MODEL, limited).with_ranks(lambda s: ranks[s.name]), limited, {})
+    assert report.unused == 0
+    assert "limited" not in str(report)
 
 
 def test_a_budget_that_is_too_small_says_what_would_do():

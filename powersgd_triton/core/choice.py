@@ -1,0 +1,137 @@
+"""The times that steps would take with different compressions, and the choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from powersgd_triton.comm.cost import Network, exact_seconds, factor_seconds, step_seconds
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.facts import Tensors
+from powersgd_triton.core.trial import ComputeTime
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ranks.planner import sent_bytes, starting_ranks
+
+COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)
+WIDTHS = ("int4", "float32")
+TOLERANCE = 0.03
+"""Share of a step's time that a choice may give away for more bytes, which mean less loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is known of a training job before anything is compressed.
+
+    Attributes:
+        buckets: {name: shape} of each bucket's gradients, in the order in which the backward pass fills them.
+        itemsize: Bytes of an element of a gradient.
+        compute: Seconds of a step without communication.
+        network: The network between the workers.
+        two_levels: Whether gradients are summed inside a node first.
+    """
+
+    buckets: Sequence[Tensors]
+    itemsize: int
+    compute: float
+    network: Network
+    two_levels: bool = False
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """All gradients, {name: shape}."""
+        return {name: tuple(shape) for bucket in self.buckets for name, shape in bucket.items()}
+
+    def exact_messages(self, itemsize: int | None = None) -> list[float]:
+        """Return the seconds of an all-reduce of each bucket."""
+        numels = [sum(map(math.prod, bucket.values())) for bucket in self.buckets]
+        return exact_seconds(numels, itemsize or self.itemsize, self.network)
+
+    def exact(self, itemsize: int | None = None) -> Prediction:
+        """Predict a step that averages by all-reduces, of elements of ``itemsize`` bytes (default: the gradients')."""
+        size = (itemsize or self.itemsize) * sum(map(math.prod, self.tensors.values()))
+        return Prediction(None, {}, float(size), step_seconds(self.compute, 0.0, self.exact_messages(itemsize)))
+
+    def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
+        """Predict a step with a configuration, given the time that it computes.
+
+        Raises:
+            ValueError: Its budget is too small.
+        """
+        tensors, workers = self.tensors, self.network.workers
+        layouts = [Layout.build(bucket, config) for bucket in self.buckets]
+        if config.planned:
+            planned = starting_ranks(tensors, config, workers)
+            layouts = [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
+        ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
+        numel = sum(segment.numel for layout in layouts for segment in layout.compressed)
+        columns = sum(s.rank * s.numel for layout in layouts for s in layout.compressed) / max(1, numel)
+        share = numel / max(1, sum(layout.numel for layout in layouts))
+        messages = factor_seconds(layouts, config, self.network, two_levels=self.two_levels)
+        own = share * time(columns)
+        seconds = step_seconds(self.compute, own, messages)
+        return Prediction(config, ranks, sent_bytes(tensors, ranks, config), seconds, own / seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A step's predicted time.
+
+    Attributes:
+        config: Configuration of the compression. None for an all-reduce.
+        ranks: {name: rank} of the compressed matrices.
+        bytes_per_step: Bytes of a step, counted so that an all-reduce of B bytes counts B.
+        seconds: Time of the step.
+        overhead: Share of it that compression computes.
+    """
+
+    config: PowerSGDConfig | None
+    ranks: Mapping[str, int]
+    bytes_per_step: float
+    seconds: float
+    overhead: float = 0.0
+
+
+def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) -> list[Prediction]:
+    """Predict steps with several budgets, for each width in ``times``.
+
+    Args:
+        job: The job.
+        config: Configuration whose budget and ``wire_dtype`` are replaced.
+        times: {width: time that compression computes}.
+    """
+    found = []
+    for width, time in times.items():
+        seen: list[Mapping[str, int]] = []
+        for compression in COMPRESSIONS:
+            chosen = dataclasses.replace(config, compression=compression, bytes_per_step=None, wire_dtype=width)
+            try:
+                predicted = job.compressed(chosen, time)
+            except ValueError:
+                # The budget does not suffice for what is averaged exactly.
+                break
+            if predicted.ranks not in seen:
+                seen.append(predicted.ranks)
+                found.append(predicted)
+    return found
+
+
+def choose(exact: Prediction, compressed: Iterable[Prediction]) -> Prediction:
+    """Return the step with the highest quality among those that take about as long as the fastest.
+
+    An all-reduce has the highest. Then comes the highest sum of ranks, since all widths end at about the loss of their
+    rank.
+    """
+    found = [exact, *compressed]
+    fastest = min(prediction.seconds for prediction in found)
+    good = [prediction for prediction in found if prediction.seconds <= (1 + TOLERANCE) * fastest]
+    return max(good, key=lambda p: (p.config is None, sum(p.ranks.values()), -p.seconds))
+
+
+def compute_of(seconds: float, messages: Sequence[float]) -> float:
+    """Return the compute of a step that took ``seconds`` with these messages: the inverse of ``step_seconds``."""
+    low, high = 0.0, seconds
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if step_seconds(middle, 0.0, messages) < seconds else (low, middle)
+    return high

@@ -1,0 +1,132 @@
+"""Choices that follow from times measured in the first steps: ``compression="auto"`` and ``max_overhead``."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from powersgd_triton.comm.cost import measure_network
+from powersgd_triton.config import AUTO, PowerSGDConfig
+from powersgd_triton.core.choice import WIDTHS, Job, budgets, choose, compute_of
+from powersgd_triton.core.facts import Tensors
+from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute
+from powersgd_triton.layout.layout import Layout
+
+if TYPE_CHECKING:
+    from powersgd_triton.core.engine import Engine
+
+logger = logging.getLogger("powersgd_triton")
+
+WARM_UP, MEASURED = 3, 10
+"""Steps that are not measured, since groups connect and DDP makes its buckets, and steps that are measured then."""
+
+
+class Tuning:
+    """Measures the first steps, and then settles the plan's configuration. All workers settle the same.
+
+    For ``compression="auto"`` the measured steps are exact. Otherwise they are compressed.
+
+    Args:
+        engine: Engine whose steps are measured.
+
+    Attributes:
+        itemsize: Bytes of an element of the gradients.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.itemsize = 4
+        self._ends: list[float] = []
+        self._buckets: list[Tensors] = []
+
+    def begin(self, layout: Layout) -> None:
+        """Note a bucket of the open step."""
+        self._buckets.append(layout.shapes)
+
+    def end_step(self, device: torch.device) -> bool:
+        """Note that a step has ended. Return whether everything is settled. The host waits for the device.
+
+        Collective after the last measured step, in which nothing may differ between workers.
+        """
+        engine, buckets = self._engine, self._buckets
+        self._buckets = []
+        if engine.step.iteration <= engine.config.start_iter and engine.plan.compresses:
+            return False
+        synchronize(device)
+        self._ends.append(time.perf_counter())
+        if len(self._ends) <= WARM_UP + MEASURED:
+            return False
+        ends = self._ends[WARM_UP:]
+        step = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
+        choose = self._compression if engine.config.compression == AUTO else self._max_rank
+        engine.plan.settle(choose(step, buckets, device))
+        return True
+
+    def _compression(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
+        """Choose a budget and a width, or no compression."""
+        engine, config = self._engine, self._engine.config
+        network = measure_network(engine.communicator, device)
+        tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
+        widths = WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
+        times = {w: self._own(dataclasses.replace(config, wire_dtype=w), tensors, device) for w in widths}
+        # The slowest worker counts.
+        (step,), *seconds = self._agreed([[step], *(time.seconds for time in times.values())], device)
+        times = {w: ComputeTime(times[w].ranks, found) for w, found in zip(widths, seconds, strict=True)}
+        job = Job(buckets, self.itemsize, step, network, engine.communicator.node_group is not None)
+        job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
+        exact = dataclasses.replace(job.exact(), seconds=step)
+        found = budgets(job, config, times)
+        if config.max_overhead is not None:
+            found = [prediction for prediction in found if prediction.overhead <= config.max_overhead]
+        chosen = choose(exact, found)
+        logger.info(
+            "PowerSGD measured steps of %.4g s, of which %.4g s are compute, on a network of %.4g Gbit/s and %.3g ms",
+            *(step, job.compute, network.card * 8e-9, network.latency * 1e3),
+        )
+        if chosen.config is None:
+            fastest = min((prediction.seconds for prediction in found), default=step)
+            logger.info("PowerSGD does not compress: the fastest budget would take %.4g s a step", fastest)
+            return {"compression": None}
+        fields = {"compression": chosen.config.compression, "wire_dtype": chosen.config.wire_dtype}
+        logger.info(
+            "PowerSGD compresses %sx, with factors in %s: predicted %.4g s a step, %.0f%% of it compute of its own",
+            *(fields["compression"], fields["wire_dtype"], chosen.seconds, 100 * chosen.overhead),
+        )
+        return fields
+
+    def _max_rank(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
+        """Choose the largest rank whose compute is at most ``max_overhead`` of a step."""
+        engine, config = self._engine, self._engine.config
+        assert config.max_overhead is not None
+        assert config.max_rank is not None
+        own = self._own(config, {name: shape for bucket in buckets for name, shape in bucket.items()}, device)
+        columns = engine.plan.mean_rank
+        (rest,), seconds = self._agreed([[step - own(columns)], own.seconds], device)
+        own = ComputeTime(own.ranks, seconds)
+        # Compression takes a share x of a step if it takes x / (1 - x) of the rest.
+        allowed = max(0.0, rest) * config.max_overhead / (1 - config.max_overhead)
+        limit = max((rank for rank in range(1, config.max_rank + 1) if own(rank) <= allowed), default=1)
+        logger.info(
+            "PowerSGD limits ranks to %s columns: they take %.1f%% of a step, of which %.4g s are not compression",
+            *(limit, 100 * own(limit) / (own(limit) + max(rest, 1e-9)), rest),
+        )
+        return {"max_rank": limit}
+
+    def _own(self, config: PowerSGDConfig, tensors: Tensors, device: torch.device) -> ComputeTime:
+        """Time what compression computes. Collective, since it may fail on one worker only."""
+        engine = self._engine
+        return engine.peers.together(
+            "a trial of the compression", lambda: (time_compute(type(engine), config, tensors, device), {}, {})
+        )
+
+    def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:
+        """Return the largest of all workers' numbers, element by element. Collective."""
+        flat = torch.tensor([number for row in numbers for number in row], dtype=torch.float64)
+        largest = iter(self._engine.communicator.gather(flat, device).amax(dim=0).tolist())
+        return [tuple(next(largest) for _ in row) for row in numbers]

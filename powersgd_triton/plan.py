@@ -1,0 +1,238 @@
+"""``python -m powersgd_triton plan``: predict the time of a step with and without compression, and recommend one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.cost import Network, measure_network
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.choice import WIDTHS, Job, Prediction, budgets, choose
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ranks.report import RankReport
+from powersgd_triton.shapes import MODELS, Shapes
+
+BUCKETS = (1 << 20, 25 << 20)
+"""Bytes of DDP's first bucket and of the others."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RANKS = (4, 16, 64)
+STEPS = 8
+"""Steps of a model whose time is measured, after two that are not."""
+
+Step = Callable[[], object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "model",
+        help=f"{', '.join(MODELS)}, or package.module:function. The function returns the model, or (model, step), "
+        "where step() does what a training step does without communication",
+    )
+    parser.add_argument("--nodes", type=_positive, default=2, help="number of nodes (default: 2)")
+    parser.add_argument("--node-size", type=_positive, default=1, help="workers of a node (default: 1)")
+    parser.add_argument("--bandwidth", type=float, default=10.0, help="Gbit/s of a node's network card (default: 10)")
+    parser.add_argument("--inside", type=float, default=1600.0, help="Gbit/s of a worker in its node (default: 1600)")
+    parser.add_argument("--latency", type=float, default=10.0, help="µs of a message between nodes (default: 10)")
+    parser.add_argument("--measure", action="store_true", help="measure the network of this torchrun job instead")
+    parser.add_argument("--two-levels", action="store_true", help='as with node_group="auto"')
+    parser.add_argument("--step-ms", type=float, help="time of a step without communication (default: measured)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the gradients (default: fp32)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where training runs")
+    parser.add_argument("--max-overhead", type=float, help="largest share of a step that compression may compute")
+    parser.add_argument("--write", type=Path, help="ds_config.json to which the section is added")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the predictions and the recommendation. Return 2 if an argument is wrong."""
+    try:
+        device = torch.device(arguments.device)
+        shapes, step = load(arguments.model, arguments.step_ms, device)
+        config = PowerSGDConfig(compression=1, max_overhead=arguments.max_overhead)
+        ds_config = None if arguments.write is None else json.loads(arguments.write.read_text())
+        if arguments.measure and not dist.is_torchelastic_launched():
+            raise ValueError("--measure needs workers: start it by torchrun -m powersgd_triton plan")
+    except (ValueError, RuntimeError, OSError, ImportError, AttributeError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    network = _network(arguments, device)
+    job = Job(ddp_buckets(shapes), DTYPES[arguments.dtype].itemsize, step, network, arguments.two_levels)
+    rows, chosen = predictions(job, config, device)
+    if dist.is_initialized():
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()
+        if not first:
+            return 0
+    print(f"{sum(map(math.prod, shapes)):,} parameters in {len(job.buckets)} buckets, {step * 1e3:.4g} ms of compute")
+    print(_describe(network), end="\n\n")
+    print(table(rows, chosen))
+    print("\n" + recommendation(rows, chosen))
+    if chosen.config is not None:
+        print(f"\n{report(job, chosen)}")
+    if ds_config is not None and chosen.config is not None:
+        ds_config["powersgd"] = section(chosen.config)
+        arguments.write.write_text(json.dumps(ds_config, indent=2) + "\n")
+        print(f"\nwritten to {arguments.write}: {json.dumps({'powersgd': ds_config['powersgd']})}")
+    return 0
+
+
+def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Shapes, float]:
+    """Return the shapes of a model's gradients, last layer first, and the seconds of a step without communication.
+
+    Raises:
+        ValueError: The model is not known, or the time of its step is neither given nor can be measured.
+    """
+    if step_ms is not None and not (math.isfinite(step_ms) and step_ms > 0):
+        raise ValueError(f"--step-ms must be a positive number; got {step_ms}")
+    if model in MODELS:
+        if step_ms is None:
+            raise ValueError(f"--step-ms is missing: it cannot be measured for {model}, of which only shapes are known")
+        return MODELS[model], step_ms / 1e3
+    module, _, name = model.partition(":")
+    if not name:
+        raise ValueError(f"expected {', '.join(MODELS)} or package.module:function; got {model!r}")
+    sys.path.insert(0, "")
+    made = getattr(importlib.import_module(module), name)()
+    step: Step | None
+    found, step = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(found, nn.Module):
+        raise ValueError(f"{model} must return a torch.nn.Module or (module, step); got {type(found).__name__}")
+    shapes = [tuple(parameter.shape) for parameter in found.parameters() if parameter.requires_grad][::-1]
+    if step_ms is not None:
+        return shapes, step_ms / 1e3
+    if step is None:
+        raise ValueError(f"--step-ms is missing, and {model} returns no function that takes a step")
+    return shapes, _time(step, device)
+
+
+def _time(step: Step, device: torch.device) -> float:
+    seconds = []
+    for _ in range(2 + STEPS):
+        synchronize(device)
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[2:])
+
+
+def ddp_buckets(shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
+    """Return the buckets, {name: shape}, that DDP makes of fp32 gradients with its default sizes."""
+    buckets: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for number, shape in enumerate(shapes):
+        if size >= BUCKETS[min(len(buckets) - 1, 1)]:
+            buckets.append({})
+            size = 0
+        buckets[-1][str(number)] = tuple(shape)
+        size += 4 * math.prod(shape)
+    return buckets
+
+
+def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
+    if not arguments.measure:
+        given = (arguments.bandwidth * 1e9 / 8, arguments.inside * 1e9 / 8, arguments.latency * 1e-6)
+        return Network(arguments.nodes, arguments.node_size, *given)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group()
+    return measure_network(Communicator(), device)
+
+
+def predictions(
+    job: Job, config: PowerSGDConfig, device: torch.device
+) -> tuple[list[tuple[str, Prediction]], Prediction]:
+    """Return named predictions, and the one that is recommended: a budget, or an all-reduce.
+
+    What compression computes is measured on ``device``.
+    """
+    rows = [("all-reduce, fp32", job.exact(4)), ("all-reduce, bf16", job.exact(2))]
+    times: dict[str, ComputeTime] = {}
+    for width in (*WIDTHS, "int8"):
+        fixed = PowerSGDConfig(rank=4, wire_dtype=width)
+        times[width] = time_compute(Engine, fixed, job.tensors, device)
+        for rank in RANKS:
+            of_rank = dataclasses.replace(fixed, rank=rank)
+            rows.append((f"rank {rank}, {width}", job.compressed(of_rank, times[width])))
+    alternating = PowerSGDConfig(rank=4, algorithm="alternating")
+    rows.append(
+        ("rank 4, alternating", job.compressed(alternating, time_compute(Engine, alternating, job.tensors, device)))
+    )
+    found = budgets(job, config, {width: times[width] for width in WIDTHS})
+    if config.max_overhead is not None:
+        found = [prediction for prediction in found if prediction.overhead <= config.max_overhead]
+    rows += [(f"compression={p.config.compression:g}, {p.config.wire_dtype}", p) for p in found if p.config is not None]
+    return rows, choose(job.exact(), found)
+
+
+def _describe(network: Network) -> str:
+    where = f"{network.nodes} × {network.node_size} workers"
+    if network.nodes == 1:
+        return f"{where}, {network.inside * 8e-9:.4g} Gbit/s inside the node, {network.inside_latency * 1e6:.4g} µs"
+    return f"{where}, {network.card * 8e-9:.4g} Gbit/s a node, {network.latency * 1e6:.4g} µs"
+
+
+def table(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:
+    """Return the predictions as text. The recommended one has a mark."""
+    exact = rows[0][1]
+    lines = [("", "bytes a step", "largest rank", "ms a step", "as fast as fp32", "own compute")]
+    for name, row in rows:
+        mark = " *" if row.config is not None and row.config == chosen.config else ""
+        rank = str(max(row.ranks.values(), default="")) if row.config is not None else ""
+        ratios = f"{exact.seconds / row.seconds:.2f}x", f"{row.overhead:.0%}"
+        lines.append((name + mark, f"{row.bytes_per_step:,.0f}", rank, f"{row.seconds * 1e3:,.4g}", *ratios))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = "<" + ">" * (len(widths) - 1)
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
+        for line in lines
+    )
+
+
+def recommendation(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:
+    """Return one sentence."""
+    exact, half = rows[0][1], rows[1][1]
+    if chosen.config is None:
+        return "Recommended: do not compress. No budget makes a step more than 3% faster."
+    options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
+    return (
+        f"Recommended: PowerSGDConfig({options}). A step is predicted to be {exact.seconds / chosen.seconds:.1f}x as "
+        f"fast as with an all-reduce in fp32, and {half.seconds / chosen.seconds:.1f}x as fast as in bf16."
+    )
+
+
+def section(config: PowerSGDConfig) -> dict[str, Any]:
+    """Return the fields of a budget that differ from the defaults."""
+    default = PowerSGDConfig(compression=config.compression)
+    fields = {name: value for name, value in config.to_dict().items() if value != default.to_dict()[name]}
+    return {"compression": config.compression, **fields}
+
+
+def report(job: Job, chosen: Prediction) -> RankReport:
+    """Return the report of a budget's ranks."""
+    assert chosen.config is not None
+    layout = Layout.build(job.tensors, chosen.config).with_ranks(lambda segment: chosen.ranks.get(segment.name, 0))
+    return RankReport.of(layout, chosen.config, {})
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
+    return value
