@@ -20,6 +20,7 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.compressor import Compressor
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.telemetry import Callback
 from powersgd_triton.ops.gradients import as_real, check_writable, in_form, real_shape
 
 __all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step", "params_in_optimizer"]
@@ -148,6 +149,10 @@ class PowerSGD(Aggregator):
         The exact first steps count too.
         """
         return self._compressor.compression_stats()
+
+    def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
+        """Report each ``every``-th step. See ``Handle.telemetry``. Layers are numbered as the parameters are."""
+        self._compressor.telemetry(callback, writer=writer, every=every)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bases and the step, equal on all workers. The gradients hold the errors: save their mean too."""

@@ -13,6 +13,7 @@ from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.clock import RECONSTRUCT
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.saved_state import LoadReport
@@ -178,7 +179,10 @@ class Compressor(Handle):
         if named:
             decides = self._engine.step.loss_scale is not None and not self._written
             with self._engine.memory.streams.on(compressed.verdict.device):
+                # It is counted to the next step, since this one has ended.
+                self._engine.clock.mark(RECONSTRUCT)
                 compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
+                self._engine.clock.mark(None)
             self._written = True
         for name, tensor in named.items():
             write_back(contiguous[name], tensor)

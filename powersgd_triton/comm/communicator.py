@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_node
+
+Work: TypeAlias = "dist.Work | None"
+"""A collective under way. None if nothing had to be sent."""
 
 
 class Communicator:
@@ -77,11 +80,11 @@ class Communicator:
         """Index of this worker among all workers."""
         return dist.get_rank() if self._ready else 0
 
-    def all_reduce(self, tensor: Tensor) -> dist.Work | None:
+    def all_reduce(self, tensor: Tensor) -> Work:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
         if self.world_size == 1 or tensor.numel() == 0:
             return None
-        work: dist.Work | None = self._collectives.all_reduce(tensor, group=self.group, async_op=True)
+        work: Work = self._collectives.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
     def form_nodes(self, device: torch.device) -> None:
@@ -170,7 +173,7 @@ def travel_device(group: dist.ProcessGroup | None, device: torch.device | None =
     return device
 
 
-def wait(work: dist.Work | None) -> None:
+def wait(work: Work) -> None:
     """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error."""
     if work is None:
         return

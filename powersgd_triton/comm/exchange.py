@@ -9,12 +9,15 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator, wait
+from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, wire_format
 from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.wire import Wire
+
+Schedule = Iterator[Work]
+"""Yields each collective that it starts. Whoever goes on with it waits for the collective before."""
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
 SMALL_PART = 4096
@@ -61,8 +64,8 @@ def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: C
     return dict(found)
 
 
-def sum_over_workers(backend: Backend, message: Message, communicator: Communicator) -> Iterator[None]:
-    """Sum a message of a bucket in place. Whenever this yields, a collective is under way.
+def sum_over_workers(backend: Backend, message: Message, communicator: Communicator) -> Schedule:
+    """Sum a message of a bucket in place.
 
     If workers of a node share a network card, they sum the message within the node first. Then each of them sums a part
     of it over the nodes, and they put the parts together. So a card carries one message in either direction.
@@ -99,16 +102,14 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
             own.copy_(contributed)
 
 
-def sum_in_place(content: Tensor, communicator: Communicator) -> Iterator[None]:
+def sum_in_place(content: Tensor, communicator: Communicator) -> Schedule:
     """Sum a tensor in place by an all-reduce."""
-    work = communicator.all_reduce(content)
-    yield
-    wait(work)
+    yield communicator.all_reduce(content)
 
 
 def exchange_parts(
     wire: Wire, content: Tensor, own: Tensor | None, target: Tensor, communicator: Communicator
-) -> Iterator[None]:
+) -> Schedule:
     """Write the sum of all workers' ``content`` to ``target``, with rounded factors, and what was sent to ``own``.
 
     A part's owner sums it in the message's dtype and rounds the sum. (An all-reduce in 16 bits would round partial
@@ -118,9 +119,7 @@ def exchange_parts(
     sent = torch.empty(owners, size, dtype=torch.uint8, device=content.device)
     received = torch.empty(workers, size, dtype=torch.uint8, device=content.device)
     wire.encode(content, own, out=sent)
-    work = communicator.all_gather(received, sent) if owners == 1 else communicator.all_to_all(received, sent)
-    yield
-    wait(work)
+    yield communicator.all_gather(received, sent) if owners == 1 else communicator.all_to_all(received, sent)
     sums = torch.empty_like(sent)
     if owners == 1:
         # All compute the same. The first one keeps what rounding the sum loses.
@@ -128,15 +127,13 @@ def exchange_parts(
     else:
         mine = torch.empty_like(sums[0])
         wire.reduce(received, own, communicator.index, out=mine)
-        work = communicator.all_gather(sums, mine)
-        yield
-        wait(work)
+        yield communicator.all_gather(sums, mine)
     wire.decode(sums, out=target)
 
 
 def share_of_sum(
     bucket: Bucket, gradients: Mapping[str, Tensor], communicator: Communicator
-) -> Generator[None, None, Mapping[str, Tensor]]:
+) -> Generator[Work, None, Mapping[str, Tensor]]:
     """Sum a bucket's gradients over the workers of a node, and return {name: the rows of this worker's share}.
 
     Bypass tensors remain this worker's own, since the messages sum them. All are in the dtype of messages.
@@ -147,9 +144,7 @@ def share_of_sum(
     sizes = [end - start for start, end in itertools.pairwise(cuts)]
     sent = _flat(layout, gradients)[cuts[0] : cuts[-1]]
     received = sent.new_empty(len(sizes) * sizes[index])
-    work = communicator.all_to_all(received, sent, sizes)
-    yield
-    wait(work)
+    yield communicator.all_to_all(received, sent, sizes)
     total = received.view(len(sizes), -1).sum(dim=0, dtype=dtype) if sizes[index] else received.to(dtype)
     rows = {
         piece.name: total[piece.offset - cuts[index] :][: piece.numel].view(piece.shape)

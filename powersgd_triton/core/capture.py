@@ -21,14 +21,19 @@ class Capture:
         # What was pending before the open step, if it is captured.
         self._before: dict[Bucket, tuple[Tensor | None, Product]] = {}
 
-    def start(self, layout: Layout, device: torch.device) -> None:
-        """Start a step, or a further bucket of it. ``layout`` is the bucket's.
+    def start(self, layout: Layout, device: torch.device, *, reported: bool = False) -> None:
+        """Start a step, or a further bucket of it.
+
+        Args:
+            layout: The bucket's layout.
+            device: Device of its gradients.
+            reported: Whether telemetry is on.
 
         Raises:
             RuntimeError: The step is captured, and replays would not do what further steps do. Nothing was changed.
         """
         step, memory, captured = self._step, self._memory, is_captured(device)
-        obstacle = self._obstacle(layout) if captured else None
+        obstacle = self._obstacle(layout, reported) if captured else None
         if obstacle is not None:
             raise RuntimeError(f"this step cannot be captured in a CUDA graph: {obstacle}")
         if step.keys:
@@ -47,9 +52,11 @@ class Capture:
             bucket.applied, bucket.product = applied, product
         return bool(before)
 
-    def _obstacle(self, layout: Layout) -> str | None:
+    def _obstacle(self, layout: Layout, reported: bool) -> str | None:
         """Return why further steps would not do the same on the device, or would need the host."""
         config = self._plan.config
+        if reported:
+            return "telemetry is on, and the host does not see replays; call telemetry(every=0)"
         if config.algorithm == "alternating":
             return "the alternating algorithm does something else in every second step"
         if config.planned and config.replan_every:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator, wait
-from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers, waits
+from powersgd_triton.comm.communicator import Communicator, Work, wait
+from powersgd_triton.comm.exchange import Schedule, share_of_sum, sum_over_workers, waits
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.capture import Capture
+from powersgd_triton.core.clock import BACKPROJECT, COMMIT, EXCHANGE, MESSAGES, PROJECT, RECONSTRUCT, TELEMETRY, Clock
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.peers import Peers, Read, Shapes
 from powersgd_triton.core.saved_state import LoadReport, SavedState
+from powersgd_triton.core.telemetry import Telemetry
 from powersgd_triton.core.tuning import Tuning
 from powersgd_triton.core.waiting import Waiting
 from powersgd_triton.layout.layout import Layout, products
@@ -55,6 +58,9 @@ class Engine:
         plan: The ranks in force, if ranks are planned.
         step: State of the step under way.
         numel: [elements before, after compression] over all buckets given to ``run`` so far.
+        sent: Bytes sent so far by ``run`` and ``average_exactly``.
+        clock: Times steps, if someone has started it.
+        telemetry: What measures and reports steps. None if nobody has asked.
     """
 
     def __init__(
@@ -75,10 +81,13 @@ class Engine:
         self.memory = Memory(self.plan)
         self.peers = Peers(communicator, tensors, self.plan, self.memory, self.step, device)
         self._capture = Capture(self.plan, self.memory, self.step)
-        self._under_way: collections.deque[Iterator[None]] = collections.deque()
+        # Each with the collective that it waits for.
+        self._under_way: collections.deque[tuple[Schedule, Work]] = collections.deque()
         self._waiting = Waiting()
         self._tuning = Tuning(self) if self.plan.measures else None
-        self.numel = [0, 0]
+        self.numel, self.sent = [0, 0], 0
+        self.clock = Clock()
+        self.telemetry: Telemetry | None = None
 
     @property
     def config(self) -> PowerSGDConfig:
@@ -129,7 +138,7 @@ class Engine:
             if self.step.keys:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
-        self._capture.start(layout, device)
+        self._capture.start(layout, device, reported=self.telemetry is not None)
         self.step.keys |= keys
         self.step.last = last
         if self._tuning is not None:
@@ -148,20 +157,22 @@ class Engine:
             self._void()
             raise
 
-    def run(
-        self, backend: Backend, gradients: Mapping[str, Tensor], write: Callable[[Backend], None]
-    ) -> Iterator[None]:
-        """Run one bucket's part of a step (Vogels et al. 2019, Algorithms 1, 2). Yield while a collective is under way.
+    def run(self, backend: Backend, gradients: Mapping[str, Tensor], write: Callable[[Backend], None]) -> Schedule:
+        """Run one bucket's part of a step (Vogels et al. 2019, Algorithms 1, 2). Yield each collective that is started.
+
+        Whoever goes on with it waits for the collective before.
 
         Args:
             backend: Result of ``bind``.
             gradients: {name: contiguous tensor}. They must not change before ``write`` is called.
             write: Function that is called last, with the bucket's backend, which can then reconstruct the averages.
         """
-        config, step, communicator = self.config, self.step, self.communicator
+        config, step, communicator, mark = self.config, self.step, self.communicator, self.clock.mark
         step.workers, layout = communicator.world_size, backend.bucket.layout
+        sent = layout.sent_numel(config, step.iteration)
         self.numel[0] += layout.numel
-        self.numel[1] += layout.sent_numel(config, step.iteration)
+        self.numel[1] += sent
+        self.sent += 4 * sent
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
         gradients = self.memory.add_remaining(layout, gradients, step)
         yield from self.memory.move_rows(backend.bucket, communicator)
@@ -169,26 +180,37 @@ class Engine:
             # The workers of a node sum their gradients, and each compresses its share of the sum.
             gradients = yield from share_of_sum(backend.bucket, gradients, communicator.inside)
         if not config.warm_start:
+            mark(PROJECT)
             backend.orthogonalize_bases(step, redraw=True)
         for repetition in range(config.iterations):
             # The standard algorithm computes both products. The alternating algorithm computes one of them by turns.
             projects, backprojects = products(config, step.iteration, repetition)
             if projects:
+                mark(PROJECT)
                 # Compensate and project: M = G + E, P = M Q. Error feedback happens here. The error buffer still holds
                 # the last step's M. Subtracting that step's P̂ Qᵀ and adding G takes one pass over memory.
                 message = backend.project(gradients, step, repetition)
+                mark(MESSAGES)
                 # Sum: P ← Σ P over the workers. Tensors that are not compressed are part of the step's first message.
                 yield from sum_over_workers(backend, message, communicator)
             if backprojects:
+                mark(BACKPROJECT)
                 # Orthogonalize and backproject: P̂ = orthogonalize(P), Q = Mᵀ P̂. All workers compute the same bits of
                 # P̂ from the same sum, so P̂ is not sent. (In the alternating algorithm P̂ comes from the turn before,
                 # and this product compensates M.)
                 message = backend.backproject(gradients, step, repetition)
+                mark(MESSAGES)
                 # Sum: Q̄ = mean of Q. Keep this worker's own Q: the worker sent P̂ Qᵀ, so its error must lose P̂ Qᵀ.
                 yield from sum_over_workers(backend, message, communicator)
+            mark(COMMIT)
             # Orthonormalize Q̄ as the basis of the next projection. If a sum is not finite, which is the same on all
             # workers, M gets back what it had, the basis stays, and the step's verdict becomes 0.
             backend.commit(gradients, step, repetition)
+        if self.telemetry is not None:
+            # Now M and what is subtracted from it are known, and without error feedback M is still in the gradients.
+            mark(TELEMETRY)
+            self.telemetry.measure(backend.bucket, gradients, step)
+        mark(RECONSTRUCT)
         # Reconstruct: Ĝ = P̂ Q̄ᵀ. The step ends after its last bucket is written; see ``average`` and ``end_step``.
         write(backend)
 
@@ -252,17 +274,16 @@ class Engine:
         if self._tuning is not None:
             self._tuning.itemsize = buffer.element_size()
 
-        def run() -> Iterator[None]:
-            work = self.communicator.all_reduce(buffer)
-            yield
-            wait(work)
+        def run() -> Schedule:
+            self.sent += buffer.nbytes
+            yield self.communicator.all_reduce(buffer)
             buffer.div_(self.communicator.world_size)
             if done is not None:
                 done()
 
         self._advance(run(), buffer.device)
 
-    def _advance(self, bucket: Iterator[None], device: torch.device) -> None:
+    def _advance(self, bucket: Schedule, device: torch.device) -> None:
         """Start a bucket's ``run``, and advance the older buckets by one collective.
 
         On the CPU, messages then travel during the backward pass. Elsewhere all stages run at once: the host only
@@ -271,21 +292,29 @@ class Engine:
         to_the_end = self.step.last is not False or device.type != "cpu"
         with self.memory.streams.on(device):
             try:
-                next(bucket)
-                # ``next`` returns its default, ``self``, when a bucket is done.
+                started = self._go_on(bucket)
                 older, self._under_way = self._under_way, collections.deque()
-                self._under_way.extend(steps for steps in older if next(steps, self) is not self)
-                self._under_way.append(bucket)
+                for each in older:
+                    self._under_way.extend(self._go_on(*each))
+                self._under_way.extend(started)
                 while to_the_end and self._under_way:
-                    steps = self._under_way.popleft()
-                    if next(steps, self) is not self:
-                        self._under_way.append(steps)
+                    self._under_way.extend(self._go_on(*self._under_way.popleft()))
             except BaseException:
                 # A peer may be gone, so do not wait for collectives under way.
                 self._void()
                 raise
             if self.step.last:
                 self.end_step()
+
+    def _go_on(self, bucket: Schedule, work: Work = None) -> list[tuple[Schedule, Work]]:
+        """Wait for a bucket's collective, and run it up to the next one. Return both, or nothing if it is done."""
+        mark = self.clock.mark
+        mark(EXCHANGE)
+        wait(work)
+        mark(MESSAGES)
+        going_on = [(bucket, started) for started in itertools.islice(bucket, 1)]
+        mark(None)
+        return going_on
 
     def end_step(self, *, applied: bool | None = None) -> None:
         """End the open step. Collective if workers have to agree on the verdict, on their state, or on ranks.
@@ -319,6 +348,10 @@ class Engine:
                 # Which matrices are compressed may depend on what was chosen.
                 self.peers.forget()
                 self._waiting = Waiting()
+            times = self.clock.stop()
+            # Last, since a user's function may raise an exception.
+            if self.telemetry is not None and self.telemetry.end_step(step.iteration, self.sent, times):
+                self.clock.start(device)
 
     def finish(self) -> None:
         """End the open step if the adapter does not know its last bucket. All of its buckets are finished by now."""
@@ -329,6 +362,7 @@ class Engine:
         """Discard the open step. The errors keep the gradients that were compressed, and the next step sends them."""
         self._under_way.clear()
         self._waiting.clear()
+        self.clock.cancel()
         with self.memory.streams.everywhere():
             # Workers of other groups may not have heard of it and end the step, which is collective.
             self.step.void(stays_open=bool(self.communicator.others), captured=self._capture.undo())
@@ -394,6 +428,7 @@ class Engine:
         self.step.forget()
         self._under_way.clear()
         self._waiting.clear()
+        self.clock.cancel()
 
     def layout(self, tensors: Tensors | None = None) -> Layout:
         """Return tensors {name: shape} in one layout, with the ranks in force. Default: all tensors that are known."""

@@ -14,9 +14,10 @@ from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.telemetry import Callback, Telemetry
 from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.ranks.report import RankReport
@@ -90,6 +91,27 @@ class Handle:
             TypeError: ``scaler`` is neither a scaler nor a function.
         """
         self._engine.step.loss_scale = LossScale(scaler)
+
+    def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
+        """Report each ``every``-th step: the energy that it captures, errors, bytes and times. Off by default.
+
+        A record also goes to the logger ``powersgd_triton`` at level INFO, as one line. The numbers are this worker's
+        own, so call it on the workers whose numbers you want. On the CPU a record comes at the end of its step. On CUDA
+        nothing waits for the device, so it comes at the end of a later step. Checkpoints, copies and pickles do not
+        contain the setting.
+
+        Args:
+            callback: Called with each record. It must not call collectives.
+            writer: A ``torch.utils.tensorboard.SummaryWriter``, or another object with its ``add_scalar``.
+            every: Steps from one measured step to the next. 0 switches telemetry off.
+
+        Raises:
+            TypeError, ValueError: An argument has the wrong type or is out of range. Nothing was changed.
+        """
+        on = whole_number("every", every) > 0
+        telemetry = Telemetry(callback, writer, every) if on else None
+        self._engine.clock.cancel()
+        self._engine.telemetry = telemetry
 
     def error(self) -> dict[str, Tensor]:
         """Return copies {name: E as a matrix [n, m]} of this worker's errors, without the loss scale.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.exchange import sum_in_place
+from powersgd_triton.comm.exchange import Schedule, sum_in_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size, listing
 from powersgd_triton.core.streams import Streams, on_its_streams
@@ -203,8 +203,8 @@ class Memory:
         if not complete:
             backend.orthogonalize_bases(step)
 
-    def move_rows(self, bucket: Bucket, communicator: Communicator) -> Iterator[None]:
-        """Bring errors to the workers of this node that have their rows now. Yield while a collective is under way."""
+    def move_rows(self, bucket: Bucket, communicator: Communicator) -> Schedule:
+        """Bring errors to the workers of this node that have their rows now."""
         for segment in bucket.layout.compressed:
             if segment.name not in self._moving:
                 continue

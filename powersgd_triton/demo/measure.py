@@ -50,7 +50,7 @@ class Traffic:
             setattr(dist, name, self._counted(original, *_SENT_ARGUMENT[name]))
         exchange_parts = exchange.exchange_parts
 
-        def counted_exchange(wire: Wire, *args: Any) -> Iterator[None]:
+        def counted_exchange(wire: Wire, *args: Any) -> exchange.Schedule:
             self.sent += len(wire.plan.chunks) * wire.plan.size
             yield from exchange_parts(wire, *args)
 

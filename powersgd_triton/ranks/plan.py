@@ -15,6 +15,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.host_copy import HostCopy
 from powersgd_triton.ranks.planner import Spectrum, allot, budget, largest_ranks, sent_bytes, starting_ranks
 
 logger = logging.getLogger("powersgd_triton")
@@ -46,26 +47,16 @@ class Measurement:
         self.totals = torch.stack(totals)
         """This worker's ‖M_w‖² of each matrix. Average it over the workers before ``send``."""
         self._columns = torch.cat(columns)
-        self._host: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self._copy: HostCopy | None = None
 
     def send(self) -> None:
         """Start copying to the host, without waiting."""
-        found = torch.cat([self.totals, self._columns])
-        if not found.is_cuda:
-            self._host = found
-            return
-        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        self._host.copy_(found, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._copy = HostCopy(torch.cat([self.totals, self._columns]))
 
     def spectra(self) -> dict[str, Spectrum]:
         """Return what was measured. The host waits until the copy is done."""
-        assert self._host is not None
-        if self._event is not None:
-            self._event.synchronize()
-        numbers = self._host.tolist()
+        assert self._copy is not None
+        numbers = self._copy.numbers()
         totals, columns = numbers[: len(self._ranks)], iter(numbers[len(self._ranks) :])
         return {
             name: Spectrum(tuple(next(columns) for _ in range(rank)), total)

@@ -12,6 +12,7 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.handle import Handle
 from tests.support.checks import same_bits
 from tests.support.device import INTERPRETED
 
@@ -150,6 +151,17 @@ def test_what_cannot_be_captured(fields: dict[str, Any], match: str, device: tor
         training.capture()
     assert training.engine.step.iteration == EAGER
     assert not training.engine.step.keys
+
+
+def test_a_measured_step_cannot_be_captured(device: torch.device):
+    training = Training(device)
+    training.eager(range(EAGER))
+    state = Handle(training.engine)
+    state.telemetry()
+    with pytest.raises(RuntimeError, match="telemetry is on"):
+        training.capture()
+    state.telemetry(every=0)
+    training.capture()
 
 
 def test_a_loss_scale_cannot_be_captured(device: torch.device):

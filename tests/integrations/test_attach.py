@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.telemetry import StepRecord
 from tests.support.distributed import folder
 from tests.support.fsdp1_training import wrapped
 from tests.support.sharded_training import (
@@ -87,6 +90,10 @@ def every_wrapper(worker: int, world_size: int, *, wrapper: str) -> dict[str, An
 
     first = wrap(Net())
     state_2 = attach(first, rank=2, min_compression_rate=1)
+    records: list[StepRecord] = []
+    if worker == 0:
+        # The other worker does not hear of it.
+        state_2.telemetry(records.append, every=1)
     optimizer = sgd(first)
     steps(first, worker, range(3), optimizer)
     resumed = wrap(Net())
@@ -103,15 +110,25 @@ def every_wrapper(worker: int, world_size: int, *, wrapper: str) -> dict[str, An
         # A second time, over what is there.
         state_3.save(f"{path}/checkpoint/2")
     ahead = steps(first, worker, range(3, 6), optimizer)
+    # Where the framework does not say which bucket is the last one, looking at the error ends the step.
+    norm = math.hypot(*(float(error.norm()) for error in own_errors(state_2).values()))
     return {
         "native": native, "resumed": difference(steps(resumed, worker, range(3, 6), sgd(resumed)), ahead),
         "far from native": difference(ahead, steps(plain, worker, range(0), optimizer)),
         "said": said.getvalue(), "same": attach(ours, FULL_RANK) is state and attach(ours) is state,
         "other": complaint(attach, ours, rank=3), "both": complaint(attach, ours, FULL_RANK, rank=3),
         "missing": missing, "none": none, "loaded": report is not None and len(report.loaded),
+        "records": [dataclasses.asdict(record) for record in records], "bytes": state_2.report().bytes_per_step,
+        "norm": norm,
         "iterations": (state.iteration, state_2.iteration, state_3.iteration), "error": error,
         "compression": state.report().compression, "size": state_2.compression_stats()[0],
     }  # fmt: skip
+
+
+def own_errors(state: Handle) -> dict[str, torch.Tensor]:
+    """This worker's, as the engine has them."""
+    state._engine.finish()
+    return state._engine.memory.error(state._engine.step)
 
 
 def errors(state: Handle) -> float:
@@ -314,6 +331,21 @@ def test_a_resumed_run_goes_on(wrapper: str) -> None:
         assert found["error"][0] > 0
         assert found["missing"].startswith("FileNotFoundError: there is no saved PowerSGD state")
         assert found["none"] is None
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_worker_watches_its_steps(wrapper: str) -> None:
+    first, second = outcome(two(), wrapper)
+    records = first["records"]
+    assert [record["step"] for record in records] == [2, 3, 4, 5, 6]
+    norm = math.hypot(*(layer["error_norm"] for layer in records[-1]["layers"].values()))
+    assert norm == pytest.approx(first["norm"], rel=1e-4)
+    for record in records:
+        assert record["applied"]
+        assert record["bytes"] == first["bytes"]
+        times = record["milliseconds"]
+        assert 0 < times["project"] + times["backproject"] < sum(times.values()) - times["step"] < times["step"]
+    assert second["records"] == []
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

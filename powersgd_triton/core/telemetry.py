@@ -1,0 +1,222 @@
+"""What a user can watch in training: the energy that steps capture, their errors, bytes and times."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.config import whole_number
+from powersgd_triton.core.clock import COMPUTE, EXCHANGE, STEP, Times
+from powersgd_triton.ops.blocks import add_product, blocks
+from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.host_copy import HostCopy
+from powersgd_triton.ops.step import Step
+
+logger = logging.getLogger("powersgd_triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRecord:
+    """What a step did to one compressed tensor, as this worker sees it. Norms are without the loss scale.
+
+    Attributes:
+        rank: Rank of the approximation.
+        gradient_norm: ‖M‖ of this worker's compensated gradient M = G + E.
+        error_norm: ‖E‖ of what the step left of it, E = M − P̂ Q_wᵀ. Without error feedback, E is lost.
+    """
+
+    rank: int
+    gradient_norm: float
+    error_norm: float
+
+    @property
+    def captured(self) -> float:
+        """Share of ‖M‖² that the step has sent, 1 − ‖E‖² / ‖M‖²; 0 for a zero gradient."""
+        return 1 - (self.error_norm / self.gradient_norm) ** 2 if self.gradient_norm else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One measured step of this worker, in plain numbers. ``print`` shows one line.
+
+    Attributes:
+        step: Number of the step. The first one is 1.
+        applied: Whether the step counts. If it does not, for example because a gradient was not finite, nothing was
+            sent, and errors are whole gradients.
+        bytes: Bytes of gradients in the step's messages, counted as in ``report()``. 0 for exact steps in which the
+            framework averages.
+        milliseconds: {phase: milliseconds of all buckets together}: "project", "backproject", "commit", "reconstruct",
+            "messages", "exchange" and "telemetry"; and "step", the time since the end of the step before.
+        layers: {name: record} of the tensors that are compressed. Empty in an exact step.
+    """
+
+    step: int
+    applied: bool
+    bytes: float
+    milliseconds: Mapping[str, float]
+    layers: Mapping[str, LayerRecord]
+
+    @property
+    def captured(self) -> float:
+        """Share of the energy of all layers that the step has sent."""
+        total = sum(layer.gradient_norm**2 for layer in self.layers.values())
+        return 1 - sum(layer.error_norm**2 for layer in self.layers.values()) / total if total else 0.0
+
+    @property
+    def compute(self) -> float:
+        """Milliseconds of the compression's own work: all phases but "exchange" and "telemetry"."""
+        return sum(self.milliseconds[phase] for phase in COMPUTE)
+
+    def __str__(self) -> str:
+        error = math.sqrt(sum(layer.error_norm**2 for layer in self.layers.values()))
+        layers = f"captured {100 * self.captured:.1f}% of the energy, error norm {error:.3g}, " if self.layers else ""
+        times = f"compute {self.compute:.2f} ms, exchange {self.milliseconds[EXCHANGE]:.2f} ms"
+        skipped = "" if self.applied else " (not applied)"
+        return (
+            f"PowerSGD step {self.step}{skipped}: {layers}{self.bytes:,.0f} bytes, "
+            f"{times} of {self.milliseconds[STEP]:.2f} ms"
+        )
+
+
+Callback = Callable[[StepRecord], object]
+
+
+class Telemetry:
+    """Measures every so many steps, and reports them when the device has reached their ends.
+
+    Args:
+        callback: Called with each record.
+        writer: A ``SummaryWriter``, or another object with ``add_scalar(tag, value, step)``.
+        every: Steps from one measured step to the next.
+
+    Raises:
+        TypeError, ValueError: An argument has the wrong type or is out of range.
+    """
+
+    def __init__(self, callback: Callback | None, writer: Any, every: int) -> None:
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback must be a function of a StepRecord; got {type(callback).__name__}")
+        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"writer must have add_scalar, as a SummaryWriter has; got {type(writer).__name__}")
+        self._callback, self._writer, self._every = callback, writer, whole_number("every", every, 1)
+        # The open step, if it is measured. Its reports are completed in order.
+        self._open: _Measured | None = None
+        self._pending: collections.deque[_Measured] = collections.deque()
+
+    def measure(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
+        """Measure a bucket between ``commit`` and ``reconstruct``, if its step is measured."""
+        if self._open is not None and bucket.layout.compressed:
+            self._open.add(bucket, gradients, step)
+
+    def end_step(self, step: int, sent: int, times: Times | None) -> bool:
+        """Report what has arrived. Return whether to measure the next step.
+
+        Args:
+            step: Number of the step that ended.
+            sent: Bytes that the engine has sent so far.
+            times: Times of the step, if it was measured and not interrupted.
+        """
+        measured, self._open = self._open, None
+        if measured is not None and times is not None:
+            measured.end(step, sent, times)
+            self._pending.append(measured)
+        while self._pending and self._pending[0].ready:
+            self._report(self._pending.popleft().record())
+        # A measured step that was interrupted is followed by another one.
+        if (step + 1) % self._every == 0 or (measured is not None and times is None):
+            self._open = _Measured(sent)
+        return self._open is not None
+
+    def _report(self, record: StepRecord) -> None:
+        logger.info("%s", record)
+        if self._writer is not None:
+            numbers = {f"layers/{name}/captured": layer.captured for name, layer in record.layers.items()}
+            numbers |= {f"layers/{name}/error_norm": layer.error_norm for name, layer in record.layers.items()}
+            numbers |= {f"milliseconds/{phase}": time for phase, time in record.milliseconds.items()}
+            if record.layers:
+                numbers["captured"] = record.captured
+            for tag, number in {**numbers, "bytes": record.bytes}.items():
+                self._writer.add_scalar(f"powersgd/{tag}", number, record.step)
+        if self._callback is not None:
+            self._callback(record)
+
+
+class _Measured:
+    """A measured step on its way to the host.
+
+    Args:
+        sent: Bytes that the engine has sent before.
+    """
+
+    def __init__(self, sent: int) -> None:
+        self._sent = sent
+        self._step = 0
+        self._times: Times | None = None
+        # For each bucket: {name: rank}, and [‖M‖², ‖E‖²] of each.
+        self._squares: list[tuple[dict[str, int], HostCopy]] = []
+        self._verdict: Tensor | None = None
+        self._applied: HostCopy | None = None
+
+    def add(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
+        """Measure a bucket. On two levels: this worker's rows of the node's sum."""
+        device = bucket.P_hat.device
+        matrices = bucket.matrices(gradients, bucket.own) if bucket.M is None else bucket.M
+        pairs = zip(matrices, bucket.joined(bucket.product, bucket.own), strict=True)
+        squares = torch.cat([_squares(members, P, Q) for members, (P, Q) in pairs if members])
+        scale = None if step.loss_scale is None else step.loss_scale.current(device)
+        if scale is not None:
+            squares /= scale.double().square()
+        ranks = {piece.name: group.rank for group in bucket.own for piece in group.segments}
+        self._squares.append((ranks, HostCopy(squares)))
+        # Read at the end of the step: a later bucket may change it.
+        self._verdict = step.verdict(device)
+
+    def end(self, step: int, sent: int, times: Times) -> None:
+        """Note what is known at the end of the step."""
+        self._step, self._sent, self._times = step, sent - self._sent, times
+        if self._verdict is not None:
+            self._applied = HostCopy(self._verdict)
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything has arrived."""
+        assert self._times is not None
+        copies = [copy for _, copy in self._squares] + ([] if self._applied is None else [self._applied])
+        return self._times.ready and all(copy.ready for copy in copies)
+
+    def record(self) -> StepRecord:
+        """Return the record. Call it when everything is ``ready``."""
+        assert self._times is not None
+        applied = self._applied is None or bool(self._applied.numbers())
+        layers = {
+            name: LayerRecord(rank, math.sqrt(whole), math.sqrt(rest if applied else whole))
+            for ranks, copy in self._squares
+            for (name, rank), (whole, rest) in zip(ranks.items(), copy.numbers(), strict=True)
+        }
+        return StepRecord(self._step, applied, self._sent, self._times.milliseconds(), layers)
+
+
+def _squares(matrices: Sequence[Tensor], P: Tensor, Q: Tensor) -> Tensor:
+    """Return [‖M‖², ‖M − P Qᵀ‖²] of each matrix, fp64 [B, 2], without a copy of a whole matrix."""
+    found = torch.zeros(len(matrices), 2, dtype=torch.float64, device=P.device)
+    Qt = Q.mT.contiguous()
+    for members, rows, (block,) in blocks(P.shape[-1], matrices):
+        rest = block.to(P.dtype, copy=True)
+        found[members, 0] += _energies(rest)
+        add_product(rest, P[members, rows], Qt[members], alpha=-1)
+        found[members, 1] += _energies(rest)
+    return found
+
+
+def _energies(block: Tensor) -> Tensor:
+    """Return the sum of the squares of each matrix in a block, fp64 [B]."""
+    # Row by row in the block's own dtype: on the CPU, a sum of all elements in fp64 takes ten times as long.
+    norms: Tensor = torch.linalg.vector_norm(block, dim=2)
+    return norms.double().square().sum(dim=1)

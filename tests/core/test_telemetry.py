@@ -1,0 +1,473 @@
+"""What is reported of a step: energies, errors, bytes and times."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import pickle
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core import clock
+from powersgd_triton.core.clock import COMPUTE, EXCHANGE, PHASES, STEP, Clock
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.telemetry import StepRecord, Telemetry
+from powersgd_triton.integrations import optimizer as loop
+from powersgd_triton.integrations.ddp import PowerSGDState
+from powersgd_triton.ops.step import LossScale
+from tests.support.checks import everything
+from tests.support.lockstep import Fleet
+
+CPU = torch.device("cpu")
+SHAPES: dict[str, tuple[int, ...]] = {"weight": (24, 20), "same": (24, 20), "thin": (30, 1), "bias": (7,)}
+
+
+def gradients(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES, scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def handle(**fields: Any) -> Handle:
+    """One process's engine, in which every step is one bucket."""
+    return Handle(Engine(everything(2, **fields), Communicator(), lambda: SHAPES))
+
+
+def step(handle: Handle, given: dict[str, Tensor]) -> None:
+    engine = handle._engine
+    layout = engine.begin("all", lambda: SHAPES, CPU, last=True)
+    if engine.compressing:
+        engine.average(layout, {name: tensor.clone() for name, tensor in given.items()})
+    else:
+        engine.average_exactly(torch.cat([tensor.reshape(-1) for tensor in given.values()]))
+
+
+def assert_errors(record: StepRecord, errors: dict[str, Tensor], rtol: float = 1e-4) -> None:
+    for name, layer in record.layers.items():
+        norm = float(torch.linalg.vector_norm(errors[name].double()))
+        assert layer.error_norm == pytest.approx(norm, rel=rtol, abs=1e-5 * layer.gradient_norm), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"algorithm": "alternating"},
+        {"algorithm": "alternating", "iterations": 2},
+        {"iterations": 2},
+        {"warm_start": False},
+        {"error_dtype": "bf16"},
+    ],
+    ids=str,
+)
+def test_norms_are_those_of_the_error(fields: dict[str, Any]):
+    records: list[StepRecord] = []
+    state = handle(**fields)
+    state.telemetry(records.append, every=1)
+    for number in range(4):
+        error = state.error()
+        step(state, gradients(number))
+        if number == 0:
+            assert records == [], "the first step has no step before it, from whose end it could be timed"
+            continue
+        record = records[-1]
+        assert record.step == number + 1
+        assert record.applied
+        assert record.layers.keys() == {"weight", "same", "thin"}
+        for name, layer in record.layers.items():
+            whole = float(torch.linalg.vector_norm(error[name].float() + gradients(number)[name]))
+            assert layer.gradient_norm == pytest.approx(whole, rel=0.01 if "error_dtype" in fields else 1e-4)
+            assert layer.rank == min(2, SHAPES[name][1])
+            share = 1 - (layer.error_norm / layer.gradient_norm) ** 2
+            assert layer.captured == pytest.approx(share)
+            assert 0 < layer.captured <= 1
+        assert_errors(record, state.error(), 0.02 if "error_dtype" in fields else 1e-4)
+    assert len(records) == 3
+
+
+def test_every_nth_step_is_measured():
+    records: list[StepRecord] = []
+    state = handle()
+    state.telemetry(records.append, every=3)
+    for number in range(10):
+        step(state, gradients(number))
+    assert [record.step for record in records] == [3, 6, 9]
+    state.telemetry(every=0)
+    for number in range(4):
+        step(state, gradients(number))
+    assert len(records) == 3
+
+
+def test_nothing_is_measured_between(monkeypatch: pytest.MonkeyPatch):
+    """Steps that are not reported read no clock and multiply nothing."""
+    state = handle()
+    state.telemetry(every=5)
+    for number in range(5):
+        step(state, gradients(number))
+    monkeypatch.setattr(Clock, "_now", lambda _: pytest.fail("read the clock"))
+    monkeypatch.setattr("powersgd_triton.core.telemetry._squares", lambda *_: pytest.fail("measured energies"))
+    for number in range(3):
+        step(state, gradients(number))
+
+
+def test_bytes_are_those_of_the_report():
+    records: list[StepRecord] = []
+    state = handle(start_iter=3)
+    state.telemetry(records.append, every=1)
+    for number in range(6):
+        step(state, gradients(number))
+    exact = sum(4 * math.prod(shape) for shape in SHAPES.values())
+    assert [record.bytes for record in records] == [exact] * 2 + [state.report().bytes_per_step] * 3
+    assert [bool(record.layers) for record in records] == [False] * 2 + [True] * 3
+    assert records[0].captured == 0
+    assert "captured" not in str(records[0])
+
+
+def test_a_loss_scale_is_not_in_the_norms():
+    records: list[StepRecord] = []
+    plain: list[StepRecord] = []
+    scale = 1.0
+    state, other = handle(), handle()
+    state.attach(lambda: scale)
+    state.telemetry(records.append, every=1)
+    other.telemetry(plain.append, every=1)
+    for number in range(4):
+        scale = 4.0**number
+        step(state, gradients(number, scale=scale))
+        step(other, gradients(number))
+    for scaled, one in zip(records, plain, strict=True):
+        for name, layer in one.layers.items():
+            assert scaled.layers[name].gradient_norm == pytest.approx(layer.gradient_norm, rel=1e-4)
+            assert scaled.layers[name].error_norm == pytest.approx(layer.error_norm, rel=1e-4)
+
+
+def test_a_step_that_is_not_finite_has_sent_nothing():
+    records: list[StepRecord] = []
+    state = handle()
+    state.telemetry(records.append, every=1)
+    for number in range(4):
+        given = gradients(number)
+        if number == 2:
+            given["weight"][3, 3] = math.nan
+        step(state, given)
+        if number == 2:
+            assert_errors(records[-1], state.error())
+    assert [record.applied for record in records] == [True, False, True]
+    assert records[1].captured == 0
+    assert "(not applied)" in str(records[1])
+    assert all(math.isfinite(layer.error_norm) for layer in records[1].layers.values())
+
+
+def test_a_step_that_the_optimizer_skips_has_sent_nothing():
+    records: list[StepRecord] = []
+    state = handle()
+    engine = state._engine
+    state.telemetry(records.append, every=1)
+    for number in range(3):
+        layout = engine.begin("all", lambda: SHAPES, CPU)
+        engine.average(layout, gradients(number))
+        engine.end_step(applied=number != 2)
+    assert [record.applied for record in records] == [True, False]
+    assert_errors(records[-1], state.error())
+
+
+def test_the_step_after_an_interrupted_one_is_measured():
+    records: list[StepRecord] = []
+    state = handle()
+    engine = state._engine
+    state.telemetry(records.append, every=4)
+    for number in range(3):
+        step(state, gradients(number))
+    engine.begin("all", lambda: SHAPES, CPU, last=True)
+    with pytest.raises(ZeroDivisionError):
+        engine.average(engine.layout(), gradients(9), write=lambda _: 1 / 0)  # type: ignore[arg-type]
+    for number in range(3, 6):
+        step(state, gradients(number))
+        assert_errors(records[-1], state.error()) if number == 4 else None
+    assert [record.step for record in records] == [5]
+
+
+def test_workers_report_their_own_numbers():
+    """Two of four workers measure, and the others do not hear of it."""
+    shapes: dict[str, tuple[int, ...]] = {"weight": (24, 20), "bias": (7,)}
+    for node_size, wire in [(1, None), (1, "int8"), (2, None), (2, "int4")]:
+        fleet = Fleet(PowerSGDConfig(rank=2, min_compression_rate=0.1, wire_dtype=wire), shapes, 4, node_size)
+        records: dict[int, list[StepRecord]] = {0: [], 3: []}
+        for worker, found in records.items():
+            fleet.engines[worker].telemetry = Telemetry(found.append, None, 1)
+        for number in range(3):
+            fleet.step([gradients(10 * number + worker, shapes) for worker in range(4)], [["weight"], ["bias"]])
+        for worker, found in records.items():
+            assert [record.step for record in found] == [2, 3]
+            # The last step subtracted what the owner of a part lost by rounding only after its sums.
+            assert_errors(found[-1], fleet.errors()[worker])
+            assert found[-1].layers["weight"].captured > 0
+
+
+def test_a_plain_loop_reports_though_it_has_no_error_buffer():
+    records: list[StepRecord] = []
+    parameters = [torch.zeros(24, 20), torch.zeros(7)]
+    powersgd = loop.PowerSGD(parameters, loop.Config(rank=2, start_compressing_after_num_steps=2))
+    powersgd.telemetry(records.append, every=1)
+    given = [torch.zeros_like(parameter) for parameter in parameters]
+    for number in range(5):
+        for tensor, gradient in zip(given, gradients(number, {"0": (24, 20), "1": (7,)}).values(), strict=True):
+            tensor += gradient
+        powersgd.aggregate(given)
+        if records:
+            assert_errors(records[-1], {"0": given[0]})
+    assert [bool(record.layers) for record in records] == [False, True, True, True]
+    assert records[-1].milliseconds["reconstruct"] > 0, "the average that decompress writes was not timed"
+
+
+def test_phases_are_parts_of_the_step(monkeypatch: pytest.MonkeyPatch):
+    hands = Hands(monkeypatch)
+    records: list[StepRecord] = []
+    state = handle()
+    state.telemetry(records.append, every=1)
+    for number in range(3):
+        hands.sleep(20)
+        step(state, gradients(number))
+    for record in records:
+        found = record.milliseconds
+        assert found.keys() == {*PHASES, STEP}
+        assert all(milliseconds >= 0 for milliseconds in found.values())
+        assert all(found[phase] > 0 for phase in COMPUTE)
+        assert record.compute == pytest.approx(sum(found[phase] for phase in COMPUTE))
+        # Between the turns of the bucket, one before each of two sums and one after them, nothing is counted.
+        assert found[STEP] == pytest.approx(sum(found[phase] for phase in PHASES) + 20 + 4)
+        assert dataclasses.asdict(record)["step"] == record.step
+
+
+class Hands:
+    """A clock that moves on by a millisecond when it is read, and further while the program sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("powersgd_triton.core.clock.time", self)
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def sleep(self, milliseconds: float) -> None:
+        self.now += milliseconds / 1000
+
+
+def test_waiting_is_counted_as_exchange_and_the_backward_pass_as_nothing(monkeypatch: pytest.MonkeyPatch):
+    hands = Hands(monkeypatch)
+    # A collective for which one has to wait.
+    work = types.SimpleNamespace(wait=lambda: hands.sleep(100))
+    monkeypatch.setattr(Communicator, "all_reduce", lambda *_: work)
+    records: list[StepRecord] = []
+    state = handle()
+    engine = state._engine
+    state.telemetry(records.append, every=1)
+    for number in range(2):
+        for name in ("weight", "same"):
+            layout = engine.begin(name, lambda name=name: {name: SHAPES[name]}, CPU, last=name == "same")  # type: ignore[misc]
+            engine.average(layout, {name: gradients(number)[name]})
+            # More of the backward pass, while the first bucket is under way.
+            hands.sleep(1000)
+    (record,) = records
+    # Two sums of each bucket, and a reading whenever a bucket goes on.
+    assert record.milliseconds[EXCHANGE] == pytest.approx(4 * 100 + 6)
+    assert 0 < record.compute < 100
+    # It begins at the end of the first step, before a pause.
+    assert 2400 < record.milliseconds[STEP] < 2600
+
+
+class FakeEvent:
+    """A CUDA event, which the device reaches when the test says so."""
+
+    made = 0
+    reached = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timed = enable_timing
+
+    def record(self) -> None:
+        FakeEvent.made += 1
+        self.number = FakeEvent.made
+
+    def query(self) -> bool:
+        return self.number <= FakeEvent.reached
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.timed
+        assert self.query()
+        assert end.query()
+        return float(end.number - self.number)
+
+
+def test_a_record_comes_when_the_device_has_reached_its_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(clock, "has_streams", lambda _: True)
+    FakeEvent.made = FakeEvent.reached = 0
+    records: list[StepRecord] = []
+    state = handle()
+    state.telemetry(records.append, every=2)
+    for number in range(4):
+        step(state, gradients(number))
+    assert records == []
+    made, FakeEvent.reached = FakeEvent.made, FakeEvent.made // 2
+    step(state, gradients(4))
+    assert [record.step for record in records] == [2]
+    FakeEvent.reached = made
+    step(state, gradients(5))
+    assert [record.step for record in records] == [2, 4]
+    for record in records:
+        # One unit between two events.
+        assert record.milliseconds["commit"] == 1
+        assert record.milliseconds["telemetry"] == 1
+        assert record.milliseconds[STEP] == made // 2 - 1
+
+
+def test_a_cancelled_clock_has_no_result():
+    timer = Clock()
+    timer.mark("project")
+    assert timer.stop() is None
+    timer.start(CPU)
+    timer.mark("project")
+    timer.cancel()
+    timer.mark("commit")
+    assert timer.stop() is None
+
+
+def test_the_examples_of_the_documentation_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    writers: list[Writer] = []
+
+    def summary_writer(folder: str) -> Writer:
+        writers.append(Writer())
+        return writers[-1]
+
+    monkeypatch.setitem(
+        sys.modules,
+        "torch.utils.tensorboard",
+        types.SimpleNamespace(SummaryWriter=summary_writer),
+    )
+    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    state = handle()
+    for example in examples:
+        exec(example, {"state": state})
+        before = state.iteration
+        while state.iteration < before + 50:
+            step(state, gradients(state.iteration))
+    assert len(examples) == 3
+    assert {tag for tag, _ in writers[0].scalars} >= {"powersgd/captured", "powersgd/layers/same/captured"}
+    assert "compression computes in" in capsys.readouterr().out
+
+
+class Writer:
+    """Keeps what a SummaryWriter would write."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[tuple[str, int], float] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.scalars[tag, step] = value
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a file cannot be copied")
+
+
+def test_a_writer_and_the_logger_get_the_record(caplog: pytest.LogCaptureFixture):
+    writer, records = Writer(), list[StepRecord]()
+    state = handle()
+    state.telemetry(records.append, writer=writer, every=2)
+    with caplog.at_level(logging.INFO, "powersgd_triton"):
+        for number in range(2):
+            step(state, gradients(number))
+    (record,) = records
+    assert writer.scalars["powersgd/layers/weight/captured", 2] == record.layers["weight"].captured
+    assert writer.scalars["powersgd/layers/weight/error_norm", 2] == record.layers["weight"].error_norm
+    assert writer.scalars["powersgd/milliseconds/exchange", 2] == record.milliseconds[EXCHANGE]
+    assert writer.scalars["powersgd/bytes", 2] == record.bytes
+    assert writer.scalars["powersgd/captured", 2] == record.captured
+    lines = [message for message in caplog.messages if message.startswith("PowerSGD step 2: captured ")]
+    assert len(lines) == 1
+    assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"callback": 3}, TypeError, "callback must be a function of a StepRecord; got int"),
+        ({"writer": "runs"}, TypeError, "writer must have add_scalar, as a SummaryWriter has; got str"),
+        ({"every": -1}, ValueError, "every must be at least 0; got -1"),
+        ({"every": 1.5}, TypeError, "every must be an int"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_change_nothing(arguments: dict[str, Any], error: type[Exception], match: str):
+    records: list[StepRecord] = []
+    state = handle()
+    state.telemetry(records.append, every=1)
+    with pytest.raises(error, match=match):
+        state.telemetry(**arguments)
+    for number in range(2):
+        step(state, gradients(number))
+    assert len(records) == 1
+
+
+def test_an_exception_of_the_callback_is_not_in_the_way():
+    """It reaches the program, and the step has been ended before."""
+    state = handle()
+    state.telemetry(lambda _: 1 / 0, every=2)
+    step(state, gradients(0))
+    with pytest.raises(ZeroDivisionError):
+        step(state, gradients(1))
+    assert state.iteration == 2
+    other = handle()
+    for number in range(2):
+        step(other, gradients(number))
+    step(state, gradients(2))
+    step(other, gradients(2))
+    assert all(torch.equal(error, other.error()[name]) for name, error in state.error().items())
+
+
+def test_copies_are_without_telemetry():
+    state = PowerSGDState(None, matrix_approximation_rank=2)
+    state.telemetry(writer=Writer())
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert other._engine.telemetry is None
+    assert "telemetry" not in str(state.state_dict())
+
+
+def test_a_checkpoint_goes_on_being_reported():
+    records: list[StepRecord] = []
+    state = handle()
+    state.telemetry(records.append, every=2)
+    for number in range(5):
+        step(state, gradients(number))
+    state.load_state_dict(state.state_dict())
+    for number in range(5, 9):
+        step(state, gradients(number))
+    assert [record.step for record in records] == [2, 4, 7, 8]
+
+
+def test_a_loss_scale_source_is_read_once_a_step():
+    reads: list[int] = []
+
+    def scale() -> float:
+        reads.append(1)
+        return 2.0
+
+    state = handle()
+    state._engine.step.loss_scale = LossScale(scale)
+    state.telemetry(every=1)
+    for number in range(3):
+        step(state, gradients(number))
+    assert len(reads) == 3
