@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.blocks import add_product, blocks, multiply, product
+from powersgd_triton.ops.blocks import add_product, blocks, multiply, product, warm
 
 DEAD_COLUMN = 2.0**-22
 """If projection leaves a smaller share of a column of fp32 values than this, what is left is rounding error."""
@@ -109,6 +109,9 @@ def _compensated(
             continue
         block = M_block.to(basis.dtype)
         if Qt_prev is not None:
+            # With one column the product takes no longer than reading the block.
+            if Qt_prev.shape[1] > 1:
+                warm(block)
             add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
         if growth is not None:
             block.mul_(growth)
@@ -131,6 +134,7 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
     parts = torch.get_num_threads() if _on_host(P) else 1
     for members, rows, (M_block,) in blocks(P.shape[-1], M):
         left, right = P[members, rows].mT, M_block.to(P.dtype)
+        warm(right)
         height = right.shape[1] // parts
         if len(right) == 1 < parts and height:
             split = parts * height
