@@ -243,11 +243,11 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int | Tensor, epsi
         largest = Xt.abs().amax(dim=2, keepdim=True)
         Xt = Xt / torch.where(largest > 0, largest, 1)
     for attempt in range(PASSES):
-        R, alive, enough = _cholesky(Xt @ Xt.mT, threshold)
+        R, alive, enough = _cholesky(torch.bmm(Xt, Xt.mT), threshold)
         if alive is not None:
             Xt = torch.where(alive, Xt, 0)
         inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
-        Xt = inverse.mT @ Xt
+        Xt = torch.bmm(inverse.mT, Xt)
         if alive is not None:
             Xt = torch.where(alive, Xt, random_directions(keys + attempt, step, *A.shape[1:]).mT.double())
         if enough and (attempt > 0 or A.dtype == torch.float32):
@@ -281,10 +281,10 @@ def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, bo
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     if _on_host(gram):
         L, failed = torch.linalg.cholesky_ex(gram)
-        left = (L.diagonal(dim1=-2, dim2=-1).square() / diagonal).min()
+        smallest = float((L.diagonal(dim1=-2, dim2=-1).square() / diagonal).min())
         # If the decomposition failed, the diagonal does not hold square roots.
-        if left > threshold**2 and not failed.any():
-            return L.mT, None, bool(left > WELL_CONDITIONED)
+        if smallest > threshold**2 and not failed.any():
+            return L.mT, None, smallest > WELL_CONDITIONED
     R = torch.zeros_like(gram)
     alive = torch.zeros_like(diagonal, dtype=torch.bool)
     for j in range(gram.shape[-1]):
