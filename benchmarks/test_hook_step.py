@@ -25,7 +25,7 @@ PROVIDERS: dict[str, Callable[[int], Step]] = {
 }
 
 
-ROUNDS = 11
+ROUNDS = 7
 
 
 @pytest.mark.parametrize("rank", [1, 4, 16])
