@@ -154,8 +154,10 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdic
     Qt = Q.mT.contiguous()
     look = verdict is not None and _maybe(verdict) and may_overflow(P, Q, out[0].dtype)
     for members, rows, (block,) in blocks(P.shape[-1], out):
-        if block.dtype == P.dtype:
-            # Zeroing the block and adding the product is faster than torch.bmm.
+        if block.dtype == P.dtype and P.shape[-1] == 1:
+            multiply(P[members, rows], Qt[members], out=block)
+        elif block.dtype == P.dtype:
+            # With several columns, zeroing the block and adding the product takes less time than the product alone.
             add_product(block.zero_(), P[members, rows], Qt[members])
         else:
             block.copy_(product(P[members, rows], Qt[members]))
