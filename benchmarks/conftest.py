@@ -22,11 +22,12 @@ from benchmarks.cases import (
 from benchmarks.environment import choose_interpreter, describe_cpu, describe_gpu, device_under_test
 from benchmarks.environment import process_group as one_worker
 from benchmarks.report import tables, write_report
-from benchmarks.results_file import RESULTS, Results
+from benchmarks.results_file import RESULTS, Results, Row
 from benchmarks.timing import Clock
 
 STARTED = time.monotonic()
 RESULTS_KEY = pytest.StashKey[Results]()
+CPU_ROWS_KEY = pytest.StashKey[list[Row]]()
 SHARES = {"test_gpu_hook_step": 0.6, "test_gpu_kernels": 0.9, "test_gpu_launches": 1.0}
 """By which share of the budget a module's benchmarks are to end."""
 
@@ -53,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     dry = config.getoption("--dry")
     config.stash[RESULTS_KEY] = Results(config.getoption("--record"), dry)
+    config.stash[CPU_ROWS_KEY] = []
     if dry:
         choose_interpreter()
 
@@ -98,6 +100,12 @@ def results(pytestconfig: pytest.Config, clock: Clock, process_group: str) -> Re
     return found
 
 
+@pytest.fixture(scope="session")
+def cpu_rows(pytestconfig: pytest.Config) -> list[Row]:
+    """Where the CPU's benchmark puts its rows."""
+    return pytestconfig.stash[CPU_ROWS_KEY]
+
+
 @pytest.fixture(autouse=True)
 def within_budget(request: pytest.FixtureRequest) -> None:
     """Skip a module's GPU benchmarks once its share of the time is used up, so that the next ones get theirs."""
@@ -114,34 +122,27 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         write(tables(results.machine, results.rows))
         for path in write_report(results):
             write(f"written to {path}")
-    session = getattr(config, "_benchmarksession", None)
-    rows = [row for bench in (session.benchmarks if session else []) if (row := _row(bench))]
+    rows = config.stash[CPU_ROWS_KEY]
     if not rows:
         return
     write("")
-    write("One hook step; ratios to torch's faster variant and to a copy of the gradients, within this run")
+    write("One hook step, providers by turns; ratios to torch's faster variant and to a copy of the gradients")
     write(
-        f"{'gradients':<16}{'rank':>5}  {'provider':<15}{'median ms':>10}{'IQR ms':>8}{'vs torch':>10}{'copies':>8}"
-        f"{'persistent':>12}{'peak':>8}  (memory in gradients' bytes)"
+        f"{'gradients':<16}{'threads':>8}{'rank':>5}  {'provider':<15}{'median ms':>10}{'IQR ms':>8}{'vs torch':>10}"
+        f"{'copies':>8}{'persistent':>12}{'peak':>8}  (memory in gradients' bytes)"
     )
     for row in rows:
-        same = [other for other in rows if (other["gradients"], other["rank"]) == (row["gradients"], row["rank"])]
+        same = [other for other in rows if all(other[key] == row[key] for key in ("gradients", "rank", "threads"))]
         torch_ms = min((o["median_ms"] for o in same if o["provider"].startswith("torch")), default=float("nan"))
         copy_ms = min((o["median_ms"] for o in same if o["provider"] == "copy"), default=float("nan"))
         row["speedup_over_torch"], row["copies"] = torch_ms / row["median_ms"], row["median_ms"] / copy_ms
         write(
-            f"{row['gradients']:<16}{row['rank']:>5}  {row['provider']:<15}"
-            f"{row['median_ms']:>10.1f}{row['iqr_ms']:>8.1f}{row['speedup_over_torch']:>9.2f}×{row['copies']:>8.2f}{row['persistent']:>12.2f}{row['peak']:>8.2f}"
+            f"{row['gradients']:<16}{row['threads']:>8}{row['rank']:>5}  {row['provider']:<15}"
+            f"{row['median_ms']:>10.1f}{row['iqr_ms']:>8.1f}{row['speedup_over_torch']:>9.2f}×{row['copies']:>8.2f}"
+            f"{row['persistent']:>12.2f}{row['peak']:>8.2f}"
         )
     name = config.getoption("--record")
     if name:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps({"machine": describe_cpu(), "rows": rows}, indent=1) + "\n")
         write(f"written to benchmarks/results/{name}.json")
-
-
-def _row(bench: Any) -> dict[str, Any] | None:
-    """A row of the CPU's table; None for other benchmarks."""
-    if bench.stats is None or "provider" not in bench.extra_info or "kind" in bench.extra_info:
-        return None
-    return {**bench.extra_info, "median_ms": bench.stats.median * 1e3, "iqr_ms": bench.stats.iqr * 1e3}

@@ -21,10 +21,15 @@ GPU_GRADIENT_SETS: dict[str, Shapes] = {
 SINGLE_MATRICES: dict[str, Shapes] = {"matrix-4096": [(4096, 4096)]}
 """For the kernels alone: one matrix of 64 MiB in fp32."""
 
+SMALL_GRADIENT_SETS: dict[str, Shapes] = {"demo": gpt2(layers=4, width=128, vocabulary=96, context=128)}
+"""About the demo's text model, with 0.8 M parameters: the number of operations matters more than memory."""
+
 TINY_GRADIENT_SETS: dict[str, Shapes] = {"tiny": [(24, 20), (20,), (16, 2, 3, 3)]}
 """For dry runs in the interpreter."""
 
-GRADIENT_SETS: dict[str, Shapes] = CPU_GRADIENT_SETS | GPU_GRADIENT_SETS | SINGLE_MATRICES | TINY_GRADIENT_SETS
+GRADIENT_SETS: dict[str, Shapes] = (
+    CPU_GRADIENT_SETS | GPU_GRADIENT_SETS | SINGLE_MATRICES | SMALL_GRADIENT_SETS | TINY_GRADIENT_SETS
+)
 
 
 def count_parameters(shapes: Shapes) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.blocks import add_product, blocks, multiply, product
+from powersgd_triton.ops.blocks import add_product, blocks, multiply, product, warm
 
 DEAD_COLUMN = 2.0**-22
 """If projection leaves a smaller share of a column of fp32 values than this, what is left is rounding error."""
@@ -109,6 +109,9 @@ def _compensated(
             continue
         block = M_block.to(basis.dtype)
         if Qt_prev is not None:
+            # With one column the product takes no longer than reading the block.
+            if Qt_prev.shape[1] > 1:
+                warm(block)
             add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
         if growth is not None:
             block.mul_(growth)
@@ -131,6 +134,7 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
     parts = torch.get_num_threads() if _on_host(P) else 1
     for members, rows, (M_block,) in blocks(P.shape[-1], M):
         left, right = P[members, rows].mT, M_block.to(P.dtype)
+        warm(right)
         height = right.shape[1] // parts
         if len(right) == 1 < parts and height:
             split = parts * height
@@ -150,8 +154,10 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdic
     Qt = Q.mT.contiguous()
     look = verdict is not None and _maybe(verdict) and may_overflow(P, Q, out[0].dtype)
     for members, rows, (block,) in blocks(P.shape[-1], out):
-        if block.dtype == P.dtype:
-            # Zeroing the block and adding the product is faster than torch.bmm.
+        if block.dtype == P.dtype and P.shape[-1] == 1:
+            multiply(P[members, rows], Qt[members], out=block)
+        elif block.dtype == P.dtype:
+            # With several columns, zeroing the block and adding the product takes less time than the product alone.
             add_product(block.zero_(), P[members, rows], Qt[members])
         else:
             block.copy_(product(P[members, rows], Qt[members]))
@@ -239,11 +245,11 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int | Tensor, epsi
         largest = Xt.abs().amax(dim=2, keepdim=True)
         Xt = Xt / torch.where(largest > 0, largest, 1)
     for attempt in range(PASSES):
-        R, alive, enough = _cholesky(Xt @ Xt.mT, threshold)
+        R, alive, enough = _cholesky(torch.bmm(Xt, Xt.mT), threshold)
         if alive is not None:
             Xt = torch.where(alive, Xt, 0)
         inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
-        Xt = inverse.mT @ Xt
+        Xt = torch.bmm(inverse.mT, Xt)
         if alive is not None:
             Xt = torch.where(alive, Xt, random_directions(keys + attempt, step, *A.shape[1:]).mT.double())
         if enough and (attempt > 0 or A.dtype == torch.float32):
@@ -277,10 +283,10 @@ def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, bo
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     if _on_host(gram):
         L, failed = torch.linalg.cholesky_ex(gram)
-        left = (L.diagonal(dim1=-2, dim2=-1).square() / diagonal).min()
+        smallest = float((L.diagonal(dim1=-2, dim2=-1).square() / diagonal).min())
         # If the decomposition failed, the diagonal does not hold square roots.
-        if left > threshold**2 and not failed.any():
-            return L.mT, None, bool(left > WELL_CONDITIONED)
+        if smallest > threshold**2 and not failed.any():
+            return L.mT, None, smallest > WELL_CONDITIONED
     R = torch.zeros_like(gram)
     alive = torch.zeros_like(diagonal, dtype=torch.bool)
     for j in range(gram.shape[-1]):

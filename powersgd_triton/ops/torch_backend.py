@@ -114,8 +114,9 @@ class TorchBackend:
         bucket = self.bucket
         for (P, Q), matrices in zip(bucket.joined(bucket.average), bucket.matrices(out), strict=True):
             reconstruct_reference(P, Q, out=matrices, verdict=overflow)
-        for tensor, mean in zip(bucket.bypass(out), bucket.split_bypass(bucket.bypass_means), strict=True):
-            tensor.copy_(mean)
+        tensors, means = bucket.bypass(out), bucket.split_bypass(bucket.bypass_means)
+        _copy(means, tensors)
+        for tensor, mean in zip(tensors, means, strict=True):
             # In the same dtype, the copy is finite if the sums were, which the verdict already covers.
             if overflow is not None and tensor.dtype != mean.dtype:
                 note_overflow(tensor, overflow)
@@ -191,9 +192,7 @@ class TorchBackend:
             memory[:numel].copy_(own)
         if repetition == 0:
             self._bypass = memory[numel:]
-            places = self.bucket.split_bypass(self._bypass)
-            for tensor, place in zip(self.bucket.bypass(gradients), places, strict=True):
-                place.copy_(tensor)
+            _copy(self.bucket.bypass(gradients), self.bucket.split_bypass(self._bypass))
         self._sent = Message(memory if repetition == 0 else memory[:numel], left, own)
         return self._sent
 
@@ -239,6 +238,12 @@ def _number(bucket: Bucket, step: Step) -> int | Tensor:
     """Return the step's number. On a device it is a scalar there, since a captured step is replayed."""
     device = bucket.message_P.device
     return step.iteration if device.type == "cpu" else step.number(device)
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy many small tensors in one call, since the calls would take longer than the copies."""
+    if sources:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _append(product: list[tuple[Tensor, Tensor]], P: Tensor, Q: Tensor, *, copy: bool) -> None:
