@@ -31,7 +31,7 @@ from benchmarks import digits
 from powersgd_triton.config import PLANNED_WIRE_DTYPE
 from powersgd_triton.demo.model import WIDTH
 from powersgd_triton.demo.run import train_arm
-from powersgd_triton.demo.train import BATCH_PER_WORKER, MODES, Arm, Settings
+from powersgd_triton.demo.train import BATCH_PER_WORKER, MODES, Arm, Settings, budget_text
 
 RESULTS = Path(__file__).parent / "results"
 FILE, PICTURE = RESULTS / "loss-per-byte.json", RESULTS / "loss-per-byte.png"
@@ -178,7 +178,7 @@ class Point:
         """Rank or budget, as short as it can be; empty for all-reduce."""
         arm = Arm.parse(self.arm, DEFAULT_RANK)
         if arm.compression is not None:
-            return f"{arm.compression:g}×"
+            return budget_text(arm.compression, "×")
         return "" if arm.rank is None else str(arm.rank)
 
     def above(self, other: Point) -> str:

@@ -8,8 +8,8 @@ python benchmarks/network/links.py report [--steps 300]
 iproute2. It replaces what benchmarks/results/links.json has of a model at a rate, after each rate. ``losses`` trains
 once without a limited link, since training does not depend on it, and adds what is missing to
 benchmarks/results/loss-per-byte.json after each arm. Both can be interrupted. ``report`` prints Markdown tables of
-steps, of the seconds to a loss, and of the rates above which all-reduce is faster. It draws
-benchmarks/results/links.png.
+steps, of the seconds to a loss, of the rates above which all-reduce is faster, and of the errors of what
+``python -m powersgd_triton plan`` predicts. It draws benchmarks/results/links.png.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import functools
 import gc
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,10 +37,18 @@ import torch.distributed as dist
 from benchmarks import loss_against_size, loss_per_byte
 from benchmarks.network import links_report, programs, turns
 from benchmarks.network.turns import Row
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.cost import measure_network
+from powersgd_triton.core.choice import Job
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.trial import ComputeTime, time_compute
+from powersgd_triton.core.tuning import MEASURED, WARM_UP
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
 from powersgd_triton.demo.train import BATCH_PER_WORKER, ONE_BUCKET_MB, Arm, Settings, distribute
+from powersgd_triton.plan import ddp_buckets
 
 FILE, PICTURE = programs.RESULTS / "links.json", programs.RESULTS / "links.png"
 WORKERS = 2
@@ -49,8 +58,9 @@ RANK = 4
 ALONE, FP32, BF16, TORCH, OURS = "no communication", "allreduce", "allreduce+bf16", f"torch:{RANK}", f"ours:{RANK}"
 # With their losses.
 TRAINED = (FP32, BF16, TORCH, OURS, f"{OURS}+int8", "ours:16+int8", "ours:20x", "ours:100x", f"{OURS}+alternating")
+AUTO = "ours:auto"
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]
-ARMS = (ALONE, *TRAINED, *SHARDED)
+ARMS = (ALONE, *TRAINED, AUTO, *SHARDED)
 """Arms of the demo, which train with DDP unless the demo's name of another parallelism comes first."""
 FEW_ARMS = (ALONE, FP32, BF16, OURS)
 RATES: dict[float | None, Sequence[str]] = {
@@ -101,14 +111,52 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     corpus = read_corpus()
+    network = measure_network(Communicator(), torch.device("cpu"))
     figures: list[dict[str, Any]] = []
     for name in task["models"]:
+        times = _compute_times(MODELS[name][0])
         arms = {arm: _training(arm, *MODELS[name], corpus) for arm in task["arms"]}
-        figures += turns.take_turns(name, arms, task["turns"], task["limit"])
+        found = turns.take_turns(name, arms, task["turns"], task["limit"])
+        if ALONE in task["arms"]:
+            alone = next(statistics.median(one["seconds"]) for one in found if one["arm"] == ALONE)
+            job = Job(_buckets(MODELS[name][0]), 4, alone, network)
+            found = [{**one, "predicted": predict(one["arm"], job, times)} for one in found]
+        figures += found
         del arms
         gc.collect()
     dist.destroy_process_group()
     return figures
+
+
+def _buckets(width: int) -> list[dict[str, tuple[int, ...]]]:
+    return ddp_buckets([tuple(parameter.shape) for parameter in GPT(width).parameters()][::-1])
+
+
+def _config(arm: str) -> PowerSGDConfig | None:
+    """Return the configuration of an arm that compresses with DDP. None for the others."""
+    if " " in arm or not arm.startswith("ours") or arm == AUTO:
+        return None
+    return PowerSGDConfig(**(Arm.parse(arm, RANK).options or {}))
+
+
+def _kind(config: PowerSGDConfig) -> tuple[str | None, str]:
+    """Return what the time that compression computes depends on, but for the rank."""
+    return str(config.wire_dtype or "float32"), config.algorithm
+
+
+def _compute_times(width: int) -> dict[tuple[str | None, str], ComputeTime]:
+    """Return the times that compression computes, as ``plan`` measures them."""
+    tensors = {name: shape for bucket in _buckets(width) for name, shape in bucket.items()}
+    configs = {_kind(config): config for arm in ARMS if (config := _config(arm)) is not None}
+    return {kind: time_compute(Engine, config, tensors, torch.device("cpu")) for kind, config in configs.items()}
+
+
+def predict(arm: str, job: Job, times: Mapping[tuple[str | None, str], ComputeTime]) -> float | None:
+    """Return the seconds of a step as ``plan`` predicts them. None for an arm that it does not know."""
+    if arm in (FP32, BF16):
+        return job.exact(4 if arm == FP32 else 2).seconds
+    config = _config(arm)
+    return None if config is None else job.compressed(config, times[_kind(config)]).seconds
 
 
 def _training(name: str, width: int, batch: int, corpus: Corpus) -> Callable[[], None]:
@@ -130,6 +178,10 @@ def _training(name: str, width: int, batch: int, corpus: Corpus) -> Callable[[],
         with context():
             update(next_token_loss(replica, inputs, targets))
 
+    if name == AUTO:
+        # It chooses from its first steps.
+        for _ in range(WARM_UP + MEASURED + 1):
+            step()
     return step
 
 
@@ -144,7 +196,7 @@ def record(rows: Sequence[Row]) -> None:
 def read() -> list[Row]:
     """Return the rows of the file: models and arms in the order of this program, by rising rate."""
     fields = [field.name for field in dataclasses.fields(Row)]
-    rows = [Row(**{name: _tuples(old[name]) for name in fields}) for old in _records()]
+    rows = [Row(**{name: _tuples(old.get(name)) for name in fields}) for old in _records()]
     models = list(MODELS)
     return sorted(
         rows, key=lambda row: (models.index(row.model), row.megabits_per_second or math.inf, ARMS.index(row.arm))
@@ -200,6 +252,7 @@ def report(steps: int) -> None:
         if FP32 in panel.curves:
             print(f"{links_report.losses_table(panel, FP32, loss_per_byte.CURVE_STEPS, TABLE_RATES)}\n")
     print(links_report.crossovers_table(panels, OURS, (FP32, BF16)))
+    print(f"\n{links_report.predictions_table(rows)}")
     links_report.draw(panels, FEW_ARMS, OURS, (FP32, BF16), TABLE_RATES, loss_per_byte.CURVE_STEPS, PICTURE)
 
 

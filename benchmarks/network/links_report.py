@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,25 @@ def crossovers_table(panels: Mapping[str, Panel], ours: str, bases: Sequence[str
             else:
                 cells.append(f"beyond {rate_text(max(rates))}" if found == math.inf else f"{found:,.0f} Mbit/s")
         lines.append([model, *cells])
+    return _markdown(lines)
+
+
+def predictions_table(rows: Sequence[Row]) -> str:
+    """Markdown: for each model and rate, the errors of the predicted times of a step, in percent of the measured one.
+
+    The last row has the median and the largest over all arms, models and rates.
+    """
+    lines = [["parameters", "link", "median error", "largest error", "of"], ["---", "---", "--:", "--:", "---"]]
+    errors = [
+        (100 * abs(row.predicted / row.seconds[1] - 1), row.arm, row) for row in rows if row.predicted is not None
+    ]
+    for model, rate in dict.fromkeys((row.model, row.megabits_per_second) for _, _, row in errors):
+        own = [(e, arm) for e, arm, row in errors if (row.model, row.megabits_per_second) == (model, rate)]
+        worst, arm = max(own)
+        lines.append([model, rate_text(rate), f"{statistics.median(e for e, _ in own):.0f}%", f"{worst:.0f}%", arm])
+    if errors:
+        worst, arm, _ = max(errors, key=lambda one: one[0])
+        lines.append(["all", "", f"{statistics.median(e for e, _, _ in errors):.0f}%", f"{worst:.0f}%", arm])
     return _markdown(lines)
 
 

@@ -30,6 +30,7 @@ class Row:
         arm: Name of the arm.
         sent, received: Bytes of a step that passed the interface of each node, with all headers; means over steps.
         seconds: Quartiles of a step's time.
+        predicted: A step's time as ``python -m powersgd_triton plan`` predicts it. None if it does not.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Row:
     sent: tuple[float, ...]
     received: tuple[float, ...]
     seconds: tuple[float, float, float]
+    predicted: float | None = None
 
     @property
     def most(self) -> float:
@@ -77,7 +79,8 @@ def measure(
         first = of_nodes[0]
         sent, received = (tuple(node[count] for node in of_nodes) for count in ("sent", "received"))
         lower, median, upper = statistics.quantiles(first["seconds"], n=4)
-        rows.append(Row(first["model"], megabits_per_second, first["arm"], sent, received, (lower, median, upper)))
+        seconds, predicted = (lower, median, upper), first.get("predicted")
+        rows.append(Row(first["model"], megabits_per_second, first["arm"], sent, received, seconds, predicted))
     return rows
 
 

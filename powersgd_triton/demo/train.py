@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from powersgd_triton.config import AUTO
 from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
 from powersgd_triton.demo.model import CONTEXT, GPT, WIDTH, next_token_loss
 from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, ZERO_STAGES, gradient_bytes, shard
@@ -60,24 +61,25 @@ class Arm:
         method: All-reduce, torch's hook or ours.
         rank: Rank of the approximation. None if there is none, or if ranks are planned.
         modes: Names of modes of our hook, from ``MODES``.
-        compression: Budget of our hook, if ranks are planned.
+        compression: Budget of our hook, if ranks are planned; or "auto".
     """
 
     method: str
     rank: int | None
     modes: tuple[str, ...] = ()
-    compression: float | None = None
+    compression: float | str | None = None
 
     @classmethod
     def parse(cls, text: str, default_rank: int) -> Arm:
         """Parse an arm: 'allreduce', 'torch' or 'ours', with a rank as in 'ours:4', modes as in 'ours:32+alternating'.
 
-        'ours:20x' plans ranks for 20 times fewer bytes. 'allreduce+bf16' rounds gradients to bf16.
+        'ours:20x' plans ranks for 20 times fewer bytes, and 'ours:auto' chooses a budget from measured times.
+        'allreduce+bf16' rounds gradients to bf16.
 
         Raises:
             ValueError: The text is not an arm.
         """
-        found = re.fullmatch(r"(\w+)(?::(?:([1-9]\d*)|([1-9]\d*(?:\.\d+)?)x))?((?:\+\w+)*)", text)
+        found = re.fullmatch(r"(\w+)(?::(?:([1-9]\d*)|([1-9]\d*(?:\.\d+)?x|auto)))?((?:\+\w+)*)", text)
         modes = tuple(found[4].split("+")[1:]) if found else ()
         if (
             found is None
@@ -87,11 +89,11 @@ class Arm:
             or (found[1] == "torch" and (found[3] or modes))
         ):
             raise ValueError(
-                "expected allreduce, allreduce+bf16, torch, ours, torch:RANK, ours:RANK or ours:COMPRESSIONx, ours "
-                f"with any of {', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
+                "expected allreduce, allreduce+bf16, torch, ours, torch:RANK, ours:RANK, ours:COMPRESSIONx or "
+                f"ours:auto, ours with any of {', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
             )
         if found[3]:
-            return cls(found[1], None, modes, float(found[3]))
+            return cls(found[1], None, modes, AUTO if found[3] == AUTO else float(found[3].removesuffix("x")))
         return cls(found[1], None if found[1] == "allreduce" else int(found[2] or default_rank), modes)
 
     @property
@@ -104,8 +106,13 @@ class Arm:
 
     def __str__(self) -> str:
         rank = [] if self.rank is None else [f"rank {self.rank}"]
-        budget = [] if self.compression is None else [f"{self.compression:g}x"]
+        budget = [] if self.compression is None else [budget_text(self.compression)]
         return ", ".join([self.method, *rank, *budget, *self.modes])
+
+
+def budget_text(compression: float | str, times: str = "x") -> str:
+    """Return a budget as an arm has it."""
+    return compression if isinstance(compression, str) else f"{compression:g}{times}"
 
 
 @dataclasses.dataclass(frozen=True)
