@@ -23,10 +23,11 @@ from powersgd_triton.comm.cost import Network, measure_network
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.choice import WIDTHS, Job, Prediction, budgets, choose
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ranks.report import RankReport
-from powersgd_triton.shapes import MODELS, Shapes
+from powersgd_triton.shapes import MODELS
 
 BUCKETS = (1 << 20, 25 << 20)
 """Bytes of DDP's first bucket and of the others."""
@@ -63,7 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the predictions and the recommendation. Return 2 if an argument is wrong."""
     try:
         device = torch.device(arguments.device)
-        shapes, step = load(arguments.model, arguments.step_ms, device)
+        for name in ("bandwidth", "inside", "latency"):
+            value = getattr(arguments, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"--{name} must be a positive number; got {value}")
+        tensors, step = load(arguments.model, arguments.step_ms, device)
         config = PowerSGDConfig(compression=1, max_overhead=arguments.max_overhead)
         ds_config = None if arguments.write is None else json.loads(arguments.write.read_text())
         if arguments.measure and not dist.is_torchelastic_launched():
@@ -72,14 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     network = _network(arguments, device)
-    job = Job(ddp_buckets(shapes), DTYPES[arguments.dtype].itemsize, step, network, arguments.two_levels)
+    job = Job(ddp_buckets(tensors), DTYPES[arguments.dtype].itemsize, step, network, arguments.two_levels)
+    # All workers of a job time compression, since they do in training too.
     rows, chosen = predictions(job, config, device)
-    if dist.is_initialized():
-        first = dist.get_rank() == 0
-        dist.destroy_process_group()
-        if not first:
-            return 0
-    print(f"{sum(map(math.prod, shapes)):,} parameters in {len(job.buckets)} buckets, {step * 1e3:.4g} ms of compute")
+    if arguments.measure and dist.get_rank() > 0:
+        return 0
+    count = sum(map(math.prod, tensors.values()))
+    print(f"{count:,} parameters in {len(job.buckets)} buckets, {step * 1e3:.4g} ms of compute")
     print(_describe(network), end="\n\n")
     print(table(rows, chosen))
     print("\n" + recommendation(rows, chosen))
@@ -92,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Shapes, float]:
-    """Return the shapes of a model's gradients, last layer first, and the seconds of a step without communication.
+def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tensors, float]:
+    """Return a model's gradients {name: shape}, last layer first, and the seconds of a step without communication.
 
     Raises:
         ValueError: The model is not known, or the time of its step is neither given nor can be measured.
@@ -103,7 +107,7 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Shape
     if model in MODELS:
         if step_ms is None:
             raise ValueError(f"--step-ms is missing: it cannot be measured for {model}, of which only shapes are known")
-        return MODELS[model], step_ms / 1e3
+        return {str(number): shape for number, shape in enumerate(MODELS[model])}, step_ms / 1e3
     module, _, name = model.partition(":")
     if not name:
         raise ValueError(f"expected {', '.join(MODELS)} or package.module:function; got {model!r}")
@@ -113,12 +117,15 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Shape
     found, step = made if isinstance(made, tuple) else (made, None)
     if not isinstance(found, nn.Module):
         raise ValueError(f"{model} must return a torch.nn.Module or (module, step); got {type(found).__name__}")
-    shapes = [tuple(parameter.shape) for parameter in found.parameters() if parameter.requires_grad][::-1]
+    trained = [
+        (name, tuple(parameter.shape)) for name, parameter in found.named_parameters() if parameter.requires_grad
+    ]
+    tensors = dict(reversed(trained))
     if step_ms is not None:
-        return shapes, step_ms / 1e3
+        return tensors, step_ms / 1e3
     if step is None:
         raise ValueError(f"--step-ms is missing, and {model} returns no function that takes a step")
-    return shapes, _time(step, device)
+    return tensors, _time(step, device)
 
 
 def _time(step: Step, device: torch.device) -> float:
@@ -132,15 +139,15 @@ def _time(step: Step, device: torch.device) -> float:
     return statistics.median(seconds[2:])
 
 
-def ddp_buckets(shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
-    """Return the buckets, {name: shape}, that DDP makes of fp32 gradients with its default sizes."""
+def ddp_buckets(tensors: Tensors) -> list[dict[str, tuple[int, ...]]]:
+    """Return the buckets, {name: shape}, that DDP makes of fp32 gradients, last layer first, with its default sizes."""
     buckets: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
-    for number, shape in enumerate(shapes):
+    for name, shape in tensors.items():
         if size >= BUCKETS[min(len(buckets) - 1, 1)]:
             buckets.append({})
             size = 0
-        buckets[-1][str(number)] = tuple(shape)
+        buckets[-1][name] = tuple(shape)
         size += 4 * math.prod(shape)
     return buckets
 
@@ -151,7 +158,8 @@ def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
         return Network(arguments.nodes, arguments.node_size, *given)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group()
     return measure_network(Communicator(), device)
 
 

@@ -129,7 +129,7 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _buckets(width: int) -> list[dict[str, tuple[int, ...]]]:
-    return ddp_buckets([tuple(parameter.shape) for parameter in GPT(width).parameters()][::-1])
+    return ddp_buckets({name: tuple(p.shape) for name, p in reversed(list(GPT(width).named_parameters()))})
 
 
 def _config(arm: str) -> PowerSGDConfig | None:

@@ -1,0 +1,135 @@
+"""``python -m powersgd_triton plan`` predicts steps, recommends one, and writes it to a ds_config.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.buckets import ddp_buckets
+from powersgd_triton import PowerSGDConfig, plan
+from powersgd_triton.__main__ import main
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.trial import ComputeTime, time_compute
+from powersgd_triton.shapes import MODELS
+from tests.support.distributed import run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compression that computes hardly anything."""
+    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((4.0, 16.0, 64.0), (1e-4, 2e-4, 1e-3)))
+
+
+def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_buckets_are_those_of_ddp(name: str) -> None:
+    expected = ddp_buckets(MODELS[name])
+    tensors, _ = plan.load(name, 1.0, CPU)
+    assert [list(bucket.values()) for bucket in plan.ddp_buckets(tensors)] == expected
+
+
+def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "powersgd": {"rank": 1}}))
+    text = output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", "1", "--write", str(file))
+    assert "124,439,808 parameters in 13 buckets, 100 ms of compute" in text
+    assert "2 × 1 workers, 1 Gbit/s a node, 10 µs" in text
+    for arm in ("all-reduce, fp32", "all-reduce, bf16", "rank 16, int8", "rank 4, alternating", "compression=160"):
+        assert arm in text
+    assert "Recommended: PowerSGDConfig(compression=" in text
+    # The report of ranks.
+    assert "x fewer" in text
+    written = json.loads(file.read_text())
+    assert written["train_micro_batch_size_per_gpu"] == 4
+    chosen = PowerSGDConfig.from_dict(written["powersgd"])
+    assert chosen.planned
+    assert f"compression={chosen.compression!r}" in text
+
+
+def test_a_fast_network_is_recommended_an_all_reduce(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text("{}")
+    text = output(capsys, "gpt2", "--step-ms", "200", "--bandwidth", "400", "--write", str(file))
+    assert "Recommended: do not compress" in text
+    assert file.read_text() == "{}"
+
+
+def test_compute_has_a_limit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((4.0, 16.0, 64.0), (0.02, 0.05, 0.2)))
+    arguments = ("gpt2", "--step-ms", "100", "--bandwidth", "0.1")
+    assert "Recommended: PowerSGDConfig" in output(capsys, *arguments)
+    assert "do not compress" in output(capsys, *arguments, "--max-overhead", "0.01")
+
+
+MODULE = """
+import time
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+
+def with_step():
+    return model(), lambda: time.sleep(0.01)
+
+def wrong():
+    return 3
+"""
+
+
+def test_a_model_is_made_by_a_function(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planned_here.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tensors, seconds = plan.load("planned_here:with_step", None, CPU)
+    assert tensors == {"1.bias": (4,), "1.weight": (4, 16), "0.bias": (16,), "0.weight": (16, 8)}
+    assert next(iter(tensors)) == "1.bias"
+    assert seconds >= 0.01
+    assert plan.load("planned_here:model", 5.0, CPU) == (tensors, 0.005)
+    for arguments, complaint in (
+        (["planned_here:model"], "returns no function that takes a step"),
+        (["planned_here:wrong", "--step-ms", "1"], "must return a torch.nn.Module or (module, step); got int"),
+        (["planned_here:missing", "--step-ms", "1"], "has no attribute 'missing'"),
+        (["not_a_module_here:f", "--step-ms", "1"], "No module named 'not_a_module_here'"),
+        (["gpt3"], "expected gpt2, "),
+        (["gpt2"], "--step-ms is missing"),
+        (["gpt2", "--step-ms", "-1"], "--step-ms must be a positive number; got -1.0"),
+        (["gpt2", "--step-ms", "1", "--bandwidth", "0"], "--bandwidth must be a positive number; got 0.0"),
+        (["gpt2", "--step-ms", "1", "--measure"], "start it by torchrun"),
+        (["gpt2", "--step-ms", "1", "--write", "missing.json"], "missing.json"),
+    ):
+        assert main(["plan", *arguments]) == 2
+        assert complaint in capsys.readouterr().err
+
+
+def measured(worker: int, world_size: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "time_compute", lambda *_: ComputeTime((4.0,), (1e-4,)))
+        patch.setattr(dist, "is_torchelastic_launched", lambda: True)
+        return main(["plan", "resnet-50", "--step-ms", "10", "--measure"])
+
+
+def test_the_network_of_a_job_is_measured() -> None:
+    assert run(measured, 2) == [0, 0]
+
+
+def test_what_compression_computes_is_timed() -> None:
+    shapes = {"weight": (64, 48), "narrow": (8, 100), "bias": (64,)}
+    for config in (PowerSGDConfig(rank=4), PowerSGDConfig(compression=8, start_iter=5, wire_dtype="int8")):
+        time = time_compute(Engine, config, shapes, CPU)
+        # No matrix has more than 48 rows and columns.
+        assert time.ranks == (4.0, 16.0, 48.0)
+        assert all(0 < seconds < 10 for seconds in time.seconds)
+    assert time_compute(Engine, PowerSGDConfig(), {"bias": (64,)}, CPU)(4) == 0
