@@ -1,7 +1,7 @@
 """A model of the time of a step's communication, and the measurement of a network.
 
 The model is that of Agarwal et al. 2022, "On the Utility of Gradient Compression in Distributed Training Systems"
-(section 4), with nodes and with the exchanges of this package. docs/cluster.md compares it with measurements.
+(section 4), with nodes and with the exchanges of this package. docs/planning.md describes it.
 """
 
 from __future__ import annotations
