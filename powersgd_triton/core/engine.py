@@ -139,10 +139,10 @@ class Engine:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self._void()
         self._capture.start(layout, device, reported=self.telemetry is not None)
+        if self._tuning is not None:
+            self._tuning.begin(layout, first=not self.step.keys)
         self.step.keys |= keys
         self.step.last = last
-        if self._tuning is not None:
-            self._tuning.begin(layout)
         return layout
 
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:

@@ -45,9 +45,9 @@ class Tuning:
         self._ends: list[float] = []
         self._buckets: list[Tensors] = []
 
-    def begin(self, layout: Layout) -> None:
-        """Note a bucket of the open step."""
-        self._buckets.append(layout.shapes)
+    def begin(self, layout: Layout, *, first: bool) -> None:
+        """Note a bucket of a step. ``first`` says whether a new step begins with it."""
+        self._buckets = [*([] if first else self._buckets), layout.shapes]
 
     def end_step(self, device: torch.device) -> bool:
         """Note that a step has ended. Return whether everything is settled. The host waits for the device.
@@ -55,7 +55,6 @@ class Tuning:
         Collective after the last measured step, in which nothing may differ between workers.
         """
         engine, buckets = self._engine, self._buckets
-        self._buckets = []
         if engine.step.iteration <= engine.config.start_iter and engine.plan.compresses:
             return False
         synchronize(device)
