@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.shapes import count_parameters
+from powersgd_triton import plan
 from powersgd_triton.shapes import Shapes
 
 
@@ -48,7 +48,5 @@ def ddp_buckets(shapes: Shapes) -> list[Shapes]:
     Args:
         shapes: Shapes in the order in which the backward pass computes the gradients.
     """
-    tensors = [torch.empty(shape, device="meta") for shape in shapes]
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]  # type: ignore[attr-defined]
-    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits)  # type: ignore[attr-defined]
-    return [[shapes[index] for index in bucket] for bucket in buckets]
+    buckets = plan.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
+    return [list(bucket.values()) for bucket in buckets]

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -21,10 +22,10 @@ from torch import nn
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.cost import Network, measure_network
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.choice import WIDTHS, Job, Prediction, budgets, choose
+from powersgd_triton.core.choice import TOLERANCE, WIDTHS, Job, Prediction, budgets, choose
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
-from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute
+from powersgd_triton.core.trial import RANKS, ComputeTime, synchronize, time_compute
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.shapes import MODELS
@@ -32,7 +33,6 @@ from powersgd_triton.shapes import MODELS
 BUCKETS = (1 << 20, 25 << 20)
 """Bytes of DDP's first bucket and of the others."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RANKS = (4, 16, 64)
 STEPS = 8
 """Steps of a model whose time is measured, after two that are not."""
 
@@ -64,6 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the predictions and the recommendation. Return 2 if an argument is wrong."""
     try:
         device = torch.device(arguments.device)
+        if device.type == "cuda":
+            # Workers of a node have a GPU each.
+            device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
         for name in ("bandwidth", "inside", "latency"):
             value = getattr(arguments, name)
             if not (math.isfinite(value) and value > 0):
@@ -89,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n" + recommendation(rows, chosen))
     if chosen.config is not None:
         print(f"\n{report(job, chosen)}")
-    if ds_config is not None and chosen.config is not None:
+    if ds_config is not None and chosen.config is None:
+        print(f"\n{arguments.write} is left as it is")
+    elif ds_config is not None and chosen.config is not None:
         ds_config["powersgd"] = section(chosen.config)
         arguments.write.write_text(json.dumps(ds_config, indent=2) + "\n")
         print(f"\nwritten to {arguments.write}: {json.dumps({'powersgd': ds_config['powersgd']})}")
@@ -156,8 +162,6 @@ def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
     if not arguments.measure:
         given = (arguments.bandwidth * 1e9 / 8, arguments.inside * 1e9 / 8, arguments.latency * 1e-6)
         return Network(arguments.nodes, arguments.node_size, *given)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group()
     return measure_network(Communicator(), device)
@@ -186,7 +190,7 @@ def predictions(
     if config.max_overhead is not None:
         found = [prediction for prediction in found if prediction.overhead <= config.max_overhead]
     rows += [(f"compression={p.config.compression:g}, {p.config.wire_dtype}", p) for p in found if p.config is not None]
-    return rows, choose(job.exact(), found)
+    return rows, choose(min((row for _, row in rows[:2]), key=lambda row: row.seconds), found)
 
 
 def _describe(network: Network) -> str:
@@ -217,7 +221,9 @@ def recommendation(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -
     """Return one sentence."""
     exact, half = rows[0][1], rows[1][1]
     if chosen.config is None:
-        return "Recommended: do not compress. No budget makes a step more than 3% faster."
+        return (
+            f"Recommended: do not compress. No budget is more than {TOLERANCE:.0%} faster than the all-reduce in bf16."
+        )
     options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
     return (
         f"Recommended: PowerSGDConfig({options}). A step is predicted to be {exact.seconds / chosen.seconds:.1f}x as "

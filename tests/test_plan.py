@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.buckets import ddp_buckets
 from powersgd_triton import PowerSGDConfig, plan
 from powersgd_triton.__main__ import main
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.trial import ComputeTime, time_compute
+from powersgd_triton.core.trial import ComputeTime, sample, time_compute
 from powersgd_triton.shapes import MODELS
 from tests.support.distributed import run
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compression that computes hardly anything."""
-    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((4.0, 16.0, 64.0), (1e-4, 2e-4, 1e-3)))
+    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 1e-3)))
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -34,9 +34,12 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_buckets_are_those_of_ddp(name: str) -> None:
-    expected = ddp_buckets(MODELS[name])
     tensors, _ = plan.load(name, 1.0, CPU)
-    assert [list(bucket.values()) for bucket in plan.ddp_buckets(tensors)] == expected
+    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]  # type: ignore[attr-defined]
+    empty = [torch.empty(shape, device="meta") for shape in tensors.values()]
+    expected, _ = dist._compute_bucket_assignment_by_size(empty, limits)  # type: ignore[attr-defined]
+    names = list(tensors)
+    assert [list(bucket) for bucket in plan.ddp_buckets(tensors)] == [[names[i] for i in each] for each in expected]
 
 
 def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_a_fast_network_is_recommended_an_all_reduce(capsys: pytest.CaptureFixtu
 
 
 def test_compute_has_a_limit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((4.0, 16.0, 64.0), (0.02, 0.05, 0.2)))
+    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.02, 0.05, 0.2)))
     arguments = ("gpt2", "--step-ms", "100", "--bandwidth", "0.1")
     assert "Recommended: PowerSGDConfig" in output(capsys, *arguments)
     assert "do not compress" in output(capsys, *arguments, "--max-overhead", "0.01")
@@ -116,7 +119,7 @@ def test_a_model_is_made_by_a_function(
 
 def measured(worker: int, world_size: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "time_compute", lambda *_: ComputeTime((4.0,), (1e-4,)))
+        patch.setattr(plan, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 3e-4)))
         patch.setattr(dist, "is_torchelastic_launched", lambda: True)
         return main(["plan", "resnet-50", "--step-ms", "10", "--measure"])
 
@@ -125,11 +128,34 @@ def test_the_network_of_a_job_is_measured() -> None:
     assert run(measured, 2) == [0, 0]
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("largest", [1 << 23, 1 << 26])
+def test_a_part_of_every_model_is_timed(name: str, largest: int) -> None:
+    tensors, _ = plan.load(name, 1.0, CPU)
+    part = sample(tensors, largest)
+    whole = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
+    numel = sum(map(math.prod, part.values()))
+    assert min(whole, largest) / 4 <= numel <= min(whole, largest)
+    # All shapes of matrices are in it, with enough rows for the highest rank or as many as there are.
+    assert {shape[1:] for shape in part.values()} == {s[1:] for s in tensors.values() if len(s) > 1}
+    assert all(shape[0] >= min(64, tensors[name][0]) for name, shape in part.items())
+
+
 def test_what_compression_computes_is_timed() -> None:
-    shapes = {"weight": (64, 48), "narrow": (8, 100), "bias": (64,)}
+    shapes = {"weight": (64, 48), "narrow": (8, 100), "bias": (64,), "none": (0, 4)}
+    before = torch.get_rng_state()
     for config in (PowerSGDConfig(rank=4), PowerSGDConfig(compression=8, start_iter=5, wire_dtype="int8")):
         time = time_compute(Engine, config, shapes, CPU)
-        # No matrix has more than 48 rows and columns.
-        assert time.ranks == (4.0, 16.0, 48.0)
         assert all(0 < seconds < 10 for seconds in time.seconds)
+    assert torch.equal(torch.get_rng_state(), before)
     assert time_compute(Engine, PowerSGDConfig(), {"bias": (64,)}, CPU)(4) == 0
+    assert time_compute(Engine, PowerSGDConfig(), {}, CPU)(64) == 0
+
+
+def test_an_all_reduce_in_bf16_may_be_enough(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Faster than an all-reduce in fp32, and slower than one in bf16.
+    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.3, 0.4, 0.5)))
+    text = output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", "10")
+    assert "Recommended: do not compress" in text

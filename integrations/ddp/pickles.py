@@ -19,7 +19,7 @@ def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
     # The error is not averaged, because a worker that pickles alone must not wait for others.
     state = engine.memory.save(engine.step, lambda error: error)
     return {
-        "config": engine.config,
+        "config": engine.plan.given,
         "core": state.to_dict(engine.config),
         "buckets": buckets,
         "worker": state.owner or (engine.communicator.index, engine.communicator.world_size),

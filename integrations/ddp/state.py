@@ -294,7 +294,9 @@ class PowerSGDState(Handle):
         """Return a copy with its own errors, bases and plan, and the same process group, module and loss scale."""
         copied: PowerSGDState = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._set_up(self.config, self._names.copy(), self.process_group, self._engine.communicator.node_group)
+        copied._set_up(
+            self._engine.plan.given, self._names.copy(), self.process_group, self._engine.communicator.node_group
+        )
         copied._restore(self._content())
         if self._engine.step.loss_scale is not None:
             copied.attach(self._engine.step.loss_scale.source)

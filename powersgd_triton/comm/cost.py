@@ -95,22 +95,28 @@ def exact_seconds(numels: Sequence[int], itemsize: int, network: Network) -> lis
 
 
 def factor_seconds(
-    buckets: Sequence[Layout], config: PowerSGDConfig, network: Network, *, two_levels: bool = False
+    buckets: Sequence[Layout],
+    config: PowerSGDConfig,
+    network: Network,
+    *,
+    two_levels: bool = False,
+    joined: bool = True,
 ) -> list[float]:
-    """Return the seconds in which the factors of each bucket travel, after small buckets were joined.
+    """Return the seconds in which the factors of each bucket travel.
 
     Args:
         buckets: Layouts with the ranks in force, in the order in which the backward pass fills them.
         config: Configuration of the compression.
         network: Where they travel.
         two_levels: Whether gradients are summed inside a node first.
+        joined: Whether small buckets are joined, as the engine joins those of DDP.
     """
     seconds, waiting = [], list[Layout]()
     for number, layout in enumerate(buckets, start=1):
         waiting.append(layout)
-        joined = Layout.joined(waiting)
-        if number == len(buckets) or not waits(joined, config, network.workers):
-            seconds.append(_factor_seconds(joined, config, network, two_levels=two_levels))
+        whole = Layout.joined(waiting)
+        if not joined or number == len(buckets) or not waits(whole, config, network.workers):
+            seconds.append(_factor_seconds(whole, config, network, two_levels=two_levels))
             waiting = []
     return seconds
 
@@ -155,10 +161,16 @@ def measure_network(communicator: Communicator, device: torch.device) -> Network
     workers = communicator.world_size
     if workers == 1:
         return Network(1)
+    if communicator.inside is not None:
+        return _measured(communicator, workers // communicator.inside.world_size, device)
     # [worker, first worker of its node, workers of the node], with 0 where that is not known.
     places = communicator.gather(own_node(), device)
     nodes = len(places[:, 1].unique()) if bool((places[:, 2] > 0).all()) else workers
-    nodes = nodes if workers % nodes == 0 else workers
+    return _measured(communicator, nodes if workers % nodes == 0 else workers, device)
+
+
+def _measured(communicator: Communicator, nodes: int, device: torch.device) -> Network:
+    workers = communicator.world_size
     travels = travel_device(communicator.group, device)
     seconds = []
     for numel in PROBES:

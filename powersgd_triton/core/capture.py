@@ -63,6 +63,8 @@ class Capture:
             return "the host plans ranks; set replan_every=0"
         if self._plan.measures:
             return "the host measures the first steps"
+        if self._plan.exact:
+            return "compression='auto' chose an all-reduce; capture DDP's own"
         if config.check_every:
             return "the host compares workers; set check_every=0"
         if self._step.loss_scale is not None:

@@ -29,6 +29,7 @@ class Job:
         compute: Seconds of a step without communication.
         network: The network between the workers.
         two_levels: Whether gradients are summed inside a node first.
+        joined: Whether small buckets are joined.
     """
 
     buckets: Sequence[Tensors]
@@ -36,6 +37,7 @@ class Job:
     compute: float
     network: Network
     two_levels: bool = False
+    joined: bool = True
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -61,14 +63,14 @@ class Job:
         tensors, workers = self.tensors, self.network.workers
         layouts = [Layout.build(bucket, config) for bucket in self.buckets]
         if config.planned:
-            planned = starting_ranks(tensors, config, workers)
+            planned = starting_ranks(tensors, config, workers, None if self.joined else len(self.buckets))
             layouts = [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
         ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
         numel = sum(segment.numel for layout in layouts for segment in layout.compressed)
         columns = sum(s.rank * s.numel for layout in layouts for s in layout.compressed) / max(1, numel)
-        share = numel / max(1, sum(layout.numel for layout in layouts))
-        messages = factor_seconds(layouts, config, self.network, two_levels=self.two_levels)
-        own = share * time(columns)
+        levels = {"two_levels": self.two_levels, "joined": self.joined}
+        messages = factor_seconds(layouts, config, self.network, **levels)
+        own = time(columns) if ranks else 0.0
         seconds = step_seconds(self.compute, own, messages)
         return Prediction(config, ranks, sent_bytes(tensors, ranks, config), seconds, own / seconds)
 
@@ -102,7 +104,7 @@ def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) 
     """
     found = []
     for width, time in times.items():
-        seen: list[Mapping[str, int]] = []
+        of_width: list[Prediction] = []
         for compression in COMPRESSIONS:
             chosen = dataclasses.replace(config, compression=compression, bytes_per_step=None, wire_dtype=width)
             try:
@@ -110,9 +112,11 @@ def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) 
             except ValueError:
                 # The budget does not suffice for what is averaged exactly.
                 break
-            if predicted.ranks not in seen:
-                seen.append(predicted.ranks)
-                found.append(predicted)
+            if of_width and of_width[-1].ranks == predicted.ranks:
+                # Both are limited by ``max_rank``. The higher compression is nearer to what is sent.
+                of_width.pop()
+            of_width.append(predicted)
+        found += of_width
     return found
 
 

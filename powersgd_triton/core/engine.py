@@ -102,6 +102,9 @@ class Engine:
     @property
     def compressing(self) -> bool:
         """Whether the step is compressed. The first ``config.start_iter`` steps are exact."""
+        if self.plan.exact:
+            # No matrix has a rank any more, but errors of a loaded state are still to be added to gradients.
+            return self.memory.has_errors(self.step)
         return self.step.iteration >= self.config.start_iter and self.plan.compresses
 
     def begin(
@@ -374,6 +377,7 @@ class Engine:
             self._void()
         self.step.ended = 0
         self._waiting = Waiting()
+        self._tuning = Tuning(self) if self.plan.measures else None
         self.peers.connect(communicator)
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:

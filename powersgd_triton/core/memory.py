@@ -120,7 +120,8 @@ class Memory:
             self._backends[segment.name] = backend
         for segment in layout.bypass:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
-            if segment.name in self.loaded.matrices and not compressed_rank(segment.shape, self._config, segment.name):
+            later = not self._plan.exact and compressed_rank(segment.shape, self._config, segment.name)
+            if segment.name in self.loaded.matrices and not later:
                 parts = self.loaded.matrices[segment.name]
                 if "error" in parts and self._config.error_feedback:
                     self._remaining[segment.name] = parts["error"].to(device), None
@@ -273,6 +274,10 @@ class Memory:
             self._remaining[name] = error, step.verdict(device)
             sums[name] = sums[name] + (error if scale is None else error * scale).view(sums[name].shape)
         return sums
+
+    def has_errors(self, step: Step) -> bool:
+        """Return whether errors are left that no bucket holds: of a loaded state, or of what is not compressed now."""
+        return bool(self.loaded.matrices or self._remaining_errors(step))
 
     def _remaining_errors(self, step: Step) -> dict[str, Tensor]:
         """Return the remaining errors. Drop those that an applied step added. Read each verdict only once."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.wire_format import FORMATS
+from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.ops.gradients import DTYPES
 
 FORMAT_VERSION = 3
@@ -26,6 +25,9 @@ Plan = dict[str, dict[str, Any]]
 
 Size = tuple[int, int, int]
 """(n, m, rank) of a tensor as a matrix. Rank 0 means that it is not compressed."""
+
+CHOICES = ({"max_rank"}, {"compression"}, {"compression", "wire_dtype"})
+"""The fields that are settled together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,16 +224,31 @@ def _checked_plan(plan: Any, version: int) -> Plan:
         plan = {**plan, "pending": {name: value for name, value in plan["pending"].items() if _is_spectrum(value)}}
     parts = {"ranks": _is_rank, "demands": _is_demand, "spectra": _is_spectrum, "pending": _is_spectrum}
     # What was chosen from measured times. Most states have none.
-    if isinstance(plan, Mapping) and "settled" in plan:
-        parts["settled"] = _is_choice
+    settled = plan.get("settled", {}) if isinstance(plan, Mapping) else {}
+    others = {key: part for key, part in plan.items() if key != "settled"} if isinstance(plan, Mapping) else plan
     if (
-        not isinstance(plan, Mapping)
-        or (plan and plan.keys() != parts.keys())
-        or not all(isinstance(part, Mapping) and all(map(parts[key], part.values())) for key, part in plan.items())
-        or not all(isinstance(name, str) for part in plan.values() for name in part)
+        not isinstance(others, Mapping)
+        or (plan and others.keys() != parts.keys())
+        or not all(isinstance(part, Mapping) and all(map(parts[key], part.values())) for key, part in others.items())
+        or not all(isinstance(name, str) for part in others.values() for name in part)
+        or (settled and not _is_choice(settled))
     ):
         raise ValueError(f"expected a plan of ranks with {', '.join(parts)}; got {str(plan)[:80]}")
     return {key: dict(part) for key, part in plan.items()}
+
+
+def _is_choice(settled: Any) -> bool:
+    """Return whether these are fields that a configuration with a budget can have."""
+    if not isinstance(settled, Mapping) or settled.keys() not in CHOICES:
+        return False
+    fields = {key: value for key, value in settled.items() if value is not None}
+    if fields.keys() != settled.keys():
+        return settled == {"compression": None}
+    try:
+        PowerSGDConfig(**{"compression": 1, **fields})
+    except (TypeError, ValueError):
+        return False
+    return fields.get("compression") != AUTO
 
 
 def _is_rank(value: Any) -> bool:
@@ -240,10 +257,6 @@ def _is_rank(value: Any) -> bool:
 
 def _is_demand(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value) and value >= 0
-
-
-def _is_choice(value: Any) -> bool:
-    return value is None or value in FORMATS or (isinstance(value, (int, float)) and _is_demand(float(value)))
 
 
 def _is_spectrum(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import matrix_shape
 
 if TYPE_CHECKING:
     from powersgd_triton.core.engine import Engine
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 RANKS = (4, 16, 64)
 """Ranks at which a step is timed."""
 ROUNDS = 2
-LARGEST = 1 << 22
-"""Elements that are timed of a larger model."""
+LARGEST = {"cpu": 1 << 23}
+LARGEST_ON_DEVICE = 1 << 26
+"""Elements of a larger model that are timed. A GPU needs many, since each bucket takes some time of the host."""
 
 
 class _Echo(Communicator):
@@ -50,25 +51,17 @@ class _Echo(Communicator):
 
 @dataclasses.dataclass(frozen=True)
 class ComputeTime:
-    """Seconds that compression computes in a step, as a quadratic function of a common rank.
+    """Seconds that compression computes in a step with a common rank, as measured at ``RANKS``."""
 
-    Attributes:
-        ranks: The ranks at which it was measured, in increasing order. Three, or fewer for matrices of low rank.
-        seconds: What was measured there.
-    """
-
-    ranks: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def __call__(self, rank: float) -> float:
-        """Return the seconds at a rank, by interpolation (Lagrange)."""
-        total = 0.0
-        for r, seconds in zip(self.ranks, self.seconds, strict=True):
-            for other in self.ranks:
-                if other != r:
-                    seconds *= (rank - other) / (r - other)
-            total += seconds
-        return max(total, 0.0)
+        """Return the seconds at a rank: a line between two that were measured, which beyond them goes on."""
+        # A measurement that is disturbed must not make a higher rank cheaper.
+        rising = list(itertools.accumulate(self.seconds, max))
+        low = 0 if rank <= RANKS[1] else 1
+        slope = (rising[low + 1] - rising[low]) / (RANKS[low + 1] - RANKS[low])
+        return max(0.0, rising[low] + slope * (rank - RANKS[low]))
 
 
 def time_compute(
@@ -84,27 +77,49 @@ def time_compute(
         config: Configuration of the compression. Its rank or budget does not matter.
         tensors: {name: shape} of the model's tensors. If it is large, a part is timed.
     """
-    count = sum(math.prod(shape) for shape in tensors.values())
-    every = -(-count // LARGEST)
-    sample = {name: _at_most(shape, LARGEST) for name, shape in list(tensors.items())[::every]}
-    sampled = sum(math.prod(shape) for shape in sample.values())
-    gradients = {name: torch.randn(*shape, device=device) for name, shape in sample.items()}
+    part = sample(tensors, LARGEST.get(device.type, LARGEST_ON_DEVICE))
+    if not part:
+        return ComputeTime((0.0,) * len(RANKS))
+    scale = _numel(_matrices(tensors)) / _numel(part)
+    generator = torch.Generator(device).manual_seed(0)
+    gradients = {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+        for name, shape in part.items()
+    }
     fields: dict[str, Any] = {"compression": None, "bytes_per_step": None, "max_rank": None, "max_overhead": None}
     fields |= {"start_iter": 0, "check_every": 0, "min_compression_rate": 0.0}
-    most = max((min(matrix_shape(shape)) for shape in sample.values() if len(shape) > 1), default=0)
-    ranks = sorted({min(rank, most) for rank in RANKS} - {0})
     seconds = []
-    for rank in ranks:
-        tried = engine(dataclasses.replace(config, rank=rank, **fields), _Echo(), lambda: sample, device)
+    for rank in RANKS:
+        tried = engine(dataclasses.replace(config, rank=rank, **fields), _Echo(), lambda: part, device)
         rounds = [_time_steps(tried, gradients, device) for _ in range(1 + ROUNDS)]
-        seconds.append(min(rounds[1:]) * count / max(1, sampled))
-    return ComputeTime(tuple(map(float, ranks)), tuple(seconds))
+        seconds.append(min(rounds[1:]) * scale)
+    return ComputeTime(tuple(seconds))
 
 
-def _at_most(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Return the shape with fewer rows, if it has more elements than that."""
-    rest = math.prod(shape[1:])
-    return (min(shape[0], max(1, numel // max(1, rest))), *shape[1:]) if shape else ()
+def sample(tensors: Mapping[str, Sequence[int]], largest: int) -> dict[str, tuple[int, ...]]:
+    """Return the matrices of a model, or as many of each shape as have at most ``largest`` elements together.
+
+    If one of each shape has more, all get about as many elements, by fewer rows.
+    """
+    found = _matrices(tensors)
+    if _numel(found) <= largest:
+        return found
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in found.items():
+        names.setdefault(shape, []).append(name)
+    elements = sum(math.prod(shape) for shape in names)
+    if elements <= largest:
+        return {name: shape for shape, own in names.items() for name in own[: largest // elements]}
+    rows = {shape: max(1, largest // len(names) // math.prod(shape[1:])) for shape in names}
+    return {own[0]: (min(shape[0], rows[shape]), *shape[1:]) for shape, own in names.items()}
+
+
+def _matrices(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in tensors.items() if len(shape) > 1 and math.prod(shape)}
+
+
+def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in tensors.values())
 
 
 def _time_steps(engine: Engine, gradients: Mapping[str, Tensor], device: torch.device) -> float:

@@ -70,8 +70,11 @@ class Tuning:
     def _compression(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose a budget and a width, or no compression."""
         engine, config = self._engine, self._engine.config
-        network = measure_network(engine.communicator, device)
-        tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
+        communicator, tensors = engine.communicator, engine.plan.tensors
+        network = measure_network(communicator, device)
+        # Ranks are planned for all tensors, also for those without a gradient.
+        seen = {name for bucket in buckets for name in bucket}
+        buckets = [{name: shape for name, shape in tensors.items() if name not in seen}, *buckets]
         widths = WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
         times = {w: self._own(dataclasses.replace(config, wire_dtype=w), tensors, device) for w in widths}
         # The slowest worker and the slowest network count.
@@ -80,8 +83,9 @@ class Tuning:
             [[step], worst, *(time.seconds for time in times.values())], device
         )
         network = Network(network.nodes, network.node_size, 1 / card, 1 / inside, latency, inside_latency)
-        times = {w: ComputeTime(times[w].ranks, found) for w, found in zip(widths, seconds, strict=True)}
-        job = Job(buckets, self.itemsize, step, network, engine.communicator.node_group is not None)
+        times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
+        levels = communicator.inside is not None
+        job = Job(buckets, self.itemsize, step, network, levels, joined=not engine.plan.buckets)
         job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
         found = budgets(job, config, times)
@@ -107,18 +111,17 @@ class Tuning:
         )
         return {"compression": compression, "wire_dtype": width}
 
-    def _max_rank(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
+    def _max_rank(self, step: float, _buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose the largest rank whose compute is at most ``max_overhead`` of a step."""
         engine, config = self._engine, self._engine.config
         assert config.max_overhead is not None
         assert config.max_rank is not None
-        own = self._own(config, {name: shape for bucket in buckets for name, shape in bucket.items()}, device)
-        columns = engine.plan.mean_rank
-        (rest,), seconds = self._agreed([[step - own(columns)], own.seconds], device)
-        own = ComputeTime(own.ranks, seconds)
+        own = self._own(config, engine.plan.tensors, device)
+        (rest,), seconds = self._agreed([[step - own(engine.plan.mean_rank)], own.seconds], device)
+        own = ComputeTime(seconds)
         # Compression takes a share x of a step if it takes x / (1 - x) of the rest.
         allowed = max(0.0, rest) * config.max_overhead / (1 - config.max_overhead)
-        limit = max((rank for rank in range(1, config.max_rank + 1) if own(rank) <= allowed), default=1)
+        limit = max((rank for rank in range(2, config.max_rank + 1) if own(rank) <= allowed), default=1)
         logger.info(
             "PowerSGD limits ranks to %s columns: they take %.1f%% of a step, of which %.4g s are not compression",
             *(limit, 100 * own(limit) / (own(limit) + max(rest, 1e-9)), rest),

@@ -80,7 +80,9 @@ class RankPlan:
     """The rank of each matrix of a model, if the configuration has a budget. Without a budget it changes nothing.
 
     Attributes:
-        config: The configuration in force. It differs from the one that was given once ``settle`` was called.
+        given: The configuration as it was given.
+        config: The configuration in force. It differs once ``settle`` was called.
+        buckets: Number of buckets of a step, if they are not joined.
         settled: What ``settle`` got. None before.
         ranks: {name: rank}.
         spectra: {name: Spectrum} of the last measurement. Empty before the first one.
@@ -89,9 +91,9 @@ class RankPlan:
     """
 
     def __init__(self, config: PowerSGDConfig) -> None:
-        self.config, self._given, self._workers = config, config, 1
+        self.config, self.given, self._workers = config, config, 1
         self.settled: dict[str, Any] | None = None
-        self._buckets: int | None = None
+        self.buckets: int | None = None
         self._tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
         self.spectra: dict[str, Spectrum] = {}
@@ -102,7 +104,7 @@ class RankPlan:
 
     @property
     def compresses(self) -> bool:
-        """Whether steps are compressed. Not until ``compression="auto"`` is settled, nor if that chose all-reduce."""
+        """Whether steps are compressed. Not before ``compression="auto"`` is settled, nor if it chose an all-reduce."""
         return self.config.compression != AUTO
 
     def begin(self, tensors: Mapping[str, Sequence[int]]) -> None:
@@ -112,7 +114,7 @@ class RankPlan:
             ValueError: The budget is too small for the tensors.
         """
         if self.config.planned:
-            ranks = starting_ranks(tensors, self.config, self._workers, self._buckets) if self.compresses else {}
+            ranks = starting_ranks(tensors, self.config, self._workers, self.buckets) if self.compresses else {}
             self._tensors = {name: tuple(shape) for name, shape in tensors.items()}
             self._adopt(ranks)
             if ranks and set(ranks.values()) == {self.config.max_rank}:
@@ -120,26 +122,33 @@ class RankPlan:
                 text = "PowerSGD ranks are limited to %s columns: a step sends %s of the %s bytes that it may send"
                 logger.info(text, self.config.max_rank, f"{sent:,.0f}", f"{allowed:,.0f}")
 
-    def settle(self, fields: Mapping[str, Any]) -> None:
-        """Replace fields of the configuration by what was chosen from measured times. A compression of None is exact.
-
-        Ranks above a new limit fall to it. The next plan gives the bytes to other matrices.
-        """
-        self.settled = dict(fields)
-        if "compression" in fields:
-            if fields["compression"] is None:
-                return
-            self.config = dataclasses.replace(self.config, **fields, max_overhead=None)
-            self.begin(self._tensors)
-        else:
-            self.config = dataclasses.replace(self.config, **fields, max_overhead=None)
-            largest = largest_ranks(self._tensors, self.config)
-            self._adopt({name: min(rank, largest[name]) for name, rank in self.ranks.items()})
+    @property
+    def exact(self) -> bool:
+        """Whether ``compression="auto"`` chose an all-reduce."""
+        return self.settled is not None and not self.compresses
 
     @property
     def measures(self) -> bool:
         """Whether something is still to be settled."""
         return self.config.measures and self.settled is None
+
+    def settle(self, fields: Mapping[str, Any]) -> None:
+        """Replace fields of the configuration by what was chosen from measured times. A compression of None is exact.
+
+        Ranks above a new limit fall to it. The next plan gives the bytes to other matrices.
+
+        Raises:
+            ValueError: The budget is too small. Nothing was changed.
+        """
+        if fields.get("compression", 1) is not None:
+            config = dataclasses.replace(self.config, **fields, max_overhead=None)
+            largest = largest_ranks(self._tensors, config)
+            ranks = {name: min(rank, largest[name]) for name, rank in self.ranks.items()}
+            if "compression" in fields:
+                ranks = starting_ranks(self._tensors, config, self._workers, self.buckets)
+            self.config = config
+            self._adopt(ranks)
+        self.settled = dict(fields)
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
         """Plan for a number of workers from now on. The ranks stay if they were measured and fit the budget.
@@ -147,7 +156,7 @@ class RankPlan:
         ``buckets`` is the number of buckets of a step. None leaves it, and without any number buckets are joined.
         """
         if buckets is not None:
-            self._buckets = buckets
+            self.buckets = buckets
         if workers == self._workers:
             return
         self._workers = workers
@@ -155,7 +164,7 @@ class RankPlan:
             self.begin(self._tensors)
 
     def _fits(self, ranks: Mapping[str, int]) -> bool:
-        sent = sent_bytes(self._tensors, ranks, self.config, self._workers, self._buckets)
+        sent = sent_bytes(self._tensors, ranks, self.config, self._workers, self.buckets)
         return sent <= budget(self._tensors, self.config)
 
     def layout(self, layout: Layout) -> Layout:
@@ -173,6 +182,11 @@ class RankPlan:
             return layout
         # A matrix that became trainable later has rank 1 until the next plan.
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """All tensors that are known, {name: shape}."""
+        return self._tensors
 
     @property
     def mean_rank(self) -> float:
@@ -208,7 +222,7 @@ class RankPlan:
         for name, demand in found.items():
             # Averaged, since energies vary from step to step. Shares, since gradients and loss scales change in size.
             self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
-        ranks = allot(self._tensors, self.ranks, self.demands, self.config, self._workers, self._buckets)
+        ranks = allot(self._tensors, self.ranks, self.demands, self.config, self._workers, self.buckets)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have a new rank", changed, len(ranks))
         self.spectra |= {name: spectra[name] for name in found}
@@ -268,10 +282,16 @@ class RankPlan:
         """
         if not self.config.planned:
             return
-        self.config, self.settled = self._given, None
+        self.config, self.settled = self.given, None
         self.begin(self._tensors)
-        if self._given.measures and saved.get("settled"):
-            self.settle(saved["settled"])
+        settled = saved.get("settled") or {}
+        # What another configuration has settled does not count.
+        if settled and self.given.measures and ("compression" in settled) == (not self.compresses):
+            try:
+                self.settle(settled)
+                logger.info("PowerSGD goes on with what was chosen from measured times: %s", settled)
+            except ValueError as error:
+                logger.info("PowerSGD measures again: %s", error)
         self.demands, self.spectra, self.pending = {}, {}, None
         largest = largest_ranks(self._tensors, self.config)
         ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
@@ -282,7 +302,3 @@ class RankPlan:
                 {name: Spectrum(tuple(columns), total) for name, (total, *columns) in saved[key].items()}
                 for key in ("spectra", "pending")
             )
-
-
-def _lists(spectra: Mapping[str, Spectrum]) -> dict[str, list[float]]:
-    return {name: [spectrum.total, *spectrum.columns] for name, spectrum in spectra.items()}

@@ -51,7 +51,7 @@ def choices(worker: int, world_size: int) -> dict[str, Any]:
     # This worker's own times differ from those of the others.
     times = tuple((1 + worker) * 1e-5 * rank for rank in (4, 16, 64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "time_compute", lambda *_: ComputeTime((4.0, 16.0, 64.0), times))
+        patch.setattr(tuning, "time_compute", lambda *_: ComputeTime(times))
         for name, network, seconds in (("slow", SLOW, 25.0), ("fast", FAST, 1e-3)):
             patch.setattr(tuning, "measure_network", lambda *_, network=network: network)
             clock = itertools.count(0.0, seconds + 1e-4 * worker)
@@ -64,7 +64,7 @@ def choices(worker: int, world_size: int) -> dict[str, Any]:
             resumed.load_state_dict(saved)
             later = train(resumed, worker, range(FIRST + 4, FIRST + 6))
             found[name] = exact, later, saved["plan"]["settled"], resumed.config.compression
-        patch.setattr(tuning, "time_compute", lambda *_: ComputeTime((1.0, 4.0, 16.0), (1e-5, 4e-5, 16e-5)))
+        patch.setattr(tuning, "time_compute", lambda *_: ComputeTime((4e-5, 16e-5, 64e-5)))
         limited = Compressor(PowerSGDConfig(compression=4, max_overhead=0.01, replan_every=5), SHAPES)
         before = limited.report().tensors[0].rank
         train(limited, worker, range(FIRST + 8))
@@ -121,11 +121,83 @@ def test_one_worker_does_not_compress() -> None:
     assert compressor.state_dict()["plan"]["settled"] == {"compression": None}
 
 
-@pytest.mark.parametrize("name", ["wire_dtype", "max_rank"])
-def test_a_state_with_a_choice_that_cannot_be_is_refused(name: str) -> None:
+CHOICES: list[tuple[dict[str, Any], bool]] = [
+    ({"max_rank": 7}, True),
+    ({"compression": None}, True),
+    ({"compression": 20, "wire_dtype": "int4"}, True),
+    ({"max_rank": "wide"}, False),
+    ({"max_rank": [1]}, False),
+    ({"max_rank": 3.5}, False),
+    ({"max_rank": 0}, False),
+    ({"max_rank": None}, False),
+    ({"compression": 0.5}, False),
+    ({"compression": "auto"}, False),
+    ({"compression": None, "wire_dtype": None}, False),
+    ({"wire_dtype": "int4"}, False),
+    ({"rank": 3}, False),
+]
+
+
+@pytest.mark.parametrize(("settled", "fine"), CHOICES, ids=str)
+def test_a_choice_that_cannot_be_is_refused(settled: dict[str, Any], *, fine: bool) -> None:
     compressor = Compressor(PowerSGDConfig(compression=4), SHAPES)
     compressor.compress(gradients(0, 0))
     saved = compressor.state_dict()
-    saved["plan"]["settled"] = {name: "wide"}
+    saved["plan"]["settled"] = settled
+    if fine:
+        compressor.load_state_dict(saved)
+        # This configuration has nothing to choose.
+        assert (compressor.config.compression, compressor.config.max_rank) == (4, 64)
+        return
     with pytest.raises(ValueError, match="expected a plan of ranks with ranks"):
         compressor.load_state_dict(saved)
+
+
+def saved_by(config: PowerSGDConfig, settled: dict[str, Any]) -> dict[str, Any]:
+    compressor = Compressor(PowerSGDConfig(compression=4), SHAPES)
+    compressor.compress(gradients(0, 0))
+    saved = compressor.state_dict()
+    saved["plan"]["settled"] = settled
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("given", "settled", "used"),
+    [
+        ({"compression": "auto"}, {"max_rank": 1}, False),
+        ({"compression": "auto"}, {"compression": None}, True),
+        ({"compression": "auto"}, {"compression": 10, "wire_dtype": "float32"}, True),
+        # This budget is too small for the model: it is measured again.
+        ({"compression": "auto"}, {"compression": 1e6, "wire_dtype": "int4"}, False),
+        ({"compression": 4, "max_overhead": 0.5}, {"compression": 10, "wire_dtype": "float32"}, False),
+        ({"compression": 4, "max_overhead": 0.5}, {"compression": None}, False),
+        ({"bytes_per_step": 40_000, "max_overhead": 0.5}, {"max_rank": 2}, True),
+    ],
+)
+def test_a_choice_belongs_to_what_was_to_be_chosen(given: dict[str, Any], settled: dict[str, Any], used: bool) -> None:
+    compressor = Compressor(PowerSGDConfig(**given), SHAPES)
+    compressor.load_state_dict(saved_by(PowerSGDConfig(**given), settled))
+    assert compressor.state_dict()["plan"].get("settled") == (settled if used else None)
+    # If it is not used, the first steps are measured again.
+    assert compressor._engine.plan.measures is not used
+
+
+def test_errors_of_a_saved_state_are_sent_if_nothing_is_compressed() -> None:
+    before = Compressor(PowerSGDConfig(rank=2), SHAPES)
+    before.compress(gradients(0, 0))
+    errors = before.error()
+    compressor = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
+    compressor.load_state_dict(before.state_dict())
+    assert not compressor._engine.compressing
+    total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(1, FIRST + 4):
+        averages = compressor.decompress(compressor.compress(gradients(0, step)))
+        assert isinstance(averages, dict)
+        for name in SHAPES:
+            total[name] += averages[name] - gradients(0, step)[name]
+    assert compressor.state_dict()["plan"]["settled"] == {"compression": None}
+    for name, error in errors.items():
+        assert error.norm() > 1
+        torch.testing.assert_close(total[name], error, rtol=1e-4, atol=1e-4)
+        assert name not in compressor.error()
+    assert not compressor._engine.compressing
