@@ -60,10 +60,8 @@ class Clock:
 
     def start(self, device: torch.device | None) -> None:
         """Measure the next step, whose work is done on ``device``. Call it at the end of a step, with its streams."""
-        # Several users of the clock may want the same step.
-        if self._marks is None:
-            self._on_stream = device is not None and has_streams(device)
-            self._marks = [(None, self._now())]
+        self._on_stream = device is not None and has_streams(device)
+        self._marks = [(None, self._now())]
 
     def mark(self, phase: str | None) -> None:
         """Count the time from now on to a phase, or to none. On CUDA: the time from here on in the current stream."""

@@ -59,7 +59,7 @@ class Engine:
         step: State of the step under way.
         numel: [elements before, after compression] over all buckets given to ``run`` so far.
         sent: Bytes sent so far by ``run`` and ``average_exactly``.
-        clock: Times steps, if someone has started it.
+        clock: Times the steps that telemetry measures.
         telemetry: What measures and reports steps. None if nobody has asked.
     """
 

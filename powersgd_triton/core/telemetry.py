@@ -167,6 +167,11 @@ class _Measured:
     def add(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
         """Measure a bucket. On two levels: this worker's rows of the node's sum."""
         device = bucket.P_hat.device
+        # Read at the end of the step: a later bucket may change it.
+        self._verdict = step.verdict(device)
+        if not bucket.own:
+            # All rows belong to other workers of the node, or nothing is compressed.
+            return
         matrices = bucket.matrices(gradients, bucket.own) if bucket.M is None else bucket.M
         pairs = zip(matrices, bucket.joined(bucket.product, bucket.own), strict=True)
         squares = torch.cat([_squares(members, P, Q) for members, (P, Q) in pairs if members])
@@ -175,8 +180,6 @@ class _Measured:
             squares /= scale.double().square()
         ranks = {piece.name: group.rank for group in bucket.own for piece in group.segments}
         self._squares.append((ranks, HostCopy(squares)))
-        # Read at the end of the step: a later bucket may change it.
-        self._verdict = step.verdict(device)
 
     def end(self, step: int, sent: int, times: Times) -> None:
         """Note what is known at the end of the step."""

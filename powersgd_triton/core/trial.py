@@ -115,7 +115,7 @@ def sample(tensors: Mapping[str, Sequence[int]], largest: int) -> dict[str, tupl
 
 
 def _matrices(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(shape) for name, shape in tensors.items() if len(shape) > 1 and math.prod(shape)}
+    return {name: tuple(shape) for name, shape in tensors.items() if len(shape) > 1 and 0 not in shape}
 
 
 def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:

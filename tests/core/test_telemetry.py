@@ -215,6 +215,18 @@ def test_workers_report_their_own_numbers():
             assert found[-1].layers["weight"].captured > 0
 
 
+def test_a_worker_without_rows_of_a_bucket_reports_nothing_of_it():
+    shapes: dict[str, tuple[int, ...]] = {"row": (1, 64)}
+    fleet = Fleet(PowerSGDConfig(rank=1, min_compression_rate=0), shapes, 4, 2)
+    records: list[list[StepRecord]] = [[], [], [], []]
+    for engine, found in zip(fleet.engines, records, strict=True):
+        engine.telemetry = Telemetry(found.append, None, 1)
+    for number in range(3):
+        fleet.step([gradients(10 * number + worker, shapes) for worker in range(4)], [["row"]])
+    assert sorted(len(found[-1].layers) for found in records) == [0, 0, 1, 1]
+    assert all(found[-1].applied for found in records)
+
+
 def test_a_plain_loop_reports_though_it_has_no_error_buffer():
     records: list[StepRecord] = []
     parameters = [torch.zeros(24, 20), torch.zeros(7)]
