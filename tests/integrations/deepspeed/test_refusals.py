@@ -204,6 +204,16 @@ def test_a_section_is_an_object(section: Any) -> None:
     assert "must be an object" in refusals.read_section(section).problems[0]
 
 
+def test_limits_of_ranks_go_with_a_budget() -> None:
+    section = refusals.read_section({"compression": 20, "max_rank": 8, "max_overhead": 0.1})
+    assert not section.problems
+    assert (section.config.max_rank, section.config.max_overhead) == (8, 0.1)
+    (problem,) = refusals.read_section({"rank": 4, "max_rank": 8}).problems
+    assert "max_rank limits planned ranks" in problem
+    (problem,) = refusals.read_section({"compression": "auto"}).problems
+    assert "DeepSpeed's step does not: choose a number" in problem
+
+
 def test_fields_that_do_not_go_together() -> None:
     (problem,) = refusals.read_section({"algorithm": "alternating", "warm_start": False}).problems
     assert "warm_start" in problem
