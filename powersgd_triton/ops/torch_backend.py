@@ -46,6 +46,7 @@ class TorchBackend:
         self._bypass = bucket.bypass_means
         # The last message of this repetition.
         self._sent: Message | None = None
+        self._wires: dict[WirePlan, TorchWire] = {}
 
     # The stages ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,10 @@ class TorchBackend:
             _orthogonalize(bucket, bases, step, out=bases)
 
     def wire(self, plan: WirePlan) -> Wire:
-        return TorchWire(plan, self.bucket.message_P.dtype)
+        if plan not in self._wires:
+            message = self.bucket.message_P
+            self._wires[plan] = TorchWire(plan, message.dtype, message.device)
+        return self._wires[plan]
 
     # Parts of the stages ---------------------------------------------------------------------------------------------
 

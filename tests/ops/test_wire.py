@@ -40,7 +40,7 @@ def exchanged(
     """What arrives of one message of each worker, and what each contributed."""
     dtype, many = messages[0].dtype, numel(factors)
     plan = plan_of(name, workers, messages, factors)
-    wire = TorchWire(plan, dtype)
+    wire = TorchWire(plan, dtype, torch.device("cpu"))
     contributed = [torch.full((many,), torch.nan, dtype=dtype) for _ in messages]
     sent = [torch.full((workers, plan.size), 0xAA, dtype=torch.uint8) for _ in messages]
     for message, own, out in zip(messages, contributed, sent, strict=True):
