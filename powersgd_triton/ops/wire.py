@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.wire_format import BLOCK, Chunk, WireFormat, WirePlan
-from powersgd_triton.ops.blocks import block_bytes
 
 CODES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "int4": torch.int8}
 
 ROW = 64
 """Entries of a row from which operations on rows take little longer than operations on flat tensors."""
+TOGETHER = 4 << 20
+"""Bytes of factors of several workers that are decoded together."""
 
 
 class Wire(Protocol):
@@ -60,6 +61,13 @@ class TorchWire:
         self._runs = [_runs(chunk, plan.width) for chunk in plan.chunks]
         # Not a number: torch on CUDA would multiply by its reciprocal, which has other bits.
         self._levels = torch.full((), plan.width.levels, dtype=dtype, device=device)
+        # Scratch for the largest chunk, of several workers if it is small. (Without it, the CPU takes longer to get new
+        # memory than for the operations on it.) If there is one chunk, two workers exchange it.
+        numel = max((_numel(chunk) for chunk in plan.chunks), default=0)
+        several = max(1, min(max(2, len(plan.chunks)), TOGETHER // max(1, numel * dtype.itemsize)))
+        self._total = torch.empty(numel, dtype=dtype, device=device)
+        self._decoded = torch.empty(several, numel, dtype=dtype, device=device)
+        self._codes = torch.empty(several, numel if plan.width.bits == 4 else 0, dtype=torch.int8, device=device)
 
     def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
         for chunk, runs, content in zip(self.plan.chunks, self._runs, out, strict=True):
@@ -75,20 +83,16 @@ class TorchWire:
             exact += self._exact(content, chunk)
         if not runs:
             return
-        factors = _factors(chunk)
-        numel = factors.stop - factors.start
-        # As many workers at once as stay in cache.
-        several = max(1, block_bytes(out.device) // (numel * self._dtype.itemsize))
-        parts = torch.empty(min(several, len(received)), numel, dtype=self._dtype, device=out.device)
-        total = torch.zeros(numel, dtype=self._dtype, device=out.device)
-        for contents in received.split(several):
-            self._decode(contents, runs, chunk, out=parts[: len(contents)])
-            for part in parts[: len(contents)]:
+        total = self._total[: _numel(chunk)].zero_()
+        for contents in received.split(len(self._decoded)):
+            decoded = self._decoded[: len(contents), : len(total)]
+            self._decode(contents, runs, chunk, out=decoded)
+            for part in decoded:
                 total += part
-        rounded = None if own is None else parts[0]
+        rounded = None if own is None else self._decoded[0, : len(total)]
         self._encode(total, runs, out, chunk, own=rounded)
         if own is not None and rounded is not None:
-            own[factors].sub_(total.sub_(rounded))
+            own[_factors(chunk)].sub_(total.sub_(rounded))
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
         for chunk, runs, content in zip(self.plan.chunks, self._runs, gathered, strict=True):
@@ -117,12 +121,12 @@ class TorchWire:
             runs: Places of the blocks.
             content: Bytes of the chunk.
             chunk: Places in the bytes.
-            own: Where to write what the codes stand for. None for nowhere.
+            own: Where to write what the codes stand for. It may be scratch. None for nowhere.
         """
         width, (scales, codes) = self.plan.width, self._parts(content, runs, chunk)
         divisors: list[Tensor] = []
         if width.scaled:
-            quotient = A.abs()
+            quotient = torch.abs(A, out=self._decoded[0, : len(A)])
             scale = torch.empty(scales.shape, dtype=self._dtype, device=scales.device)
             for run in runs:
                 _write_largest(run.entries.of(quotient), run.scales.of(scale))
@@ -144,7 +148,7 @@ class TorchWire:
                 if not ordinary:
                     A.clamp_(-width.levels, width.levels)
         if width.bits == 4:
-            A = A.to(torch.int8)
+            A = self._codes[0, : len(A)].copy_(A)
             for run in runs:
                 low, high, packed = run.low.of(A), run.high.of(A), run.codes.of(codes)
                 packed.copy_(low).bitwise_and_(15)
@@ -160,7 +164,7 @@ class TorchWire:
         """out ← codes · scales, for the factors of a chunk of one worker or of several: the inverse of encoding."""
         scales, codes = self._parts(content, runs, chunk)
         if self.plan.width.bits == 4:
-            whole = torch.empty(out.shape, dtype=torch.int8, device=out.device)
+            whole = self._codes[: len(out), : out.shape[1]] if out.dim() == 2 else self._codes[0, : len(out)]
             for run in runs:
                 low, high, packed = run.low.of(whole), run.high.of(whole), run.codes.of(codes)
                 # Shifts of signed integers restore the signs.
@@ -220,6 +224,10 @@ def _factors(chunk: Chunk) -> slice:
     """Return where a chunk's factors lie in the message. Its pieces are adjacent."""
     first, last = chunk.pieces[0], chunk.pieces[-1]
     return slice(first.element, last.element + last.numel)
+
+
+def _numel(chunk: Chunk) -> int:
+    return sum(piece.numel for piece in chunk.pieces)
 
 
 def _runs(chunk: Chunk, width: WireFormat) -> list[Run]:
