@@ -45,9 +45,9 @@ class Wire(Protocol):
 class TorchWire:
     """The reference implementation of ``Wire``.
 
-    A small message takes as long as the number of operations says. So an operation processes all factors of a chunk at
-    once, unless it has to know the blocks. Then it processes all blocks of a run. Operations on the short rows of a
-    factor are slow, so several rows of a block count as one long row. The scales are repeated accordingly.
+    The number of operations decides how long a small message takes. So an operation processes all factors of a chunk at
+    once, or all blocks of a run if it depends on the blocks. Operations on the short rows of a factor are slow, so
+    several rows of a block count as one long row. The scales are repeated accordingly.
 
     Args:
         plan: Places of all parts in the bytes.
