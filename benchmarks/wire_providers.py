@@ -39,7 +39,9 @@ class PreparedWire:
         self._plan = WirePlan.build(FORMATS[width], factors, layout.bypass_numel, ITEMSIZE, WORKERS)
         self.gradient_bytes = ITEMSIZE * count_parameters(shapes)
         launch = launch or select_configuration(architecture(device), max((r for *_, r in factors), default=1)).wire
-        self._wire: Wire = TritonWire(self._plan, launch, device) if kernels else TorchWire(self._plan, torch.float32)
+        self._wire: Wire = (
+            TritonWire(self._plan, launch, device) if kernels else TorchWire(self._plan, torch.float32, device)
+        )
         generator = torch.Generator(device).manual_seed(0)
         self._message = torch.randn(layout.q_numel + layout.bypass_numel, generator=generator, device=device)
         self._own = torch.empty(layout.q_numel, device=device)

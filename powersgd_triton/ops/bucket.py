@@ -196,12 +196,12 @@ class Bucket:
     def left(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, n, r] of flat left factors, for all groups of the layout or for those given."""
         groups = self.layout.groups if groups is None else groups
-        return [factors[g.p_offset : g.p_offset + g.p_numel].view(len(g.segments), g.n, g.rank) for g in groups]
+        return [_matrices(factors, g.p_offset, (len(g.segments), g.n, g.rank)) for g in groups]
 
     def right(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, m, r] of flat right factors, for all groups of the layout or for those given."""
         groups = self.layout.groups if groups is None else groups
-        return [factors[g.q_offset : g.q_offset + g.q_numel].view(len(g.segments), g.m, g.rank) for g in groups]
+        return [_matrices(factors, g.q_offset, (len(g.segments), g.m, g.rank)) for g in groups]
 
     def joined(self, product: Product, groups: Sequence[ShapeGroup] | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return a product as one pair of factors [B, n, k], [B, m, k] for each group. One pair gives views."""
@@ -240,6 +240,12 @@ def error_dtype(config: PowerSGDConfig, messages: torch.dtype) -> torch.dtype:
 def seed(name: str, config: PowerSGDConfig) -> int:
     """Return the seed of a matrix's random directions. It is the same on all workers and in every bucket."""
     return zlib.crc32(name.encode()) ^ config.seed
+
+
+def _matrices(flat: Tensor, offset: int, shape: tuple[int, int, int]) -> Tensor:
+    """Return a part of a flat tensor as contiguous matrices. One call, since a step makes many such views."""
+    _, n, r = shape
+    return flat.as_strided(shape, (n * r, r, 1), flat.storage_offset() + offset)
 
 
 def _on_device(host: Tensor, device: torch.device) -> Tensor:

@@ -49,13 +49,13 @@ def explore_reference(bucket: Bucket, step: int | Tensor, *, where: Tensor) -> N
     for group, keys, bases in zip(bucket.layout.groups, bucket.keys, bucket.right(bucket.basis), strict=True):
         if group.rank >= min(group.n, group.m):
             continue
-        chosen = (keys + step) % every == 0
-        if chosen.device.type == "cpu":
+        if keys.device.type == "cpu":
             # Few matrices have their turn in a step. On other devices the host does not know which.
-            index = chosen.nonzero().squeeze(1)
-            if len(index):
+            index = [i for i, key in enumerate(keys.tolist()) if (key + int(step)) % every == 0]
+            if index:
                 bases[index, :, -1:] = _explored(bases[index], keys[index], step, where)
         else:
+            chosen = (keys + step) % every == 0
             bases[..., -1:] = _explored(bases, keys, step, where & chosen.view(-1, 1, 1))
 
 

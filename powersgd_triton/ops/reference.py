@@ -7,6 +7,7 @@ that the host never waits for the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -116,7 +117,7 @@ def _compensated(
         if growth is not None:
             block.mul_(growth)
         spoiled = None
-        if _on_host(G_block) and G_block.sum(dtype=basis.dtype).isfinite():
+        if _on_host(G_block) and math.isfinite(G_block.sum(dtype=basis.dtype).item()):
             block.add_(G_block)
         else:
             finite = _finite_part(G_block)

@@ -14,6 +14,7 @@ from powersgd_triton.ops.blocks import add_product, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.reference import (
+    WELL_CONDITIONED,
     backproject_reference,
     compensate_backproject_reference,
     compensate_project_reference,
@@ -46,6 +47,7 @@ class TorchBackend:
         self._bypass = bucket.bypass_means
         # The last message of this repetition.
         self._sent: Message | None = None
+        self._wires: dict[WirePlan, TorchWire] = {}
 
     # The stages ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +135,10 @@ class TorchBackend:
             _orthogonalize(bucket, bases, step, out=bases)
 
     def wire(self, plan: WirePlan) -> Wire:
-        return TorchWire(plan, self.bucket.message_P.dtype)
+        if plan not in self._wires:
+            message = self.bucket.message_P
+            self._wires[plan] = TorchWire(plan, message.dtype, message.device)
+        return self._wires[plan]
 
     # Parts of the stages ---------------------------------------------------------------------------------------------
 
@@ -226,12 +231,43 @@ def _orthogonalize(
     if where is not None and on_host and not where:
         return
     epsilon = bucket.config.orthogonalization_epsilon
-    for keys, A, basis in zip(bucket.keys, sources, out, strict=True):
+    done = orthogonalize_together(sources, epsilon=epsilon, out=out)
+    for keys, A, basis, finished in zip(bucket.keys, sources, out, done, strict=True):
+        if finished:
+            continue
         # The host would have to wait to read the flag from a device. Compute the basis anyway, and select there.
         found = basis if on_host else torch.empty_like(basis)
         orthogonalize_reference(A, keys=keys, step=_number(bucket, step), epsilon=epsilon, out=found)
         if where is not None and not on_host:
             basis.copy_(torch.where(where, found, basis))
+
+
+def orthogonalize_together(sources: Sequence[Tensor], *, epsilon: float = 0.0, out: Sequence[Tensor]) -> list[bool]:
+    """Do what ``orthogonalize_reference`` does, with the same bits, for those groups of factors that need one pass.
+
+    On small matrices the calls take longer than the arithmetic, so groups of equal rank share a decomposition. Returns
+    for each group whether it is done. No group is done on other devices, where the host would have to wait to know
+    whether one pass is enough, nor in fp64.
+    """
+    done = [False] * len(sources)
+    ranks: dict[int, list[int]] = {}
+    for i, A in enumerate(sources):
+        if A.device.type == "cpu" and A.dtype == torch.float32:
+            ranks.setdefault(A.shape[-1], []).append(i)
+    for group in ranks.values():
+        Xts = [sources[i].mT.to(torch.float64, memory_format=torch.contiguous_format) for i in group]
+        gram = torch.cat([torch.bmm(Xt, Xt.mT) for Xt in Xts])
+        L, failed = torch.linalg.cholesky_ex(gram)
+        left = (L.diagonal(dim1=-2, dim2=-1).square() / gram.diagonal(dim1=-2, dim2=-1)).amin(dim=1)
+        left = left.masked_fill_(failed > 0, 0)
+        counts = [len(Xt) for Xt in Xts]
+        identity = torch.eye(L.shape[-1], dtype=L.dtype)
+        inverses = torch.linalg.solve_triangular(L.mT, identity, upper=True).mT.split(counts)
+        for i, Xt, inverse, smallest in zip(group, Xts, inverses, left.split(counts), strict=True):
+            if smallest.min().item() > max(WELL_CONDITIONED, epsilon**2):
+                out[i].copy_(torch.bmm(inverse, Xt).mT)
+                done[i] = True
+    return done
 
 
 def _number(bucket: Bucket, step: Step) -> int | Tensor:

@@ -7,15 +7,21 @@ the rounding error of the sum from its own contribution. So the contributions of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, Chunk, Piece, WireFormat, WirePlan
+from powersgd_triton.layout.wire_format import BLOCK, Chunk, WireFormat, WirePlan
 
 CODES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8, "int4": torch.int8}
+
+ROW = 64
+"""Entries of a row from which operations on rows take little longer than operations on flat tensors."""
+TOGETHER = 4 << 20
+"""Bytes of factors of several workers that are decoded together."""
 
 
 class Wire(Protocol):
@@ -39,130 +45,262 @@ class Wire(Protocol):
 class TorchWire:
     """The reference implementation of ``Wire``.
 
+    The number of operations decides how long a small message takes. So an operation processes all factors of a chunk at
+    once, or all blocks of a run if it depends on the blocks. Operations on the short rows of a factor are slow, so
+    several rows of a block count as one long row. The scales are repeated accordingly.
+
     Args:
         plan: Places of all parts in the bytes.
         dtype: Dtype of messages, fp32 or fp64. Bypass tensors are sent in it.
+        device: Device of messages.
     """
 
-    def __init__(self, plan: WirePlan, dtype: torch.dtype) -> None:
+    def __init__(self, plan: WirePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
         self._dtype = dtype
+        self._runs = [_runs(chunk, plan.width) for chunk in plan.chunks]
+        # Not a number: torch on CUDA would multiply by its reciprocal, which has other bits.
+        self._levels = torch.full((), plan.width.levels, dtype=dtype, device=device)
+        # Scratch for the largest chunk, of several workers if it is small. (Without it, the CPU takes longer to get new
+        # memory than for the operations on it.) If there is one chunk, two workers exchange it.
+        numel = max((_numel(chunk) for chunk in plan.chunks), default=0)
+        several = max(1, min(max(2, len(plan.chunks)), TOGETHER // max(1, numel * dtype.itemsize)))
+        self._total = torch.empty(numel, dtype=dtype, device=device)
+        self._decoded = torch.empty(several, numel, dtype=dtype, device=device)
+        self._codes = torch.empty(several, numel if plan.width.bits == 4 else 0, dtype=torch.int8, device=device)
 
     def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
-        for chunk, content in zip(self.plan.chunks, out, strict=True):
+        for chunk, runs, content in zip(self.plan.chunks, self._runs, out, strict=True):
             self._exact(content, chunk).copy_(message[chunk.bypass : chunk.bypass + chunk.bypass_numel])
-            for piece in chunk.pieces:
-                encode_reference(_part(message, piece), piece, self.plan.width, out=content)
-                if own is not None:
-                    decode_reference(content, piece, self.plan.width, out=_part(own, piece))
+            if runs:
+                factors = _factors(chunk)
+                self._encode(message[factors], runs, content, chunk, own=None if own is None else own[factors])
 
     def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None:
-        chunk, width = self.plan.chunks[worker], self.plan.width
+        chunk, runs = self.plan.chunks[worker], self._runs[worker]
         exact = self._exact(out, chunk).zero_()
         for content in received:
             exact += self._exact(content, chunk)
-        for piece in chunk.pieces:
-            shape = piece.count, piece.rows, piece.rank
-            total, part = (torch.zeros(shape, dtype=self._dtype, device=out.device) for _ in range(2))
-            for content in received:
-                decode_reference(content, piece, width, out=part)
+        if not runs:
+            return
+        total = self._total[: _numel(chunk)].zero_()
+        for contents in received.split(len(self._decoded)):
+            decoded = self._decoded[: len(contents), : len(total)]
+            self._decode(contents, runs, chunk, out=decoded)
+            for part in decoded:
                 total += part
-            encode_reference(total, piece, width, out=out)
-            if own is not None:
-                decode_reference(out, piece, width, out=part)
-                _part(own, piece).sub_(total.sub_(part))
+        rounded = None if own is None else self._decoded[0, : len(total)]
+        self._encode(total, runs, out, chunk, own=rounded)
+        if own is not None and rounded is not None:
+            own[_factors(chunk)].sub_(total.sub_(rounded))
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
-        for chunk, content in zip(self.plan.chunks, gathered, strict=True):
+        for chunk, runs, content in zip(self.plan.chunks, self._runs, gathered, strict=True):
             out[chunk.bypass : chunk.bypass + chunk.bypass_numel].copy_(self._exact(content, chunk))
-            for piece in chunk.pieces:
-                decode_reference(content, piece, self.plan.width, out=_part(out, piece))
+            if runs:
+                self._decode(content, runs, chunk, out=out[_factors(chunk)])
 
     def _exact(self, content: Tensor, chunk: Chunk) -> Tensor:
         return content[: chunk.bypass_numel * self._dtype.itemsize].view(self._dtype)
 
+    def _parts(self, content: Tensor, runs: Sequence[Run], chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Return scales and codes of the bytes of a chunk, or of the same chunk of several workers."""
+        scales, codes, last = chunk.pieces[0].scale, chunk.pieces[0].code, runs[-1].codes
+        dtype = CODES[self.plan.width.name]
+        end = codes + last.end * dtype.itemsize
+        return content[..., scales:codes].view(torch.bfloat16), content[..., codes:end].view(dtype)
 
-def encode_reference(A: Tensor, piece: Piece, width: WireFormat, *, out: Tensor) -> None:
-    """out, at the piece's places ← scales s = max|x| / levels of each block's columns, and codes round(x / s).
+    def _encode(self, A: Tensor, runs: Sequence[Run], content: Tensor, chunk: Chunk, *, own: Tensor | None) -> None:
+        """Write scales s = max|x| / levels of each block's columns, and codes round(x / s). own ← codes · scales.
 
-    Rounding is to nearest, ties to even. A non-finite value makes its scale NaN, and with it all decoded values of the
-    column. Zeros have code 0, and so have values so small that the scale is 0.
+        Rounding is to nearest, ties to even. A non-finite value makes its scale NaN, and with it all decoded values of
+        the column. Zeros have code 0, and so have values so small that the scale is 0.
 
-    Args:
-        A: [count, rows, rank], fp32 or fp64.
-        piece: Places of the codes and scales.
-        width: Format of the factors.
-        out: Bytes of a chunk.
-    """
-    for rows, scales, codes in _blocks(piece, width, out):
-        block = _in_blocks(A, rows)
-        if scales is not None:
-            largest = block.abs().amax(dim=2)
-            # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
-            scales.copy_(torch.where(largest.isfinite(), largest / torch.full_like(largest, width.levels), torch.nan))
-            divisor = scales.to(A.dtype).unsqueeze(2)
-            block = torch.where(divisor > 0, block / divisor, 0)
-        if width.bits < 16:
-            block = block.round_().clamp_(-width.levels, width.levels)
+        Args:
+            A: Factors of the chunk, flat, fp32 or fp64, as is ``own``.
+            runs: Places of the blocks.
+            content: Bytes of the chunk.
+            chunk: Places in the bytes.
+            own: Where to write what the codes stand for. It may be scratch. None for nowhere.
+        """
+        width, (scales, codes) = self.plan.width, self._parts(content, runs, chunk)
+        divisors: list[Tensor] = []
+        if width.scaled:
+            quotient = torch.abs(A, out=self._decoded[0, : len(A)])
+            scale = torch.empty(scales.shape, dtype=self._dtype, device=scales.device)
+            for run in runs:
+                _write_largest(run.entries.of(quotient), run.scales.of(scale))
+            scale.div_(self._levels)
+            # On other devices the host would have to wait to know.
+            ordinary = scale.device.type == "cpu" and _ordinary(scale)
+            if not ordinary:
+                scale = torch.where(scale.isfinite(), scale, torch.nan)
+            # Divide by the scales as they are stored, since the codes are multiplied by those.
+            divisors = _repeated(runs, scale.copy_(scales.copy_(scale)))
+            for run, divisor in zip(runs, divisors, strict=True):
+                block = run.entries.of(quotient)
+                torch.div(run.entries.of(A), divisor, out=block)
+                if not ordinary:
+                    block.copy_(torch.where(divisor > 0, block, 0))
+            A = quotient
+            if width.bits < 16:
+                A.round_()
+                if not ordinary:
+                    A.clamp_(-width.levels, width.levels)
         if width.bits == 4:
-            low, high = _halves(block.to(torch.int8))
-            codes.copy_((low & 15) | (high << 4))
+            A = self._codes[0, : len(A)].copy_(A)
+            for run in runs:
+                low, high, packed = run.low.of(A), run.high.of(A), run.codes.of(codes)
+                packed.copy_(low).bitwise_and_(15)
+                packed[..., : high.shape[-1]].add_(high, alpha=16)
         else:
-            codes.copy_(block)
+            A = codes.copy_(A)
+        if own is not None:
+            own.copy_(A)
+            for run, divisor in zip(runs, divisors, strict=False):
+                run.entries.of(own).mul_(divisor)
+
+    def _decode(self, content: Tensor, runs: Sequence[Run], chunk: Chunk, *, out: Tensor) -> None:
+        """out ← codes · scales, for the factors of a chunk of one worker or of several: the inverse of encoding."""
+        scales, codes = self._parts(content, runs, chunk)
+        if self.plan.width.bits == 4:
+            whole = self._codes[: len(out), : out.shape[1]] if out.dim() == 2 else self._codes[0, : len(out)]
+            for run in runs:
+                low, high, packed = run.low.of(whole), run.high.of(whole), run.codes.of(codes)
+                # Shifts of signed integers restore the signs.
+                torch.bitwise_left_shift(packed, 4, out=low)
+                torch.bitwise_right_shift(packed[..., : high.shape[-1]], 4, out=high)
+                low.bitwise_right_shift_(4)
+            codes = whole
+        out.copy_(codes)
+        if self.plan.width.scaled:
+            for run, factor in zip(runs, _repeated(runs, scales.to(out.dtype)), strict=True):
+                run.entries.of(out).mul_(factor)
 
 
-def decode_reference(content: Tensor, piece: Piece, width: WireFormat, *, out: Tensor) -> None:
-    """out [count, rows, rank], fp32 or fp64 ← codes · scales of a chunk's bytes: the inverse of encoding."""
-    for rows, scales, codes in _blocks(piece, width, content):
-        block = _in_blocks(out, rows)
-        if width.bits == 4:
-            height = block.shape[2]
-            block[:, :, : codes.shape[2]] = (codes << 4) >> 4
-            block[:, :, codes.shape[2] :] = (codes >> 4)[:, :, : height - codes.shape[2]]
-        else:
-            block.copy_(codes)
-        if scales is not None:
-            block.mul_(scales.to(out.dtype).unsqueeze(2))
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a part of a flat tensor lies, or the same part of each row of a matrix, in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the part as a view, [*shape] or [rows, *shape]."""
+        offset = flat.storage_offset() + self.offset
+        if flat.dim() == 1:
+            return flat.as_strided(self.shape, self.strides, offset)
+        return flat.as_strided((len(flat), *self.shape), (flat.stride(0), *self.strides), offset)
+
+    @property
+    def end(self) -> int:
+        """The offset behind the last element."""
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
-def _part(factors: Tensor, piece: Piece) -> Tensor:
-    return factors[piece.element : piece.element + piece.numel].view(piece.count, piece.rows, piece.rank)
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Blocks of equal height of matrices at equal distances, and their places in a chunk's entries, scales and codes.
 
-
-def _blocks(piece: Piece, width: WireFormat, content: Tensor) -> Iterator[tuple[range, Tensor | None, Tensor]]:
-    """Yield runs of blocks of equal height: (rows, scales [count, blocks, rank], codes [count, blocks, height, rank]).
-
-    With 4-bit codes, ``height`` is half of the rows, rounded up. ``rows.step`` is the height of the run's blocks.
+    Attributes:
+        entries: Place of the entries, [count, blocks, long rows, entries of a long row].
+        low, high: Places of the first and second half of each block's entries, [count, blocks, entries]. If the number
+            of rows is odd, the second is shorter.
+        scales: Place of the scales, [count, blocks, rank].
+        repeated: The same, repeated for a long row, [count, blocks, rows in a long row, rank].
+        codes: Place of the codes, [count, blocks, codes]. Two 4-bit codes are one.
     """
-    count, rank = piece.count, piece.rank
-    whole, rest = divmod(piece.rows, BLOCK)
-    blocks = -(-piece.rows // BLOCK)
-    each = whole * width.code_bytes(BLOCK, rank) + width.code_bytes(rest, rank)
-    codes = content[piece.code : piece.code + count * each].view(CODES[width.name]).view(count, -1)
-    scales = None
-    if width.scaled:
-        numel = SCALE_BYTES * count * blocks * rank
-        scales = content[piece.scale : piece.scale + numel].view(torch.bfloat16).view(count, blocks, rank)
-    start = 0
-    runs = (range(0, whole * BLOCK, BLOCK), 0, whole), (range(whole * BLOCK, piece.rows, max(rest, 1)), whole, blocks)
-    for rows, first, last in runs:
-        if not rows:
-            continue
-        height = -(-rows.step // 2) if width.bits == 4 else rows.step
-        numel = (last - first) * height * rank
-        run = codes[:, start : start + numel].view(count, last - first, height, rank)
-        yield rows, None if scales is None else scales[:, first:last], run
-        start += numel
+
+    entries: Place
+    low: Place
+    high: Place
+    scales: Place
+    repeated: Place
+    codes: Place
 
 
-def _in_blocks(A: Tensor, rows: range) -> Tensor:
-    """Return a view [count, blocks, height, rank] of rows of A [count, rows, rank]."""
-    view: Tensor = A[:, rows.start : rows.stop].unflatten(1, (len(rows), rows.step))
-    return view
+def _factors(chunk: Chunk) -> slice:
+    """Return where a chunk's factors lie in the message. Its pieces are adjacent."""
+    first, last = chunk.pieces[0], chunk.pieces[-1]
+    return slice(first.element, last.element + last.numel)
 
 
-def _halves(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and second half of each block's rows. If their number is odd, the second ends with zeros."""
-    half = -(-codes.shape[2] // 2)
-    low, high = codes[:, :, :half], codes[:, :, half:]
-    return low, high if high.shape[2] == half else torch.nn.functional.pad(high, (0, 0, 0, 1))
+def _numel(chunk: Chunk) -> int:
+    return sum(piece.numel for piece in chunk.pieces)
+
+
+def _runs(chunk: Chunk, width: WireFormat) -> list[Run]:
+    """Divide the pieces of a chunk into as few runs as possible."""
+
+    def sizes(height: int, rank: int) -> list[int]:
+        """Return the numbers of entries, scales and codes of a block."""
+        codes = width.code_bytes(height, rank) if width.bits == 4 else height * rank
+        return [height * rank, rank, codes] if height else [0, 0, 0]
+
+    # (count, blocks, height, rank, first entry, scale and code, distances between matrices in each of them)
+    found: list[tuple[int, int, int, int, list[int], list[int]]] = []
+    start = [0, 0, 0]
+    for piece in chunk.pieces:
+        whole, rest = divmod(piece.rows, BLOCK)
+        full = sizes(BLOCK, piece.rank)
+        matrix = [whole * a + b for a, b in zip(full, sizes(rest, piece.rank), strict=True)]
+        for first, blocks, height in ((0, whole, BLOCK), (whole, 1, rest)):
+            if not (blocks and height):
+                continue
+            places, count = [x + first * a for x, a in zip(start, full, strict=True)], piece.count
+            if not (whole and rest):
+                # The blocks of all matrices are adjacent.
+                count, blocks = 1, count * blocks
+            if found and count == found[-1][0] == 1 and found[-1][2:4] == (height, piece.rank):
+                _, before, _, _, begin, _ = found[-1]
+                if places == [x + before * a for x, a in zip(begin, sizes(height, piece.rank), strict=True)]:
+                    found[-1] = (1, before + blocks, height, piece.rank, begin, matrix)
+                    continue
+            found.append((count, blocks, height, piece.rank, places, matrix))
+        start = [x + piece.count * a for x, a in zip(start, matrix, strict=True)]
+    return [
+        _run(count, blocks, height, rank, sizes(height, rank)[2], places, matrix)
+        for count, blocks, height, rank, places, matrix in found
+    ]
+
+
+def _run(
+    count: int, blocks: int, height: int, rank: int, codes: int, places: Sequence[int], distances: Sequence[int]
+) -> Run:
+    """Return a run of ``count`` · ``blocks`` blocks with ``codes`` codes each."""
+    joined = 1
+    while joined * rank < ROW and height % (2 * joined) == 0:
+        joined *= 2
+    (entry, scale, code), (next_entry, next_scale, next_code) = places, distances
+    size, half = height * rank, -(-height // 2) * rank
+    return Run(
+        Place(entry, (count, blocks, height // joined, joined * rank), (next_entry, size, joined * rank, 1)),
+        Place(entry, (count, blocks, half), (next_entry, size, 1)),
+        Place(entry + half, (count, blocks, size - half), (next_entry, size, 1)),
+        Place(scale, (count, blocks, rank), (next_scale, rank, 1)),
+        Place(scale, (count, blocks, joined, rank), (next_scale, rank, 0, 1)),
+        Place(code, (count, blocks, codes), (next_code, codes, 1)),
+    )
+
+
+def _write_largest(sizes: Tensor, out: Tensor) -> None:
+    """out ← the largest |x| of each block's columns, [count, blocks, rank]."""
+    largest = sizes.amax(dim=2)
+    while largest.shape[2] > out.shape[2]:
+        # A long row has a power of two of rows.
+        half = largest.shape[2] // 2
+        largest = torch.maximum(largest[:, :, :half], largest[:, :, half:])
+    out.copy_(largest)
+
+
+def _ordinary(scale: Tensor) -> bool:
+    """Return whether all scales are finite and normal numbers of bf16. Then no code exceeds the levels."""
+    smallest, largest = torch.aminmax(scale)
+    return float(smallest) >= torch.finfo(torch.bfloat16).tiny and float(largest) < torch.inf
+
+
+def _repeated(runs: Sequence[Run], scales: Tensor) -> list[Tensor]:
+    """Return the scales of each run, repeated for long rows, [..., count, blocks, 1, entries of a long row]."""
+    places = [run.repeated.of(scales) for run in runs]
+    return [place.reshape(*place.shape[:-2], 1, -1) for place in places]

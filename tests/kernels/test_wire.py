@@ -105,7 +105,7 @@ def assert_same(case: str, width: str, values: Values, device: torch.device, own
     """Kernels and reference give the same bits; but a NaN is a NaN."""
     plan = plan_of(case, width)
     messages, numel = messages_of(case, values)
-    expected = exchange(TorchWire(plan, torch.float32), messages, numel, CPU, own)
+    expected = exchange(TorchWire(plan, torch.float32, CPU), messages, numel, CPU, own)
     got = exchange(kernels(plan, device), messages, numel, device, own)
     for name in ("sent", "sums"):
         assert torch.equal(one_nan(getattr(got, name), plan), one_nan(getattr(expected, name), plan))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.ops.reference import orthogonalize_reference, random_directions
+from powersgd_triton.ops.torch_backend import orthogonalize_together
 from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
 
 NAN = float("nan")
@@ -192,3 +193,24 @@ def test_random_directions_are_uniform(step: int):
     assert abs(float(draws.mean())) < 5 * (1 / 3 / draws.numel()) ** 0.5
     assert abs(float(draws.square().mean()) - 1 / 3) < 5 * (4 / 45 / draws.numel()) ** 0.5
     assert draws.unique().numel() > 0.99 * draws.numel()
+
+
+def test_groups_together_have_the_same_bits():
+    """Groups that need more than one pass, or are not in fp32, are left to the reference."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 40, 4), (2, 17, 4), (1, 30, 7), (2, 9, 4), (1, 8, 4), (1, 20, 4)]
+    groups = [torch.randn(shape, generator=generator) for shape in shapes]
+    groups[3][1] = 0
+    groups[4][0, :, 1] = groups[4][0, :, 0] * (1 + 1e-5 * torch.randn(8, generator=generator))
+    groups[5][0, 3, 2] = torch.nan
+    groups.append(groups[0].double())
+    found = [torch.full_like(A, torch.nan) for A in groups]
+    assert orthogonalize_together(groups, out=found) == [True, True, True, False, False, False, False]
+    for A, basis in zip(groups[:3], found, strict=False):
+        alone = torch.empty_like(A)
+        orthogonalize_reference(A, keys=torch.arange(len(A)), step=0, out=alone)
+        assert torch.equal(basis, alone)
+    assert all(basis.isnan().all() for basis in found[3:])
+    in_place = [A.clone() for A in groups]
+    orthogonalize_together(in_place, out=in_place)
+    assert all(torch.equal(A, basis) for A, basis in zip(in_place[:3], found, strict=False))

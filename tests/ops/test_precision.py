@@ -99,7 +99,7 @@ def test_tf32_is_off_in_products_only(allowed: str):
 
 
 def test_products_are_computed_in_one_module():
-    """The functions of ``ops.blocks`` and, on fp64 values, ``orthogonalize_reference`` compute all products."""
+    """The functions of ``ops.blocks`` and, on fp64 values, the orthogonalization compute all products."""
     names = {"mm", "bmm", "matmul", "addmm", "addmm_", "baddbmm", "baddbmm_", "einsum", "addbmm", "mv", "dot", "linear"}
     found = set()
     for path in PACKAGE.rglob("*.py"):
@@ -112,7 +112,7 @@ def test_products_are_computed_in_one_module():
                 product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
                 if product or (isinstance(node, ast.Attribute) and node.attr in names):
                     found.add(function.name)
-    assert found == {"orthogonalize_reference", "_cholesky"}
+    assert found == {"orthogonalize_reference", "_cholesky", "orthogonalize_together"}
 
 
 def test_orthogonalization_has_fp64_products_only():

@@ -40,7 +40,7 @@ def exchanged(
     """What arrives of one message of each worker, and what each contributed."""
     dtype, many = messages[0].dtype, numel(factors)
     plan = plan_of(name, workers, messages, factors)
-    wire = TorchWire(plan, dtype)
+    wire = TorchWire(plan, dtype, torch.device("cpu"))
     contributed = [torch.full((many,), torch.nan, dtype=dtype) for _ in messages]
     sent = [torch.full((workers, plan.size), 0xAA, dtype=torch.uint8) for _ in messages]
     for message, own, out in zip(messages, contributed, sent, strict=True):
@@ -200,6 +200,17 @@ def test_eligibility_counts_bytes():
     assert eligible == [0, 0, 0, 32, 32]
     layout = Layout.build({"a": shape, "b": (10,)}, PowerSGDConfig(rank=32, wire_dtype="int8"))
     assert layout.sent_numel(PowerSGDConfig(rank=32, wire_dtype="int8"), 0) == 2 * (64 * 32 + 64) // 4 + 10
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_blocks_of_several_shapes_are_processed_together(name: str):
+    """Operations on many small tensors would take longer than the arithmetic."""
+    plan = WirePlan.build(FORMATS[name], [(2, 128, 4), (1, 512, 4), (3, 256, 4), (4, 40, 4), (5, 40, 4)], 7, 4, 1)
+    message = torch.randn(plan.chunks[0].bypass + 7)
+    wire, out = TorchWire(plan, torch.float32, torch.device("cpu")), torch.empty(1, plan.size, dtype=torch.uint8)
+    with torch.profiler.profile() as profile:
+        wire.encode(message, torch.empty(plan.chunks[0].bypass), out=out)
+    assert sum(event.name in ("aten::div", "aten::amax") for event in profile.events()) <= 2 * 2
 
 
 # Whole steps --------------------------------------------------------------------------------------------------------
