@@ -25,6 +25,8 @@ ROUNDS = 2
 LARGEST = {"cpu": 1 << 23}
 LARGEST_ON_DEVICE = 1 << 26
 """Elements of a larger model that are timed. A GPU needs many, since each bucket takes some time of the host."""
+SCRATCH = 1 << 27
+"""Bytes that fill the caches."""
 
 
 class _Echo(Communicator):
@@ -88,10 +90,11 @@ def time_compute(
     }
     fields: dict[str, Any] = {"compression": None, "bytes_per_step": None, "max_rank": None, "max_overhead": None}
     fields |= {"start_iter": 0, "check_every": 0, "min_compression_rate": 0.0}
+    scratch = torch.zeros(SCRATCH, dtype=torch.uint8, device=device)
     seconds = []
     for rank in RANKS:
         tried = engine(dataclasses.replace(config, rank=rank, **fields), _Echo(), lambda: part, device)
-        rounds = [_time_steps(tried, gradients, device) for _ in range(1 + ROUNDS)]
+        rounds = [_time_steps(tried, gradients, device, scratch) for _ in range(1 + ROUNDS)]
         seconds.append(min(rounds[1:]) * scale)
     return ComputeTime(tuple(seconds))
 
@@ -122,15 +125,19 @@ def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in tensors.values())
 
 
-def _time_steps(engine: Engine, gradients: Mapping[str, Tensor], device: torch.device) -> float:
+def _time_steps(engine: Engine, gradients: Mapping[str, Tensor], device: torch.device, scratch: Tensor) -> float:
     """Return the mean seconds of two steps, in which the alternating algorithm computes both of its products."""
-    synchronize(device)
-    begin = time.perf_counter()
+    seconds = 0.0
     for _ in range(2):
+        # In training, a backward pass and an optimizer have used the caches since the last step.
+        scratch.add_(1)
+        synchronize(device)
+        begin = time.perf_counter()
         layout = engine.begin("trial", lambda: {n: tuple(g.shape) for n, g in gradients.items()}, device, last=True)
         engine.average(layout, gradients)
-    synchronize(device)
-    return (time.perf_counter() - begin) / 2
+        synchronize(device)
+        seconds += time.perf_counter() - begin
+    return seconds / 2
 
 
 def synchronize(device: torch.device) -> None:
