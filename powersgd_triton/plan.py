@@ -178,13 +178,13 @@ def predictions(
     times: dict[str, ComputeTime] = {}
     for width in (*WIDTHS, "int8"):
         fixed = PowerSGDConfig(rank=4, wire_dtype=width)
-        times[width] = time_compute(Engine, fixed, job.tensors, device)
+        times[width] = time_compute(Engine, fixed, job.buckets, device)
         for rank in RANKS:
             of_rank = dataclasses.replace(fixed, rank=rank)
             rows.append((f"rank {rank}, {width}", job.compressed(of_rank, times[width])))
     alternating = PowerSGDConfig(rank=4, algorithm="alternating")
     rows.append(
-        ("rank 4, alternating", job.compressed(alternating, time_compute(Engine, alternating, job.tensors, device)))
+        ("rank 4, alternating", job.compressed(alternating, time_compute(Engine, alternating, job.buckets, device)))
     )
     found = budgets(job, config, {width: times[width] for width in WIDTHS})
     if config.max_overhead is not None:

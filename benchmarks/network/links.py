@@ -57,7 +57,10 @@ MODELS = {"0.8 M": (128, BATCH_PER_WORKER), "3.2 M": (256, 8), "9.8 M": (448, 4)
 RANK = 4
 ALONE, FP32, BF16, TORCH, OURS = "no communication", "allreduce", "allreduce+bf16", f"torch:{RANK}", f"ours:{RANK}"
 # With their losses.
-TRAINED = (FP32, BF16, TORCH, OURS, f"{OURS}+int8", "ours:16+int8", "ours:20x", "ours:100x", f"{OURS}+alternating")
+TRAINED = (
+    *(FP32, BF16, TORCH, OURS, f"{OURS}+int8", "ours:16+int8", "ours:20x", "ours:100x"),
+    *(f"{OURS}+alternating", f"{OURS}+alternating+int8"),
+)
 AUTO = "ours:auto"
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]
 ARMS = (ALONE, *TRAINED, AUTO, *SHARDED)
@@ -146,9 +149,9 @@ def _kind(config: PowerSGDConfig) -> tuple[str | None, str]:
 
 def _compute_times(width: int) -> dict[tuple[str | None, str], ComputeTime]:
     """Return the times that compression computes, as ``plan`` measures them."""
-    tensors = {name: shape for bucket in _buckets(width) for name, shape in bucket.items()}
+    buckets = _buckets(width)
     configs = {_kind(config): config for arm in ARMS if (config := _config(arm)) is not None}
-    return {kind: time_compute(Engine, config, tensors, torch.device("cpu")) for kind, config in configs.items()}
+    return {kind: time_compute(Engine, config, buckets, torch.device("cpu")) for kind, config in configs.items()}
 
 
 def predict(arm: str, job: Job, times: Mapping[tuple[str | None, str], ComputeTime]) -> float | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RANKS = (4, 16, 64)
 """Ranks at which a step is timed."""
 ROUNDS = 2
-LARGEST = {"cpu": 1 << 23}
+LARGEST = {"cpu": 1 << 24}
 LARGEST_ON_DEVICE = 1 << 26
 """Elements of a larger model that are timed. A GPU needs many, since each bucket takes some time of the host."""
 SCRATCH = 1 << 27
@@ -69,7 +69,7 @@ class ComputeTime:
 def time_compute(
     engine: Callable[..., Engine],
     config: PowerSGDConfig,
-    tensors: Mapping[str, Sequence[int]],
+    buckets: Sequence[Mapping[str, Sequence[int]]],
     device: torch.device,
 ) -> ComputeTime:
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
@@ -77,38 +77,39 @@ def time_compute(
     Args:
         engine: The class ``Engine``, which itself times with this function.
         config: Configuration of the compression. Its rank or budget does not matter.
-        tensors: {name: shape} of the model's tensors. If it is large, a part is timed.
+        buckets: {name: shape} of each bucket's tensors. If the model is large, some matrices of it are timed.
     """
-    part = sample(tensors, LARGEST.get(device.type, LARGEST_ON_DEVICE))
+    matrices = [_matrices(bucket) for bucket in buckets]
+    whole = {name: shape for bucket in matrices for name, shape in bucket.items()}
+    part = sample(whole, LARGEST.get(device.type, LARGEST_ON_DEVICE))
     if not part:
         return ComputeTime((0.0,) * len(RANKS))
-    scale = _numel(_matrices(tensors)) / _numel(part)
+    timed = [bucket for bucket in matrices if bucket] if part == whole else [part]
     generator = torch.Generator(device).manual_seed(0)
-    gradients = {
-        name: torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
-        for name, shape in part.items()
-    }
+    gradients = [
+        {name: torch.randn(*s, generator=generator, dtype=torch.float32, device=device) for name, s in bucket.items()}
+        for bucket in timed
+    ]
+    scratch = torch.zeros(SCRATCH, dtype=torch.uint8, device=device)
     fields: dict[str, Any] = {"compression": None, "bytes_per_step": None, "max_rank": None, "max_overhead": None}
     fields |= {"start_iter": 0, "check_every": 0, "min_compression_rate": 0.0}
-    scratch = torch.zeros(SCRATCH, dtype=torch.uint8, device=device)
     seconds = []
     for rank in RANKS:
         tried = engine(dataclasses.replace(config, rank=rank, **fields), _Echo(), lambda: part, device)
         rounds = [_time_steps(tried, gradients, device, scratch) for _ in range(1 + ROUNDS)]
-        seconds.append(min(rounds[1:]) * scale)
+        seconds.append(min(rounds[1:]) * _numel(whole) / _numel(part))
     return ComputeTime(tuple(seconds))
 
 
-def sample(tensors: Mapping[str, Sequence[int]], largest: int) -> dict[str, tuple[int, ...]]:
-    """Return the matrices of a model, or as many of each shape as have at most ``largest`` elements together.
+def sample(matrices: Mapping[str, tuple[int, ...]], largest: int) -> Mapping[str, tuple[int, ...]]:
+    """Return all matrices, or as many of each shape as have at most ``largest`` elements together.
 
     If one of each shape has more, all get about as many elements, by fewer rows.
     """
-    found = _matrices(tensors)
-    if _numel(found) <= largest:
-        return found
+    if _numel(matrices) <= largest:
+        return matrices
     names: dict[tuple[int, ...], list[str]] = {}
-    for name, shape in found.items():
+    for name, shape in matrices.items():
         names.setdefault(shape, []).append(name)
     elements = sum(math.prod(shape) for shape in names)
     if elements <= largest:
@@ -125,7 +126,7 @@ def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in tensors.values())
 
 
-def _time_steps(engine: Engine, gradients: Mapping[str, Tensor], device: torch.device, scratch: Tensor) -> float:
+def _time_steps(engine: Engine, buckets: Sequence[dict[str, Tensor]], device: torch.device, scratch: Tensor) -> float:
     """Return the mean seconds of two steps, in which the alternating algorithm computes both of its products."""
     seconds = 0.0
     for _ in range(2):
@@ -133,8 +134,10 @@ def _time_steps(engine: Engine, gradients: Mapping[str, Tensor], device: torch.d
         scratch.add_(1)
         synchronize(device)
         begin = time.perf_counter()
-        layout = engine.begin("trial", lambda: {n: tuple(g.shape) for n, g in gradients.items()}, device, last=True)
-        engine.average(layout, gradients)
+        for number, gradients in enumerate(buckets):
+            shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+            layout = engine.begin(number, lambda shapes=shapes: shapes, device, last=number == len(buckets) - 1)  # type: ignore[misc]
+            engine.average_joined(layout, gradients, lambda: None)
         synchronize(device)
         seconds += time.perf_counter() - begin
     return seconds / 2

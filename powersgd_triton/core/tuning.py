@@ -76,7 +76,7 @@ class Tuning:
         seen = {name for bucket in buckets for name in bucket}
         buckets = [{name: shape for name, shape in tensors.items() if name not in seen}, *buckets]
         widths = WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
-        times = {w: self._own(dataclasses.replace(config, wire_dtype=w), tensors, device) for w in widths}
+        times = {w: self._own(dataclasses.replace(config, wire_dtype=w), buckets, device) for w in widths}
         # The slowest worker and the slowest network count.
         worst = [1 / network.card, 1 / network.inside, network.latency, network.inside_latency]
         (step,), (card, inside, latency, inside_latency), *seconds = self._agreed(
@@ -111,12 +111,12 @@ class Tuning:
         )
         return {"compression": compression, "wire_dtype": width}
 
-    def _max_rank(self, step: float, _buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
+    def _max_rank(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose the largest rank whose compute is at most ``max_overhead`` of a step."""
         engine, config = self._engine, self._engine.config
         assert config.max_overhead is not None
         assert config.max_rank is not None
-        own = self._own(config, engine.plan.tensors, device)
+        own = self._own(config, buckets, device)
         (rest,), seconds = self._agreed([[step - own(engine.plan.mean_rank)], own.seconds], device)
         own = ComputeTime(seconds)
         # Compression takes a share x of a step if it takes x / (1 - x) of the rest.
@@ -128,11 +128,11 @@ class Tuning:
         )
         return {"max_rank": limit}
 
-    def _own(self, config: PowerSGDConfig, tensors: Tensors, device: torch.device) -> ComputeTime:
+    def _own(self, config: PowerSGDConfig, buckets: list[Tensors], device: torch.device) -> ComputeTime:
         """Time what compression computes. Collective, since it may fail on one worker only."""
         engine = self._engine
         return engine.peers.together(
-            "a trial of the compression", lambda: (time_compute(type(engine), config, tensors, device), {}, {})
+            "a trial of the compression", lambda: (time_compute(type(engine), config, buckets, device), {}, {})
         )
 
     def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:

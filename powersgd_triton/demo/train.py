@@ -235,7 +235,7 @@ def distribute(
 
         return engine, engine, update_engine
     if settings.parallelism == "ddp":
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         state, hook = communication(arm, model)
         wrapped.register_comm_hook(state, timer.timed(hook))
         replica: nn.Module = wrapped
