@@ -104,6 +104,9 @@ def factor_seconds(
 ) -> list[float]:
     """Return the seconds in which the factors of each bucket travel.
 
+    The last element also has what of the bucket before cannot travel during the backward pass on the CPU: its second
+    message is computed when the last bucket comes.
+
     Args:
         buckets: Layouts with the ranks in force, in the order in which the backward pass fills them.
         config: Configuration of the compression.
@@ -118,6 +121,9 @@ def factor_seconds(
         if not joined or number == len(buckets) or not waits(whole, config, network.workers):
             seconds.append(_factor_seconds(whole, config, network, two_levels=two_levels))
             waiting = []
+    if len(seconds) > 1 and config.algorithm == "standard":
+        late = seconds[-2] / 2
+        seconds[-2:] = [seconds[-2] - late, seconds[-1] + late]
     return seconds
 
 
@@ -142,12 +148,12 @@ def _factor_seconds(layout: Layout, config: PowerSGDConfig, network: Network, *,
 def step_seconds(compute: float, compression: float, messages: Sequence[float]) -> float:
     """Return the seconds of a step.
 
-    All messages but the last bucket's travel during the backward pass.
+    All messages but the last ones travel during the backward pass.
 
     Args:
         compute: Seconds of the forward and backward pass and the optimizer.
         compression: Seconds that compression computes.
-        messages: Seconds of each bucket's messages.
+        messages: Seconds of each bucket's messages; see ``factor_seconds``.
     """
     *early, last = messages or [0.0]
     return compute + compression + last + max(0.0, sum(early) - BACKWARD * compute)

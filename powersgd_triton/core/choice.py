@@ -15,7 +15,7 @@ from powersgd_triton.ranks.planner import sent_bytes, starting_ranks
 
 COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)
 WIDTHS = ("int4", "float32")
-TOLERANCE = 0.03
+TOLERANCE = 0.02
 """Share of a step's time that a choice may give away for more bytes, which mean less loss."""
 
 
