@@ -1,6 +1,6 @@
 """Steps of every way to train on two hosts, against the rate of their link, and training losses against seconds.
 
-python benchmarks/network/links.py times [--models …] [--rates 100 1000 none …] [--turns 3] [--seconds 8]
+python benchmarks/network/links.py times [--models …] [--rates 100 1000 none …] [--arms …] [--turns 3]
 python benchmarks/network/links.py losses [--models …] [--arms …] [--steps 300]
 python benchmarks/network/links.py report [--steps 300]
 
@@ -276,6 +276,7 @@ def main() -> None:
     options["losses"].add_argument("--arms", nargs="+", choices=TRAINED, default=TRAINED)
     times = options["times"]
     times.add_argument("--rates", nargs="+", type=_rate, default=list(RATES), help="Mbit/s, or none (default: six)")
+    times.add_argument("--arms", nargs="+", choices=ARMS, help="(default: all at 100 Mbit/s and 1 Gbit/s, else four)")
     times.add_argument("--turns", type=int, default=TURNS, help=f"of {turns.TURN} steps (default: %(default)s)")
     times.add_argument(
         "--seconds", type=float, default=SECONDS, help="after which an arm takes no turn more (default: %(default)s)"
@@ -284,7 +285,8 @@ def main() -> None:
     if arguments.command == "times":
         programs.prepare()
         for rate in arguments.rates:
-            rows = measure(RATES.get(rate, FEW_ARMS), arguments.models, rate, arguments.turns, arguments.seconds)
+            arms = arguments.arms or RATES.get(rate, FEW_ARMS)
+            rows = measure(arms, arguments.models, rate, arguments.turns, arguments.seconds)
             record(rows)
             print(f"measured: {links_report.rate_text(rate)}", flush=True)
     elif arguments.command == "losses":
