@@ -84,7 +84,7 @@ class Engine:
         # Each with the collective that it waits for.
         self._under_way: collections.deque[tuple[Schedule, Work]] = collections.deque()
         self._waiting = Waiting()
-        self._tuning = Tuning(self) if self.plan.measures else None
+        self._tuning = self._new_tuning()
         self.numel, self.sent = [0, 0], 0
         self.clock = Clock()
         self.telemetry: Telemetry | None = None
@@ -356,6 +356,9 @@ class Engine:
             if self.telemetry is not None and self.telemetry.end_step(step.iteration, self.sent, times):
                 self.clock.start(device)
 
+    def _new_tuning(self) -> Tuning | None:
+        return Tuning(self.plan, self.peers, self.step, type(self)) if self.plan.measures else None
+
     def finish(self) -> None:
         """End the open step if the adapter does not know its last bucket. All of its buckets are finished by now."""
         if self.step.keys and self.step.last is None:
@@ -377,7 +380,7 @@ class Engine:
             self._void()
         self.step.ended = 0
         self._waiting = Waiting()
-        self._tuning = Tuning(self) if self.plan.measures else None
+        self._tuning = self._new_tuning()
         self.peers.connect(communicator)
 
     def state_dict(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
@@ -413,7 +416,7 @@ class Engine:
         A step that is open is dropped, since the state replaces everything.
         """
         self.plan.load_state_dict(saved.plan)
-        self._tuning = Tuning(self) if self.plan.measures else None
+        self._tuning = self._new_tuning()
         self.step.iteration = saved.iteration
         self._drop_step()
         # Other ranks may need other buckets.

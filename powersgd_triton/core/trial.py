@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-
-if TYPE_CHECKING:
-    from powersgd_triton.core.engine import Engine
 
 RANKS = (4, 16, 64)
 """Ranks at which a step is timed."""
@@ -67,7 +64,7 @@ class ComputeTime:
 
 
 def time_compute(
-    engine: Callable[..., Engine],
+    engine: Callable[..., Any],
     config: PowerSGDConfig,
     buckets: Sequence[Mapping[str, Sequence[int]]],
     device: torch.device,
@@ -75,7 +72,7 @@ def time_compute(
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
 
     Args:
-        engine: The class ``Engine``, which itself times with this function.
+        engine: The class ``Engine``, which itself uses this module.
         config: Configuration of the compression. Its rank or budget does not matter.
         buckets: {name: shape} of each bucket's tensors. If the model is large, some matrices of it are timed.
     """
@@ -126,7 +123,7 @@ def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in tensors.values())
 
 
-def _time_steps(engine: Engine, buckets: Sequence[dict[str, Tensor]], device: torch.device, scratch: Tensor) -> float:
+def _time_steps(engine: Any, buckets: Sequence[dict[str, Tensor]], device: torch.device, scratch: Tensor) -> float:
     """Return the mean seconds of two steps, in which the alternating algorithm computes both of its products."""
     seconds = 0.0
     for _ in range(2):
@@ -136,7 +133,7 @@ def _time_steps(engine: Engine, buckets: Sequence[dict[str, Tensor]], device: to
         begin = time.perf_counter()
         for number, gradients in enumerate(buckets):
             shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-            layout = engine.begin(number, lambda shapes=shapes: shapes, device, last=number == len(buckets) - 1)  # type: ignore[misc]
+            layout = engine.begin(number, lambda shapes=shapes: shapes, device, last=number == len(buckets) - 1)
             engine.average_joined(layout, gradients, lambda: None)
         synchronize(device)
         seconds += time.perf_counter() - begin

@@ -7,7 +7,8 @@ import itertools
 import logging
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,11 +16,11 @@ from powersgd_triton.comm.cost import Network, measure_network
 from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.core.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose, compute_of
 from powersgd_triton.core.facts import Tensors
+from powersgd_triton.core.peers import Peers
 from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute
 from powersgd_triton.layout.layout import Layout
-
-if TYPE_CHECKING:
-    from powersgd_triton.core.engine import Engine
+from powersgd_triton.ops.step import Step
+from powersgd_triton.ranks.plan import RankPlan
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -33,14 +34,15 @@ class Tuning:
     For ``compression="auto"`` the measured steps are exact. Otherwise they are compressed.
 
     Args:
-        engine: Engine whose steps are measured.
+        plan, peers, step: Those of the engine whose steps are measured.
+        engine: The class ``Engine``.
 
     Attributes:
         itemsize: Bytes of an element of the gradients.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, plan: RankPlan, peers: Peers, step: Step, engine: Callable[..., Any]) -> None:
+        self._plan, self._peers, self._step, self._engine = plan, peers, step, engine
         self.itemsize = 4
         self._ends: list[float] = []
         self._buckets: list[Tensors] = []
@@ -54,8 +56,8 @@ class Tuning:
 
         Collective after the last measured step, in which nothing may differ between workers.
         """
-        engine, buckets = self._engine, self._buckets
-        if engine.step.iteration <= engine.config.start_iter and engine.plan.compresses:
+        plan, config = self._plan, self._plan.config
+        if self._step.iteration <= config.start_iter and plan.compresses:
             return False
         synchronize(device)
         self._ends.append(time.perf_counter())
@@ -63,14 +65,13 @@ class Tuning:
             return False
         ends = self._ends[WARM_UP:]
         step = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
-        choose = self._compression if engine.config.compression == AUTO else self._max_rank
-        engine.plan.settle(choose(step, buckets, device))
+        settle = self._compression if config.compression == AUTO else self._max_rank
+        plan.settle(settle(step, self._buckets, device))
         return True
 
     def _compression(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose a budget and a width, or no compression."""
-        engine, config = self._engine, self._engine.config
-        communicator, tensors = engine.communicator, engine.plan.tensors
+        config, communicator, tensors = self._plan.config, self._peers.communicator, self._plan.tensors
         network = measure_network(communicator, device)
         # Ranks are planned for all tensors, also for those without a gradient.
         seen = {name for bucket in buckets for name in bucket}
@@ -85,7 +86,7 @@ class Tuning:
         network = Network(network.nodes, network.node_size, 1 / card, 1 / inside, latency, inside_latency)
         times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
         levels = communicator.inside is not None
-        job = Job(buckets, self.itemsize, step, network, levels, joined=not engine.plan.buckets)
+        job = Job(buckets, self.itemsize, step, network, levels, joined=not self._plan.buckets)
         job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
         found = budgets(job, config, times)
@@ -113,11 +114,11 @@ class Tuning:
 
     def _max_rank(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose the largest rank whose compute is at most ``max_overhead`` of a step."""
-        engine, config = self._engine, self._engine.config
+        config = self._plan.config
         assert config.max_overhead is not None
         assert config.max_rank is not None
         own = self._own(config, buckets, device)
-        (rest,), seconds = self._agreed([[step - own(engine.plan.mean_rank)], own.seconds], device)
+        (rest,), seconds = self._agreed([[step - own(self._plan.mean_rank)], own.seconds], device)
         own = ComputeTime(seconds)
         # Compression takes a share x of a step if it takes x / (1 - x) of the rest.
         allowed = max(0.0, rest) * config.max_overhead / (1 - config.max_overhead)
@@ -130,14 +131,13 @@ class Tuning:
 
     def _own(self, config: PowerSGDConfig, buckets: list[Tensors], device: torch.device) -> ComputeTime:
         """Time what compression computes. Collective, since it may fail on one worker only."""
-        engine = self._engine
-        return engine.peers.together(
-            "a trial of the compression", lambda: (time_compute(type(engine), config, buckets, device), {}, {})
+        return self._peers.together(
+            "a trial of the compression", lambda: (time_compute(self._engine, config, buckets, device), {}, {})
         )
 
     def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:
         """Return the largest of all workers' numbers, element by element. Collective."""
-        communicator = self._engine.communicator
+        communicator = self._peers.communicator
         flat = torch.tensor([number for row in numbers for number in row], dtype=torch.float64)
         for group in (communicator, *communicator.others):
             flat = group.gather(flat, device).amax(dim=0)
