@@ -75,7 +75,8 @@ class Tuning:
         network = measure_network(communicator, device)
         # Ranks are planned for all tensors, also for those without a gradient.
         seen = {name for bucket in buckets for name in bucket}
-        buckets = [{name: shape for name, shape in tensors.items() if name not in seen}, *buckets]
+        unseen = {name: shape for name, shape in tensors.items() if name not in seen}
+        buckets = [*([unseen] if unseen else []), *buckets]
         widths = WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
         times = {w: self._own(dataclasses.replace(config, wire_dtype=w), buckets, device) for w in widths}
         # The slowest worker and the slowest network count.
