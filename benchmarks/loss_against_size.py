@@ -114,7 +114,8 @@ def table(sizes: Sequence[Size]) -> str:
     lines.append(["--:", "--:", "---", *["--:"] * (len(LEVELS) + 1)])
     for size in sizes:
         cells = [
-            f"{compression:.0f}×: {above:+.1f}" + (f" ± {size.errors[compression]:.1f}%" if size.errors else "%")
+            f"{compression:.0f}×: {above:+.1f}"
+            + (f" ± {size.errors[compression]:.1f}%" if compression in size.errors else "%")
             for compression, above in size.excess.items()
         ]
         found = [size.compression_at(level) for level in LEVELS]
