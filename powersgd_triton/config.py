@@ -35,6 +35,8 @@ WIRE_DTYPES = {
     "int8": "int8",
     "int4": "int4",
 }
+RANK_LIMITS = ("max_rank", "max_overhead")
+"""The fields that go with a budget only."""
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0, "explore_every": 0}
 """The integer fields, with the smallest value of each."""
 
@@ -63,6 +65,11 @@ def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") 
     if number < minimum:
         raise ValueError(f"{what} must be at least {minimum}; got {number}")
     return number
+
+
+def _check_number(name: str, value: Any, kind: str = "a number") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be {kind}; got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,8 +160,7 @@ class PowerSGDConfig:
             raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number; got {value!r}")
+            _check_number(name, value)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and at least 0; got {value}")
         if self.orthogonalization_epsilon >= 1:
@@ -193,8 +199,8 @@ class PowerSGDConfig:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
         if self.compression is not None and self.compression != AUTO:
-            if isinstance(self.compression, bool) or not isinstance(self.compression, (int, float)):
-                raise TypeError(f"compression must be a number or {AUTO!r}; got {self.compression!r}")
+            _check_number("compression", self.compression, f"a number or {AUTO!r}")
+            assert isinstance(self.compression, (int, float))
             if not (math.isfinite(self.compression) and self.compression >= 1):
                 raise ValueError(f"compression must be finite and at least 1; got {self.compression}")
         if self.bytes_per_step is not None:
@@ -205,14 +211,13 @@ class PowerSGDConfig:
             object.__setattr__(self, "rank", DEFAULT_RANK)
         if self.planned and self.max_rank is None:
             object.__setattr__(self, "max_rank", DEFAULT_MAX_RANK)
-        for name in ("max_rank", "max_overhead"):
+        for name in RANK_LIMITS:
             if not self.planned and getattr(self, name) is not None:
                 raise ValueError(
                     f"{name} limits planned ranks: give it with compression or bytes_per_step; got rank={self.rank!r}"
                 )
         if self.max_overhead is not None:
-            if isinstance(self.max_overhead, bool) or not isinstance(self.max_overhead, (int, float)):
-                raise TypeError(f"max_overhead must be a number; got {self.max_overhead!r}")
+            _check_number("max_overhead", self.max_overhead)
             if not 0 < self.max_overhead < 1:
                 raise ValueError(f"max_overhead is a share of a step between 0 and 1; got {self.max_overhead}")
         if self.rank is None and not self.error_feedback:

@@ -27,7 +27,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.trial import RANKS, ComputeTime, synchronize, time_compute
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ranks.report import RankReport
+from powersgd_triton.ranks.report import RankReport, aligned
 from powersgd_triton.shapes import MODELS
 
 BUCKETS = (1 << 20, 25 << 20)
@@ -209,12 +209,7 @@ def table(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:
         rank = str(max(row.ranks.values(), default="")) if row.config is not None else ""
         ratios = f"{exact.seconds / row.seconds:.2f}x", f"{row.overhead:.0%}"
         lines.append((name + mark, f"{row.bytes_per_step:,.0f}", rank, f"{row.seconds * 1e3:,.4g}", *ratios))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = "<" + ">" * (len(widths) - 1)
-    return "\n".join(
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
-        for line in lines
-    )
+    return "\n".join(aligned(lines, "<>>>>>"))
 
 
 def recommendation(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from powersgd_triton.comm.nodes import AUTO
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig
 from powersgd_triton.core.tuning import refuse_auto
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
@@ -80,7 +80,7 @@ def read_section(section: Any) -> Section:
             continue
         # Check each key alone. Conflicts between keys, such as alternating without warm_start, are found below.
         try:
-            PowerSGDConfig(**{key: value, **({"compression": 1} if key in ("max_rank", "max_overhead") else {})})
+            PowerSGDConfig(**{key: value, **({"compression": 1} if key in RANK_LIMITS else {})})
         except (TypeError, ValueError) as error:
             problems.append(str(error))
         else:

@@ -159,6 +159,13 @@ def step_seconds(compute: float, compression: float, messages: Sequence[float]) 
     return compute + compression + last + max(0.0, sum(early) - BACKWARD * compute)
 
 
+def compute_of(seconds: float, messages: Sequence[float]) -> float:
+    """Return the compute of an exact step that took ``seconds`` with these messages; inverts ``step_seconds``."""
+    *early, last = messages or [0.0]
+    rest = seconds - last
+    return max(0.0, min(rest, (rest - sum(early)) / (1 - BACKWARD)))
+
+
 def measure_network(communicator: Communicator, device: torch.device) -> Network:
     """Measure the network of a group by all-reduces of several sizes. Collective. The host waits for the device.
 

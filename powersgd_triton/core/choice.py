@@ -130,12 +130,3 @@ def choose(exact: Prediction, compressed: Iterable[Prediction]) -> Prediction:
     fastest = min(prediction.seconds for prediction in found)
     good = [prediction for prediction in found if prediction.seconds <= (1 + TOLERANCE) * fastest]
     return max(good, key=lambda p: (p.config is None, sum(p.ranks.values()), -p.seconds))
-
-
-def compute_of(seconds: float, messages: Sequence[float]) -> float:
-    """Return the compute of a step that took ``seconds`` with these messages: the inverse of ``step_seconds``."""
-    low, high = 0.0, seconds
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if step_seconds(middle, 0.0, messages) < seconds else (low, middle)
-    return high

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from powersgd_triton.comm.cost import Network, measure_network
+from powersgd_triton.comm.cost import Network, compute_of, measure_network
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.core.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose, compute_of
+from powersgd_triton.core.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.peers import Peers
 from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, matrix_bytes
@@ -108,11 +108,7 @@ class RankReport:
             for tensor in self.tensors
         ]
         rows.append(("all", "", "", f"{self.bytes_per_step:,.0f}", fewer(self.compression)))
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = []
-        for row in [header, *rows]:
-            cells = zip(row, widths, "<<>>>", strict=True)
-            lines.append("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
+        lines = aligned([header, *rows], "<<>>>")
         if self.unused:
             lines.append(
                 f"Ranks are limited to {self.max_rank} columns. This leaves {self.unused:,.0f} of the budget's "
@@ -127,6 +123,15 @@ class RankReport:
             change = fewer(before / after) if after else "none"
             lines.append(f"In a whole step each worker sends {after:,.0f} bytes in place of {before:,.0f} ({change})")
         return "\n".join(lines)
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Return the rows of a table as lines. ``sides`` has "<" or ">" for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def fewer(ratio: float) -> str:

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm.cost import Network, step_seconds
-from powersgd_triton.core.choice import TOLERANCE, Job, Prediction, budgets, choose, compute_of
+from powersgd_triton.comm.cost import Network, compute_of, step_seconds
+from powersgd_triton.core.choice import TOLERANCE, Job, Prediction, budgets, choose
 from powersgd_triton.core.trial import ComputeTime
 
 BUCKETS = [{"head": (512, 256), "bias": (512,)}, {"body": (256, 1024), "norm": (256,)}]
