@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import loss_per_byte
+from benchmarks.markdown import markdown_table
 
 STEPS, WORKERS = 300, 2
 WIDTHS: dict[int, Sequence[str]] = {
@@ -125,7 +126,7 @@ def table(sizes: Sequence[Size]) -> str:
         fits = [growth(sizes, level) for level in LEVELS]
         levels = ["" if fit is None else f"({fit[0] * width ** fit[1]:.0f}×)" for fit in fits]
         lines.append([str(width), "", "extrapolated", *levels, ""])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 def draw(sizes: Sequence[Size]) -> None:

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import digits
+from benchmarks.markdown import markdown_table
 from powersgd_triton.config import PLANNED_WIRE_DTYPE
 from powersgd_triton.demo.model import WIDTH
 from powersgd_triton.demo.run import train_arm
@@ -258,7 +259,7 @@ def table(found: Sequence[Point], decimals: int) -> str:
             loss += f" ± {statistics.stdev(point.losses.values()):.{decimals}f}"
         accuracy = [f"{statistics.fmean(point.accuracies):.2f}%" if point.accuracies else ""] * accurate
         lines.append([point.arm, f"{point.bytes_per_step:,.0f}", ratio, loss, above, *accuracy, str(len(point.losses))])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 def draw(panels: Mapping[str, Sequence[Point]]) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import digits
+from benchmarks.markdown import markdown_table
 from powersgd_triton.demo import train as demo
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
 from powersgd_triton.demo.text import read_corpus, sample_batch
@@ -179,7 +180,7 @@ def table(model: str) -> str:
             above += f" ± {statistics.stdev(excess) / len(excess) ** 0.5:.2f}"
         loss = f"{statistics.fmean(losses.values()):.4f}"
         lines.append([form, arm, width, loss, above, str(len(losses))])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 def main() -> None:

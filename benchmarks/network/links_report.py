@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import markdown_table
 from benchmarks.network.turns import Row
 
 TARGET = 1.02
@@ -94,7 +95,7 @@ def steps_table(panel: Panel, alone: str, rates: Sequence[float]) -> str:
         # Both hosts send and receive nearly the same.
         cells += [f"{sum(sizes) / len(sizes) / 1e3:,.1f}" for sizes in (first.sent, first.received)]
         lines.append(cells)
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
 def losses_table(panel: Panel, base: str, interval: int, rates: Sequence[float]) -> str:
@@ -116,7 +117,7 @@ def losses_table(panel: Panel, base: str, interval: int, rates: Sequence[float])
         above = "" if arm == base else f"{100 * (curve[-1] / final - 1):+.1f}%"
         times = ["" if steps is None or rate not in medians else f"{steps * medians[rate]:,.1f}" for rate in rates]
         lines.append([arm, f"{curve[-1]:.3f}", above, "never" if steps is None else f"{steps:.0f}", *times])
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
 def crossovers_table(panels: Mapping[str, Panel], ours: str, bases: Sequence[str]) -> str:
@@ -141,7 +142,7 @@ def crossovers_table(panels: Mapping[str, Panel], ours: str, bases: Sequence[str
             else:
                 cells.append(f"beyond {rate_text(max(rates))}" if found == math.inf else f"{found:,.0f} Mbit/s")
         lines.append([model, *cells])
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
 def predictions_table(rows: Sequence[Row]) -> str:
@@ -160,7 +161,7 @@ def predictions_table(rows: Sequence[Row]) -> str:
     if errors:
         worst, arm, _ = max(errors, key=lambda one: one[0])
         lines.append(["all", "", f"{statistics.median(e for e, _, _ in errors):.0f}%", f"{worst:.0f}%", arm])
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
 def _crossover(panel: Panel, ours: str, base: str) -> float | None:
@@ -231,7 +232,3 @@ def rate_text(rate: float | None) -> str:
     if rate is None:
         return "no limit"
     return f"{rate / 1e3:g} Gbit/s" if rate >= 1e3 else f"{rate:g} Mbit/s"
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.buckets import ddp_buckets
 from benchmarks.environment import commit
+from benchmarks.markdown import markdown_table
 from benchmarks.network.collectives import Call
 from benchmarks.network.stand_ins import META, CountedEngine, CountedWorker
 from benchmarks.network.traffic import Traffic
@@ -166,7 +167,7 @@ def table(rows: Sequence[Row]) -> str:
         seconds = [f"{1e3 * value:,.1f}" for value in row.seconds.values()]
         cluster = f"{row.nodes:,} × {row.node_size}"
         lines.append([cluster, f"{row.layout}, {row.width}", *sizes, f"{row.latencies:,}{inside}", *seconds])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 def draw(rows: Sequence[Row], network: str, path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.markdown import markdown_table
 from benchmarks.network import programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton.demo import model as text_model
@@ -136,7 +137,7 @@ def table(rows: Sequence[Row]) -> str:
             quartiles = [[f"{1e3 * value:,.0f}" for value in row.seconds] for row in same_arm]
             times = [f"{median} ({lower}–{upper})" for lower, median, upper in quartiles]
             lines.append([model, first.arm, *sent, *shares, *times])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 if __name__ == "__main__":

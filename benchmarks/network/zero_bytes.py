@@ -18,6 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from benchmarks.markdown import markdown_table
 from benchmarks.network import programs
 from benchmarks.network.namespaces import network, own_counters
 
@@ -176,7 +177,7 @@ def table(rows: Sequence[Row]) -> str:
             fewer = "" if row.arm == PLAIN else f" ({ratio(rows, row.arm, row.stage, count):.1f}×)"
             cells.append(f"{getattr(row, count) / 1e3:,.1f} kB{fewer}")
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(lines)
 
 
 if __name__ == "__main__":
