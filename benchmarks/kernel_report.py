@@ -135,14 +135,14 @@ def _launches(
                 table, G, M, factor, 2, flag, largest=2.0**110, basis=factor, message=factor, verdict=verdict
             )  # fmt: skip
         if factors_too:
-            pack.pack_and_average_triton(table, factor, factor, 2, flag, own=factor, message=factor)
+            pack.pack_and_average_triton(table, factor, G, factor, 2, flag, own=factor, message=factor)
             grams = wide.view(-1, 1, launches.gram.panel**2)
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=grams, finite=flag, out=factor,
             )  # fmt: skip
             explore.explore_triton(
-                table, count, flag, every=16, other=4, carry=0.05, smallest=2**-8, out=factor
+                table, count, flag, rank, every=16, other=4, carry=0.05, smallest=2**-8, out=factor
             )  # fmt: skip
     yield from _different(recorded, label)
 
@@ -151,7 +151,7 @@ def _wire_launches(launches: Configuration, rank: int, width: str, aligned: bool
     """Launch what a narrow message takes; unaligned where one of the factors has a single column."""
     factors = [(2, 256, rank)] + [(1, 129, 1)] * (not aligned)
     plan = WirePlan.build(FORMATS[width], factors, 8, 4, workers=2)
-    table = WireTable(plan, launches.wire.panel, torch.device("cpu"))
+    table = WireTable(plan, min(launches.wire.panel, triton.next_power_of_2(rank)), torch.device("cpu"))
     message, content = torch.zeros(512 * rank + 129 + 8), torch.zeros(2, plan.size, dtype=torch.uint8)
     for own in (message, None):
         with _recording() as recorded:

@@ -20,7 +20,7 @@ from powersgd_triton.kernels.explore import explore_triton
 from powersgd_triton.kernels.orthogonalize import orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
-from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
+from powersgd_triton.kernels.table import MAX_RANK, BucketTable, FactorTable, Matrix, Pointers
 from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
@@ -43,7 +43,7 @@ class TritonBackend:
         layout, device = bucket.layout, bucket.message_P.device
         self.bucket, self._workspace, self._device = bucket, workspace, device
         self._alternating = bucket.config.algorithm == "alternating"
-        rank = max((group.rank for group in layout.groups), default=1)
+        rank = self._rank = largest_rank(bucket)
         launches = self._launches = select_configuration(architecture(device), rank)
         bypass = list(
             zip(
@@ -61,10 +61,9 @@ class TritonBackend:
                 for group in groups
                 for i, segment in enumerate(group.segments)
             ]  # fmt: skip
-            # Planned ranks change during training, so use kernels that are not compiled for one rank.
             return BucketTable(
                 matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device,
-                any_rank=bucket.config.planned, rows_of_larger=rows_of_larger,
+                rows_of_larger=rows_of_larger,
             )  # fmt: skip
 
         def names(groups: Sequence[ShapeGroup]) -> list[str]:
@@ -116,7 +115,8 @@ class TritonBackend:
             )
             # The same launch turns the bypass tensors of the previous message into means.
             pack_and_average_triton(
-                table, parts, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
+                table, parts, self._gradients(gradients), bucket.message_P, step.workers, self._finite, own=bucket.Q,
+                message=bucket.message_Q,
             )  # fmt: skip
         return Message(bucket.message_Q, left=False, own=bucket.Q)
 
@@ -133,14 +133,14 @@ class TritonBackend:
             product, average = (bucket.P_hat, bucket.Q), (bucket.P_hat, mean)
         if self._alternating:
             pack = table.pack_P if projected else table.pack_left
-            average_triton(table, pack, message, step.workers, self._finite)
+            average_triton(table, pack, self._gradients(gradients), message, step.workers, self._finite)
         # This is needed without warm start too, because it detects non-finite values.
         following = self._get("following", mean.numel())
         self._orthogonalize(factors, mean, step, out=following)
         if explores(bucket.config, repetition):
             explore_triton(
-                table, step.number(self._device), self._finite, every=bucket.config.explore_every, other=PASSES,
-                carry=CARRY, smallest=SMALLEST_REST, out=following,
+                table, step.number(self._device), self._finite, self._rank, every=bucket.config.explore_every,
+                other=PASSES, carry=CARRY, smallest=SMALLEST_REST, out=following,
             )  # fmt: skip
         verdict = step.verdict(self._device)
         commit_triton(
@@ -185,7 +185,7 @@ class TritonBackend:
     def wire(self, plan: WirePlan) -> Wire:
         assert self.bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
         if plan not in self._wires:
-            self._wires[plan] = TritonWire(plan, self._launches.wire, self._device)
+            self._wires[plan] = TritonWire(plan, self._launches.wire, self._rank, self._device)
         return self._wires[plan]
 
     # Parts of the stages ---------------------------------------------------------------------------------------------
@@ -234,3 +234,14 @@ class TritonBackend:
         if memory is None or memory.numel() < numel:
             memory = self._workspace[name, self._device] = torch.empty(numel, dtype=dtype, device=self._device)
         return memory
+
+
+def largest_rank(bucket: Bucket) -> int:
+    """Return the largest rank that matrices may have in this bucket, or in others of the model, also in later plans.
+
+    Kernels are chosen for it, so that all buckets share them and new ranks need no others.
+    """
+    config = bucket.config
+    bound = config.max_rank if config.planned else config.rank
+    ranks = [group.rank for group in bucket.layout.groups]
+    return min(MAX_RANK, max([bound if isinstance(bound, int) else 1, *ranks]))
