@@ -99,7 +99,7 @@ def backproject_triton(
         return
     run(
         _backproject_kernel,
-        (panels * len(table.column_tiles),),
+        (panels * table.column_tiles.size(0),),
         launch.of_tiles,
         M.base,
         M.distances,

@@ -85,7 +85,7 @@ def commit_triton(
     feedback = M is not None and bool(table.matrices)
     run(
         _commit_kernel,
-        (max(1, factor_programs + (len(table.rollback) if feedback else 0)),),
+        (max(1, factor_programs + (table.rollback.size(0) if feedback else 0)),),
         NUMERICS,
         G.base,
         G.distances,

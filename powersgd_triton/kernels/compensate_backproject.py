@@ -134,7 +134,7 @@ def compensate_backproject_triton(
         return
     run(
         _compensate_backproject_kernel,
-        (len(table.column_tiles),),
+        (table.column_tiles.size(0),),
         launch.of_tiles,
         G.base,
         G.distances,

@@ -143,7 +143,7 @@ def compensate_project_triton(
         gradient = G if compensate else source
         run(
             _compensate_project_kernel,
-            (count * len(table.row_tiles),),
+            (count * table.row_tiles.size(0),),
             launch.of_tiles,
             gradient.base,
             gradient.distances,

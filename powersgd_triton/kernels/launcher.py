@@ -20,6 +20,8 @@ OLDEST, NEWEST = (3, 6), (3, 9)
 
 KNOWN = OLDEST <= tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST
 
+HAS_DEVICE = torch.cuda.is_available()
+
 ALIGNMENT = 16
 """Bytes. Triton compiles a kernel for pointers that are multiples of it, or for others."""
 
@@ -56,9 +58,9 @@ def run(kernel: Any, grid: tuple[int], options: Mapping[str, Any], *arguments: A
             arguments, and tensors that may start anywhere, are named in ``do_not_specialize``. The dtypes of tensors
             follow from the constants.
         grid: Number of programs.
-        options: Triton's options. The same object for the same options.
+        options: Triton's options, and constants. The same object for the same values.
         arguments: Tensors and numbers. An integer of more than 32 bits is annotated as such in the kernel.
-        constants: All constants of the kernel, in the same order in all launches.
+        constants: The kernel's constants that are not among the options, in the same order in all launches.
 
     Raises:
         TypeError: Triton would compile the kernel for the value of a number.
@@ -105,7 +107,8 @@ def _find(
             raise TypeError(f"{kernel.__name__}: name {parameter.name} in do_not_specialize, since it is a number")
     if any(arguments[index].data_ptr() % ALIGNMENT for index in pointers):
         return None
-    values = tuple(constants[parameter.name] for parameter in kernel.params[len(arguments) :])
+    every = {**options, **constants}
+    values = tuple(every[parameter.name] for parameter in kernel.params[len(arguments) :])
     return _Known(compiled, options, values, tuple(pointers), tuple(scalars))
 
 
@@ -114,4 +117,4 @@ def _observed(kernel: Any) -> bool:
     hooks = triton.knobs.runtime
     if kernel.pre_run_hooks or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return HAS_DEVICE and torch.cuda.is_current_stream_capturing()

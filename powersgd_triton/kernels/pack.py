@@ -58,8 +58,8 @@ def pack_triton(
         finite: int32 scalar on the device.
         own, message: fp32.
     """
-    if len(entries):
-        _launch(entries, len(entries), parts, G, own, message, message, finite)
+    if entries.size(0):
+        _launch(entries, entries.size(0), parts, G, own, message, message, finite)
     else:
         finite.fill_(1)
 
@@ -79,7 +79,7 @@ def pack_and_average_triton(
         finite: int32 scalar on the device, becomes 0 where a bypass tensor's sum is not finite.
         own, message: fp32.
     """
-    _launch(table.pack_Q, len(table.pack_Q), parts, G, own, message, first, finite, workers)
+    _launch(table.pack_Q, table.pack_Q.size(0), parts, G, own, message, first, finite, workers)
 
 
 def average_triton(

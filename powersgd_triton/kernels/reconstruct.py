@@ -120,7 +120,7 @@ def reconstruct_triton(
         out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
         verdict: scalar on the device, set to 0 where an element of ``out`` is not finite.
     """
-    programs = len(table.row_tiles) + table.bypass_programs
+    programs = table.row_tiles.size(0) + table.bypass_programs
     if not programs:
         return
     run(
@@ -136,7 +136,7 @@ def reconstruct_triton(
         table.records,
         table.row_tiles,
         entries,
-        len(table.row_tiles),
+        table.row_tiles.size(0),
         OUT_TYPE=ELEMENTS[out.dtype],
         WIDE=launch.wide,
         VEC=vector_of(out.dtype),

@@ -73,11 +73,11 @@ def _reduce_kernel(
     # What was received from each worker, and the sum, are bytes of this chunk alone: it starts at 0.
     exact, scales, codes = views_of(content, BITS, LEVELS)
     if tl.load(entry + WIRE_COLUMNS) == 0:
-        _, place, ok = exact_slice(entry, 0, COPY)
+        i, place, ok = exact_slice(entry, 0, COPY)
         total = tl.zeros([COPY], tl.float32)
         for worker in range(workers):
-            received_exact, _, _ = views_of(received + worker * size, BITS, LEVELS)
-            total += tl.load(received_exact + place, ok, 0.0)
+            one = (received + worker * size).to(tl.pointer_type(tl.float32))
+            total += tl.load(one + place, ok, 0.0)
         tl.store(exact + place, total, ok)
     elif tile_is_aligned(entry, size, BITS):
         _reduce_tile(
@@ -98,9 +98,9 @@ def _reduce_tile(
     high_sum = tl.zeros([HALF, C], tl.float32)
     # In the order of the workers, as in the reference: the same bits.
     for worker in range(workers):
-        _, received_scales, received_codes = views_of(received + worker * size, BITS, LEVELS)
+        views = views_of(received + worker * size, BITS, LEVELS)
         low, high = read_tile(
-            received_scales + scale, received_codes + code,
+            views[1] + scale, views[2] + code,
             offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C,
         )  # fmt: skip
         low_sum += low
@@ -158,7 +158,7 @@ def encode_triton(table: WireTable, message: Tensor, own: Tensor | None, launch:
         launch: warps and stages.
         out: uint8 [workers, plan.size], contiguous.
     """
-    if programs := len(table.rows):
+    if programs := table.rows.size(0):
         run(
             _encode_kernel, (programs,), launch.options,
             message, message if own is None else own, out, table.rows, table.plan.size, int(own is not None),
@@ -185,7 +185,7 @@ def reduce_triton(
         target = out.view(torch.float32) if own is None else own
         run(
             _reduce_kernel, (end - first,), launch.options,
-            received, target, out, table.rows, table.plan.size, first, len(received), int(own is not None),
+            received, target, out, table.rows, table.plan.size, first, received.size(0), int(own is not None),
             **table.constants,
         )  # fmt: skip
 
@@ -199,5 +199,5 @@ def decode_triton(table: WireTable, gathered: Tensor, launch: Launch, *, out: Te
         launch: as for ``encode_triton``.
         out: fp32, [factors | exact elements].
     """
-    if programs := len(table.rows):
+    if programs := table.rows.size(0):
         run(_decode_kernel, (programs,), launch.options, gathered, out, table.rows, table.plan.size, **table.constants)
