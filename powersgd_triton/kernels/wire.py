@@ -73,7 +73,7 @@ def _reduce_kernel(
     # What was received from each worker, and the sum, are bytes of this chunk alone: it starts at 0.
     exact, scales, codes = views_of(content, BITS, LEVELS)
     if tl.load(entry + WIRE_COLUMNS) == 0:
-        i, place, ok = exact_slice(entry, 0, COPY)
+        _, place, ok = exact_slice(entry, 0, COPY)
         total = tl.zeros([COPY], tl.float32)
         for worker in range(workers):
             one = (received + worker * size).to(tl.pointer_type(tl.float32))
