@@ -118,6 +118,8 @@ def _average(
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
+    # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
+    layout = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
     # DDP waits for the Future instead of the stream.
     with engine.memory.streams.on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
@@ -133,7 +135,6 @@ def _average(
                     read.copy_(held.clone())
             future.set_result(buffer)
 
-        layout = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
         step, first = state.iter, bucket.index() == 0
         if not engine.compressing:
             engine.average_exactly(buffer, done=finish)
