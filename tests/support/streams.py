@@ -168,7 +168,7 @@ class Network(Pair):
         self._kept: list[tuple[torch.Tensor, ...]] = []
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        return self._start(lambda: tensor.mul_(2), tensor)
+        return self._start(lambda: tensor.mul_(2), tensor) if tensor.numel() else None
 
     def all_gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> Any:
         return self._start(lambda: gathered.copy_(tensor.expand_as(gathered)), tensor, gathered)
