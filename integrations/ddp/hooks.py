@@ -22,11 +22,13 @@ SQUARE, REST = "bucket {}", "rest of bucket {}"
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
-    A bucket with small messages waits for the next ones, and its Future is completed with theirs. On the CPU, the
-    Futures of others may be completed while a later bucket is processed too. The last bucket completes all. On CUDA,
-    everything is enqueued on a side stream, and the host does not wait, with one exception: to find out how gradients
-    of four or five dimensions lie in the bucket. That is until they are not zero for the first time, and in every step
-    if a parameter's memory format was changed after DDP had built its buckets.
+    A bucket's messages travel during the backward pass, and while later buckets are computed. Its Future is completed
+    when a later bucket is processed. A bucket with small messages waits for the next ones, and its Future is completed
+    with theirs. The last bucket completes all.
+
+    On CUDA, everything is enqueued on a side stream, and the host does not wait, with one exception: to find out how
+    gradients of four or five dimensions lie in the bucket. That is until they are not zero for the first time, and in
+    every step if a parameter's memory format was changed after DDP had built its buckets.
 
     Raises:
         TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
