@@ -45,8 +45,8 @@ one step."""
 LAUNCHES_NOTE = """Kernels, copies and fills on the device by the profiler, and how often the host waited for it.
 Busy is the share of the time from the first to the last in which something ran."""
 
-OVERLAP_NOTE = """A step of all of DDP's buckets. Each bucket's backward pass and each message are kernels that only wait,
-for the given milliseconds. At least: the time of the backward pass and the last bucket's messages, or of all
+OVERLAP_NOTE = """A step of all of DDP's buckets. Each bucket's backward pass and each message are kernels that only
+wait, for the given milliseconds. At least: the time of the backward pass and the last bucket's messages, or of all
 messages."""
 
 KERNEL_NOTE = """Milliseconds of the kernel's launches replayed as a CUDA graph (of device events where there is none),
