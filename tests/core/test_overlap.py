@@ -12,9 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton import Compressor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.clock import BACKPROJECT, COMMIT, PROJECT, RECONSTRUCT
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.telemetry import StepRecord
+from powersgd_triton.ops.step import LossScale
 from tests.support.checks import same_bits
 from tests.support.streams import FakeStream, Network, Pair, PhaseClock, StreamMachine, stream_machine
 
@@ -68,8 +72,17 @@ class Training:
         (own,) = self.machine.made
         return own
 
-    def step(self, number: int, buckets: Sequence[Sequence[str]], stop: int | None = None) -> dict[str, Tensor]:
-        """Return the step's averages. ``stop``: the bucket before which the backward pass is interrupted."""
+    def step(
+        self, number: int, buckets: Sequence[Sequence[str]], stop: int | None = None, spoilt: str | None = None
+    ) -> dict[str, Tensor]:
+        """Return the step's averages.
+
+        Args:
+            number: What gradients are drawn from.
+            buckets: Names of each bucket's tensors.
+            stop: The bucket before which the backward pass is interrupted.
+            spoilt: Name of the gradient that is not finite.
+        """
         generator = torch.Generator().manual_seed(number)
         main, engine, streams = self.machine.current, self.engine, self.engine.memory.streams
         self.network.sent.clear()
@@ -79,6 +92,8 @@ class Training:
                 return found
             shapes = {name: SHAPES[name] for name in names}
             gradients = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+            if spoilt in gradients:
+                gradients[spoilt][0] = torch.inf
             main.time += self.backward
             self._gradients.append(gradients)
             device, last = torch.device("cpu"), index == len(buckets) - 1 if self.overlapping else None
@@ -144,6 +159,46 @@ def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
         state = training.engine.state_dict()
         training.engine.load_state_dict(lambda: (state, None))
         training.step(7, REBUILT)
+    assert machine.races == []
+
+
+def test_what_buckets_share_is_used_in_order():
+    """The verdict of a step that is not finite, a loss scale that changes, and telemetry."""
+    results = []
+    for overlapping in (True, False):
+        with stream_machine() as machine:
+            training, records = Training(machine, overlapping=overlapping), list[StepRecord]()
+            scale = {"now": 1.0}
+            training.engine.step.loss_scale = LossScale(lambda scale=scale: scale["now"])  # type: ignore[misc]
+            Handle(training.engine).telemetry(records.append, every=1)
+            found = []
+            for number in range(6):
+                scale["now"] = 2.0 ** (number % 3)
+                spoilt = "b" if number == 3 else None
+                found.append({n: g.clone() for n, g in training.step(number, BUCKETS, spoilt=spoilt).items()})
+                found[-1] |= {f"error of {n}": e for n, e in training.engine.memory.error(training.engine.step).items()}
+            assert machine.races == []
+        assert [record.applied for record in records] == [True, True, False, True, True]
+        results.append([{name: tensor.nan_to_num(nan=1e9) for name, tensor in step.items()} for step in found])
+    for one, other in zip(*results, strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["standard", "alternating", "narrow"])
+def test_a_compressor_waits_for_its_messages(name: str):
+    """It has one bucket, whose averages are used when the call returns."""
+    with stream_machine() as machine:
+        compressor = Compressor(PowerSGDConfig(rank=2, min_compression_rate=0.1, **FIELDS[name]), SHAPES)
+        compressor._engine.connect(Network(machine, seconds=1.0))
+        for _ in range(4):
+            gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+            begin = machine.current.time
+            averages = compressor.decompress(compressor.compress(gradients), out=gradients)
+            assert machine.current.time > begin
+            assert all(average.sum().isfinite() for average in averages.values())  # type: ignore[union-attr]
+            compressor.error()
+        compressor.load_state_dict(compressor.state_dict())
+        compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()})
     assert machine.races == []
 
 
