@@ -26,6 +26,7 @@ def tables(machine: Row, rows: Sequence[Row]) -> str:
     for title, text, table in (
         ("Hook step", STEP_NOTE, _steps(rows)),
         ("Launches of one hook step", LAUNCHES_NOTE, _launches(rows)),
+        ("Messages and kernels", OVERLAP_NOTE, _overlaps(rows)),
         ("Kernels", KERNEL_NOTE, _kernels(rows)),
         ("Orthogonalization", ORTHOGONALIZE_NOTE, _orthogonalizations(rows)),
     ):
@@ -43,6 +44,10 @@ one step."""
 
 LAUNCHES_NOTE = """Kernels, copies and fills on the device by the profiler, and how often the host waited for it.
 Busy is the share of the time from the first to the last in which something ran."""
+
+OVERLAP_NOTE = """A step of all of DDP's buckets. Each bucket's backward pass and each message are kernels that only
+wait, for the given milliseconds. At least: the time of the backward pass and the last bucket's messages, or of all
+messages."""
 
 KERNEL_NOTE = """Milliseconds of the kernel's launches replayed as a CUDA graph (of device events where there is none),
 L2 overwritten before. GB/s count each input read once and each output written once. Beside kernels of differences
@@ -131,6 +136,16 @@ def _launches(rows: Sequence[Row]) -> str:
     ]
     header = ["gradients", "rank", "provider", "launches", "waits of the host", "torch's sync check raises"]
     return _markdown([*header, "busy", "ms"], lines)
+
+
+def _overlaps(rows: Sequence[Row]) -> str:
+    keys = ("gradients", "buckets", "rank", "backward_ms", "message_ms", "provider")
+    lines = [
+        [*(row[key] for key in keys), *(_number(row[key]) for key in ("device_ms", "device_iqr_ms", "least_ms"))]
+        for row in find(rows, "overlap")
+    ]
+    header = ["gradients", "buckets", "rank", "backward", "message", "buckets are", "device ms", "IQR", "at least"]
+    return _markdown(header, lines)
 
 
 def _kernels(rows: Sequence[Row]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.cost import Network, measure_network
+from powersgd_triton.comm.cost import Network, factor_seconds, joined_buckets, measure_network, step_seconds
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.choice import TOLERANCE, WIDTHS, Job, Prediction, budgets, choose
 from powersgd_triton.core.engine import Engine
@@ -30,8 +31,12 @@ from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ranks.report import RankReport, aligned
 from powersgd_triton.shapes import MODELS
 
-BUCKETS = (1 << 20, 25 << 20)
-"""Bytes of DDP's first bucket and of the others."""
+DEFAULT_CAP = 25
+"""MB of DDP's buckets without ``bucket_cap_mb``. The first one then has 1 MB."""
+CAPS = (5, 10, DEFAULT_CAP, 50, 100, 200)
+"""Tried for ``bucket_cap_mb``."""
+LINKS, WORKERS = (0.1, 1.0, 10.0, 25.0, 100.0), (2, 8, 64, 256)
+"""Gbit/s and numbers of workers of the table of ``bucket_cap_mb``."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 8
 """Steps of a model whose time is measured, after two that are not."""
@@ -56,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-ms", type=float, help="time of a step without communication (default: measured)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the gradients (default: fp32)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where training runs")
+    parser.add_argument(
+        "--bucket-caps", action="store_true", help="only print which bucket_cap_mb suits which link, at rank 4"
+    )
     parser.add_argument("--max-overhead", type=float, help="largest share of a step that compression may compute")
     parser.add_argument("--write", type=Path, help="ds_config.json to which the section is added")
 
@@ -80,8 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError, OSError, ImportError, AttributeError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
-    network = _network(arguments, device)
-    job = Job(ddp_buckets(tensors), DTYPES[arguments.dtype].itemsize, step, network, arguments.two_levels)
+    if arguments.bucket_caps:
+        network = Network(2, latency=arguments.latency * 1e-6)
+        print(cap_table(Job([tensors], DTYPES[arguments.dtype].itemsize, step, network), PowerSGDConfig(rank=4)))
+        return 0
+    network, itemsize = _network(arguments, device), DTYPES[arguments.dtype].itemsize
+    job = Job(ddp_buckets(tensors), itemsize, step, network, arguments.two_levels, late=device.type == "cpu")
     # All workers of a job time compression, since they do in training too.
     rows, chosen = predictions(job, config, device)
     if arguments.measure and dist.get_rank() > 0:
@@ -92,6 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(rows, chosen))
     print("\n" + recommendation(rows, chosen))
     if chosen.config is not None:
+        seconds = cap_seconds(job, chosen.config)
+        tried = ", ".join(f"{cap}: {value * 1e3:.4g}" for cap, value in seconds.items())
+        print(f"DDP: bucket_cap_mb={best_cap(seconds)}. Milliseconds of a step without own compute: {tried}.")
         print(f"\n{report(job, chosen)}")
     if ds_config is not None and chosen.config is None:
         print(f"\n{arguments.write} is left as it is")
@@ -145,17 +160,61 @@ def _time(step: Step, device: torch.device) -> float:
     return statistics.median(seconds[2:])
 
 
-def ddp_buckets(tensors: Tensors) -> list[dict[str, tuple[int, ...]]]:
-    """Return the buckets, {name: shape}, that DDP makes of fp32 gradients, last layer first, with its default sizes."""
+def ddp_buckets(tensors: Tensors, cap: int = DEFAULT_CAP) -> list[dict[str, tuple[int, ...]]]:
+    """Return the buckets, {name: shape}, that DDP makes of fp32 gradients, last layer first.
+
+    Args:
+        tensors: Gradients {name: shape}, last layer first.
+        cap: ``bucket_cap_mb``. The default stands for what DDP does without it.
+    """
     buckets: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in tensors.items():
-        if size >= BUCKETS[min(len(buckets) - 1, 1)]:
+        if size >= (1 if cap == DEFAULT_CAP and len(buckets) == 1 else cap) << 20:
             buckets.append({})
             size = 0
         buckets[-1][name] = tuple(shape)
         size += 4 * math.prod(shape)
     return buckets
+
+
+def cap_seconds(job: Job, config: PowerSGDConfig) -> dict[int, float]:
+    """Return {``bucket_cap_mb``: seconds of a step}, without what compression computes.
+
+    A bucket's messages wait until it is full. With larger buckets that is later, but there are fewer messages.
+    """
+    found = {}
+    for cap in CAPS:
+        tried = dataclasses.replace(job, buckets=ddp_buckets(job.tensors, cap))
+        layouts = joined_buckets(tried.layouts(config), config, job.network.workers)
+        numels = list(itertools.accumulate(layout.numel for layout in layouts))
+        options = {"two_levels": job.two_levels, "joined": False, "late": job.late}
+        messages = factor_seconds(layouts, config, job.network, **options)
+        found[cap] = step_seconds(job.compute, 0.0, messages, [numel / numels[-1] for numel in numels])
+    return found
+
+
+def best_cap(seconds: Mapping[int, float]) -> int:
+    """Return DDP's default if it takes about as long as the fastest. Else the nearest to it that does."""
+    good = [cap for cap in seconds if seconds[cap] <= (1 + TOLERANCE) * min(seconds.values())]
+    return min(good, key=lambda cap: abs(math.log(cap / DEFAULT_CAP)))
+
+
+def cap_table(job: Job, config: PowerSGDConfig) -> str:
+    """Return a Markdown table of ``bucket_cap_mb`` for several links and numbers of GPUs, each in a node of its own.
+
+    In brackets: the slowest of ``CAPS``, and how much longer a step takes with it than with the fastest.
+    """
+    lines = [["link", *(f"{workers} workers" for workers in WORKERS)], ["---"] * (1 + len(WORKERS))]
+    for link in LINKS:
+        lines.append([f"{link:g} Gbit/s"])
+        for workers in WORKERS:
+            network = Network(workers, card=link * 1e9 / 8, latency=job.network.latency)
+            seconds = cap_seconds(dataclasses.replace(job, network=network, two_levels=False, late=False), config)
+            slowest = max(seconds, key=lambda cap: seconds[cap])
+            loss = seconds[slowest] / min(seconds.values()) - 1
+            lines[-1].append(f"{best_cap(seconds)} ({slowest}: +{loss:.1%})" if loss >= 0.001 else "any")
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _network(arguments: argparse.Namespace, device: torch.device) -> Network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -13,10 +14,13 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig, plan
 from powersgd_triton.__main__ import main
+from powersgd_triton.comm.cost import Network, factor_seconds
+from powersgd_triton.core.choice import Job
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.trial import ComputeTime, sample, time_compute
 from powersgd_triton.shapes import MODELS
 from tests.support.distributed import run
+from tests.support.exchanges import latency_decides
 
 CPU = torch.device("cpu")
 
@@ -51,6 +55,7 @@ def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[st
     for arm in ("all-reduce, fp32", "all-reduce, bf16", "rank 16, int8", "rank 4, alternating", "compression=160"):
         assert arm in text
     assert "Recommended: PowerSGDConfig(compression=" in text
+    assert "DDP: bucket_cap_mb=25." in text
     # The report of ranks.
     assert "x fewer" in text
     written = json.loads(file.read_text())
@@ -73,6 +78,43 @@ def test_compute_has_a_limit(capsys: pytest.CaptureFixture[str], monkeypatch: py
     arguments = ("gpt2", "--step-ms", "100", "--bandwidth", "0.1")
     assert "Recommended: PowerSGDConfig" in output(capsys, *arguments)
     assert "do not compress" in output(capsys, *arguments, "--max-overhead", "0.01")
+
+
+def test_buckets_have_the_size_that_ddp_is_given() -> None:
+    """DDP's first bucket is smaller only by default."""
+    tensors, _ = plan.load("gpt2", 1.0, CPU)
+    empty = [torch.empty(shape, device="meta") for shape in tensors.values()]
+    names = list(tensors)
+    for cap in (5, 100):
+        expected, _ = dist._compute_bucket_assignment_by_size(empty, [cap << 20])  # type: ignore[attr-defined]
+        assert [list(bucket) for bucket in plan.ddp_buckets(tensors, cap)] == [[names[i] for i in b] for b in expected]
+
+
+@pytest.mark.parametrize("arguments", [("gpt2", "--step-ms", "180"), ("llama-7b", "--step-ms", "2000")])
+def test_documented_tables_of_bucket_caps(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with latency_decides():
+        text = output(capsys, *arguments, "--bucket-caps")
+    assert text.count("workers |") == len(plan.WORKERS)
+    page = Path(__file__).parents[1] / "docs" / "planning.md"
+    assert f"`python -m powersgd_triton plan {' '.join(arguments)} --bucket-caps`:\n\n{text}" in page.read_text()
+
+
+def test_a_cap_is_a_choice_between_latency_and_waiting() -> None:
+    tensors = {str(number): (1024, 1024) for number in range(48)}
+    config = PowerSGDConfig(rank=4)
+    slow, far = Network(2, card=1.25e6), Network(2, latency=5e-3)
+    seconds = {network: plan.cap_seconds(Job([tensors], 4, 0.1, network), config) for network in (slow, far)}
+    assert plan.best_cap(seconds[slow]) <= plan.DEFAULT_CAP < plan.best_cap(seconds[far])
+    # All sizes about as good: DDP's default, so that nothing has to be set.
+    assert plan.best_cap(dict.fromkeys(plan.CAPS, 1.0)) == plan.DEFAULT_CAP
+
+
+def test_a_late_message_is_counted_on_the_cpu() -> None:
+    job = Job(plan.ddp_buckets({str(number): (1024, 1024) for number in range(48)}), 4, 10.0, Network(2))
+    config, free = PowerSGDConfig(rank=4), ComputeTime((0.0, 0.0, 0.0))
+    seconds = [dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False)]
+    (*_, before, _) = factor_seconds(job.layouts(config), config, job.network, late=False)
+    assert seconds[0] - seconds[1] == pytest.approx(before / 2)
 
 
 MODULE = """

@@ -22,11 +22,13 @@ SQUARE, REST = "bucket {}", "rest of bucket {}"
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
-    A bucket with small messages waits for the next ones, and its Future is completed with theirs. On the CPU, the
-    Futures of others may be completed while a later bucket is processed too. The last bucket completes all. On CUDA,
-    everything is enqueued on a side stream, and the host does not wait, with one exception: to find out how gradients
-    of four or five dimensions lie in the bucket. That is until they are not zero for the first time, and in every step
-    if a parameter's memory format was changed after DDP had built its buckets.
+    A bucket's messages travel during the backward pass, and while later buckets are computed. Its Future is completed
+    when a later bucket is processed. A bucket with small messages waits for the next ones, and its Future is completed
+    with theirs. The last bucket completes all.
+
+    On CUDA, everything is enqueued on a side stream, and the host does not wait, with one exception: to find out how
+    gradients of four or five dimensions lie in the bucket. That is until they are not zero for the first time, and in
+    every step if a parameter's memory format was changed after DDP had built its buckets.
 
     Raises:
         TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
@@ -118,6 +120,8 @@ def _average(
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
+    # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
+    layout = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
     # DDP waits for the Future instead of the stream.
     with engine.memory.streams.on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
@@ -133,7 +137,6 @@ def _average(
                     read.copy_(held.clone())
             future.set_result(buffer)
 
-        layout = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
         step, first = state.iter, bucket.index() == 0
         if not engine.compressing:
             engine.average_exactly(buffer, done=finish)

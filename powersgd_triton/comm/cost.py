@@ -101,11 +101,9 @@ def factor_seconds(
     *,
     two_levels: bool = False,
     joined: bool = True,
+    late: bool = True,
 ) -> list[float]:
     """Return the seconds in which the factors of each bucket travel.
-
-    The last element also has what of the bucket before cannot travel during the backward pass on the CPU: its second
-    message is computed when the last bucket comes.
 
     Args:
         buckets: Layouts with the ranks in force, in the order in which the backward pass fills them.
@@ -113,18 +111,27 @@ def factor_seconds(
         network: Where they travel.
         two_levels: Whether gradients are summed inside a node first.
         joined: Whether small buckets are joined, as the engine joins those of DDP.
+        late: Whether the second message of the bucket before the last one is computed when the last one comes, so that
+            it cannot travel during the backward pass. That is so on the CPU. The last element then has its time too.
     """
-    seconds, waiting = [], list[Layout]()
+    together = joined_buckets(buckets, config, network.workers) if joined else buckets
+    seconds = [_factor_seconds(layout, config, network, two_levels=two_levels) for layout in together]
+    if late and len(seconds) > 1 and config.algorithm == "standard":
+        half = seconds[-2] / 2
+        seconds[-2:] = [half, seconds[-1] + half]
+    return seconds
+
+
+def joined_buckets(buckets: Sequence[Layout], config: PowerSGDConfig, workers: int) -> list[Layout]:
+    """Join small buckets with the next ones, as the engine does."""
+    found, waiting = list[Layout](), list[Layout]()
     for number, layout in enumerate(buckets, start=1):
         waiting.append(layout)
         whole = Layout.joined(waiting)
-        if not joined or number == len(buckets) or not waits(whole, config, network.workers):
-            seconds.append(_factor_seconds(whole, config, network, two_levels=two_levels))
+        if number == len(buckets) or not waits(whole, config, workers):
+            found.append(whole)
             waiting = []
-    if len(seconds) > 1 and config.algorithm == "standard":
-        late = seconds[-2] / 2
-        seconds[-2:] = [seconds[-2] - late, seconds[-1] + late]
-    return seconds
+    return found
 
 
 def _factor_seconds(layout: Layout, config: PowerSGDConfig, network: Network, *, two_levels: bool) -> float:
@@ -145,7 +152,9 @@ def _factor_seconds(layout: Layout, config: PowerSGDConfig, network: Network, *,
     return total
 
 
-def step_seconds(compute: float, compression: float, messages: Sequence[float]) -> float:
+def step_seconds(
+    compute: float, compression: float, messages: Sequence[float], filled: Sequence[float] | None = None
+) -> float:
     """Return the seconds of a step.
 
     All messages but the last ones travel during the backward pass.
@@ -154,9 +163,12 @@ def step_seconds(compute: float, compression: float, messages: Sequence[float]) 
         compute: Seconds of the forward and backward pass and the optimizer.
         compression: Seconds that compression computes.
         messages: Seconds of each bucket's messages; see ``factor_seconds``.
+        filled: Share of the backward pass after which each bucket is full. Default: 0, and 1 for the last bucket.
     """
-    *early, last = messages or [0.0]
-    return compute + compression + last + max(0.0, sum(early) - BACKWARD * compute)
+    backward, end = BACKWARD * compute, 0.0
+    for share, seconds in zip(filled or [*[0.0] * (len(messages) - 1), 1.0], messages, strict=False):
+        end = max(end, share * backward) + seconds
+    return compute + compression + max(0.0, end - backward)
 
 
 def compute_of(seconds: float, messages: Sequence[float]) -> float:

@@ -30,6 +30,7 @@ class Job:
         network: The network between the workers.
         two_levels: Whether gradients are summed inside a node first.
         joined: Whether small buckets are joined.
+        late: Whether the second message of the bucket before the last one is late, as on the CPU.
     """
 
     buckets: Sequence[Tensors]
@@ -38,6 +39,7 @@ class Job:
     network: Network
     two_levels: bool = False
     joined: bool = True
+    late: bool = True
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -54,25 +56,30 @@ class Job:
         size = (itemsize or self.itemsize) * sum(map(math.prod, self.tensors.values()))
         return Prediction(None, {}, float(size), step_seconds(self.compute, 0.0, self.exact_messages(itemsize)))
 
+    def layouts(self, config: PowerSGDConfig) -> list[Layout]:
+        """Return the buckets' layouts with the ranks of a configuration. Raises the errors of ``compressed``."""
+        layouts = [Layout.build(bucket, config) for bucket in self.buckets]
+        if not config.planned:
+            return layouts
+        buckets = None if self.joined else len(self.buckets)
+        planned = starting_ranks(self.tensors, config, self.network.workers, buckets)
+        return [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
+
     def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
         """Predict a step with a configuration, given the time that it computes.
 
         Raises:
             ValueError: Its budget is too small.
         """
-        tensors, workers = self.tensors, self.network.workers
-        layouts = [Layout.build(bucket, config) for bucket in self.buckets]
-        if config.planned:
-            planned = starting_ranks(tensors, config, workers, None if self.joined else len(self.buckets))
-            layouts = [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
+        layouts = self.layouts(config)
         ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
         numel = sum(segment.numel for layout in layouts for segment in layout.compressed)
         columns = sum(s.rank * s.numel for layout in layouts for s in layout.compressed) / max(1, numel)
-        levels = {"two_levels": self.two_levels, "joined": self.joined}
-        messages = factor_seconds(layouts, config, self.network, **levels)
+        options = {"two_levels": self.two_levels, "joined": self.joined, "late": self.late}
+        messages = factor_seconds(layouts, config, self.network, **options)
         own = time(columns) if ranks else 0.0
         seconds = step_seconds(self.compute, own, messages)
-        return Prediction(config, ranks, sent_bytes(tensors, ranks, config), seconds, own / seconds)
+        return Prediction(config, ranks, sent_bytes(self.tensors, ranks, config), seconds, own / seconds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.memory import Memory
 from powersgd_triton.core.peers import Peers, Read, Shapes
 from powersgd_triton.core.saved_state import LoadReport, SavedState
+from powersgd_triton.core.streams import has_streams
 from powersgd_triton.core.telemetry import Telemetry
 from powersgd_triton.core.tuning import Tuning
 from powersgd_triton.core.waiting import Waiting
@@ -146,6 +148,12 @@ class Engine:
             self._tuning.begin(layout, first=not self.step.keys)
         self.step.keys |= keys
         self.step.last = last
+        if last and self._under_way and has_streams(device):
+            # Before the engine's stream waits for this bucket's gradients. Else the message that the bucket before
+            # sends next would leave only after the backward pass. (On the CPU the gradients are ready, and the host
+            # would wait for messages while it could compute.)
+            with self.memory.streams.on(device, wait=False, join=False), self._or_void():
+                self._advance_older()
         return layout
 
     def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:
@@ -153,12 +161,8 @@ class Engine:
 
         If memory for it cannot be allocated, the step is void.
         """
-        try:
-            with self.memory.streams.on(next(iter(gradients.values())).device):
-                return self.peers.bind(layout, gradients)
-        except BaseException:
-            self._void()
-            raise
+        with self.memory.streams.on(next(iter(gradients.values())).device), self._or_void():
+            return self.peers.bind(layout, gradients)
 
     def run(self, backend: Backend, gradients: Mapping[str, Tensor], write: Callable[[Backend], None]) -> Schedule:
         """Run one bucket's part of a step (Vogels et al. 2019, Algorithms 1, 2). Yield each collective that is started.
@@ -289,25 +293,36 @@ class Engine:
     def _advance(self, bucket: Schedule, device: torch.device) -> None:
         """Start a bucket's ``run``, and advance the older buckets by one collective.
 
-        On the CPU, messages then travel during the backward pass. Elsewhere all stages run at once: the host only
-        enqueues them. So they do if no later bucket of the step is expected.
+        Messages then travel while later buckets are computed, and during the backward pass. With two collectives a
+        bucket, the order is P₀ P₁ Q₀ P₂ Q₁ …, on the CPU as on CUDA, where the host only enqueues. If no later bucket
+        of the step is expected, all buckets are finished.
         """
-        to_the_end = self.step.last is not False or device.type != "cpu"
         with self.memory.streams.on(device):
-            try:
+            with self._or_void():
+                # First: its kernels need not wait for the messages of the older ones.
                 started = self._go_on(bucket)
-                older, self._under_way = self._under_way, collections.deque()
-                for each in older:
-                    self._under_way.extend(self._go_on(*each))
+                self._advance_older()
                 self._under_way.extend(started)
-                while to_the_end and self._under_way:
+                while self.step.last is not False and self._under_way:
                     self._under_way.extend(self._go_on(*self._under_way.popleft()))
-            except BaseException:
-                # A peer may be gone, so do not wait for collectives under way.
-                self._void()
-                raise
             if self.step.last:
                 self.end_step()
+
+    def _advance_older(self) -> None:
+        """Advance each bucket under way by one collective."""
+        older, self._under_way = self._under_way, collections.deque()
+        for each in older:
+            self._under_way.extend(self._go_on(*each))
+
+    @contextlib.contextmanager
+    def _or_void(self) -> Iterator[None]:
+        """Void the step if the block raises an exception."""
+        try:
+            yield
+        except BaseException:
+            # A peer may be gone, so do not wait for collectives under way.
+            self._void()
+            raise
 
     def _go_on(self, bucket: Schedule, work: Work = None) -> list[tuple[Schedule, Work]]:
         """Wait for a bucket's collective, and run it up to the next one. Return both, or nothing if it is done."""

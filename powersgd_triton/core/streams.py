@@ -19,26 +19,32 @@ class Streams:
     The engine's memory is allocated, used and freed on this stream only. So kernels that use the same memory run in
     the order in which the host enqueued them, and the allocator does not hand out memory that is still in use. Without
     it, a hook on a framework's stream and a ``state_dict()`` on the main stream could use an error buffer at once.
+
+    Messages travel on streams of the process group. The engine's stream waits for a message only where ``Engine`` goes
+    on with its bucket, and other buckets' kernels are enqueued before that. So kernels overlap with messages although
+    there is one stream. With two streams, used by turns, kernels of two buckets could run at once. They would compete
+    for the same memory bandwidth, and everything that buckets share would need an order of its own: scratch memory, the
+    step's verdict, loss scales, and errors that move from one bucket to another.
     """
 
     def __init__(self) -> None:
         self._own: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager
-    def on(self, *devices: torch.device, join: bool = True) -> Iterator[None]:
+    def on(self, *devices: torch.device, wait: bool = True, join: bool = True) -> Iterator[None]:
         """Make the engine's streams, and their devices, current within this block. CPU devices have no streams.
-
-        The work inside starts after everything that the caller's streams were given before.
 
         Args:
             devices: Devices of the tensors that the work uses.
+            wait: Whether the work starts after everything that the caller's streams were given before. Without it, the
+                work must use nothing that the caller has made since the streams last waited.
             join: Whether the caller's streams wait for the work. The host never waits. Without it, the caller must
                 record the stream on the tensors that it passes, and wait for the results in another way.
         """
         with contextlib.ExitStack() as stack:
             for device in devices:
                 if has_streams(device):
-                    stack.enter_context(self._on(device, join))
+                    stack.enter_context(self._on(device, wait, join))
             yield
 
     def everywhere(self) -> contextlib.AbstractContextManager[None]:
@@ -46,12 +52,12 @@ class Streams:
         return self.on(*self._own)
 
     @contextlib.contextmanager
-    def _on(self, device: torch.device, join: bool) -> Iterator[None]:
+    def _on(self, device: torch.device, wait: bool, join: bool) -> Iterator[None]:
         caller = torch.cuda.current_stream(device)
         if device not in self._own:
             self._own[device] = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         own = self._own[device]
-        if own != caller:
+        if own != caller and wait:
             own.wait_stream(caller)
         try:
             # Also makes the device the current one, on which Triton launches kernels.

@@ -87,7 +87,8 @@ class Tuning:
         network = Network(network.nodes, network.node_size, 1 / card, 1 / inside, latency, inside_latency)
         times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
         levels = communicator.inside is not None
-        job = Job(buckets, self.itemsize, step, network, levels, joined=not self._plan.buckets)
+        options = {"joined": not self._plan.buckets, "late": device.type == "cpu"}
+        job = Job(buckets, self.itemsize, step, network, levels, **options)
         job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
         found = budgets(job, config, times)

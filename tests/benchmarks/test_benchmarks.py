@@ -56,6 +56,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert {provider for kind, provider in seen if kind == "step"} == {
         *("ours", "reference", "torch", "torch batched", "copy")
     }
+    assert {provider for kind, provider in seen if kind == "overlap"} == {"one by one", "overlapped"}
     assert {provider for kind, provider in seen if kind == "kernel"} == {*("triton", "reference", "compiled", "copy")}
     assert {provider for kind, provider in seen if kind == "orthogonalize"} == {
         *("triton", "reference", "torch.linalg.qr", "geqrf + orgqr")

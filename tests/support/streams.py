@@ -1,7 +1,8 @@
 """CUDA streams without a GPU: which work may run at once, and whether it uses the same memory.
 
 Operations run on the CPU in the order of the program. Each is booked on the stream that is current at that time. Vector
-clocks tell which operations of other streams a stream has waited for.
+clocks tell which operations of other streams a stream has waited for. Times that tests give to phases and messages tell
+what runs at the same time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,18 +19,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from powersgd_triton.core import streams
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core import engine, streams
+from powersgd_triton.core.clock import Clock
 
 
 class FakeStream:
-    """A stream, with the number of operations of each stream that its next operation comes after."""
+    """A stream, with the number of operations of each stream that its next operation comes after.
+
+    Attributes:
+        time: When what was enqueued so far is done.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device, self.priority = device, priority
         self.clock: collections.Counter[FakeStream] = collections.Counter()
+        self.time = 0.0
 
     def wait_stream(self, other: FakeStream) -> None:
         self.clock |= other.clock
+        self.time = max(self.time, other.time)
 
 
 class Use:
@@ -121,6 +131,77 @@ class StreamMachine(TorchDispatchMode):
                     self.races.append(f"memory of shape {tuple(use.shape)} is freed that another stream still uses")
 
 
+class Pair(Communicator):
+    """One process that stands for two equal workers."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @property
+    def index(self) -> int:
+        return 0
+
+    def gather(self, tensor: torch.Tensor, _device: torch.device | None = None) -> torch.Tensor:
+        return tensor.expand(2, *tensor.shape)
+
+
+class Network(Pair):
+    """Collectives that run in order on a stream of their own.
+
+    Like NCCL, it keeps the tensors until somebody has waited.
+
+    Args:
+        machine: Where the package's streams are.
+        seconds: Time of a collective.
+
+    Attributes:
+        sent: (tensor's number of elements, when the collective started) of each collective of a step.
+        stream: The stream on which collectives run.
+    """
+
+    def __init__(self, machine: StreamMachine, seconds: float = 0.0) -> None:
+        super().__init__()
+        self._machine, self.seconds = machine, seconds
+        self.stream = FakeStream()
+        self.sent: list[tuple[int, float]] = []
+        self._kept: list[tuple[torch.Tensor, ...]] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        return self._start(lambda: tensor.mul_(2), tensor) if tensor.numel() else None
+
+    def all_gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> Any:
+        return self._start(lambda: gathered.copy_(tensor.expand_as(gathered)), tensor, gathered)
+
+    def _start(self, work: Callable[[], object], *tensors: torch.Tensor) -> Any:
+        machine, stream = self._machine, self.stream
+        stream.wait_stream(machine.current)
+        with machine.on(stream):
+            self.sent.append((tensors[0].numel(), stream.time))
+            work()
+            stream.time += self.seconds
+        done = FakeStream()
+        done.wait_stream(stream)
+        self._kept.append(tensors)
+
+        def wait() -> None:
+            machine.current.wait_stream(done)
+            self._kept[:] = [kept for kept in self._kept if kept is not tensors]
+
+        return SimpleNamespace(wait=wait)
+
+
+class PhaseClock(Clock):
+    """An engine's clock that makes its phases take time on the engine's stream, {phase: time}."""
+
+    def __init__(self, machine: StreamMachine, times: Mapping[str, float]) -> None:
+        super().__init__()
+        self._machine, self._times = machine, times
+
+    def mark(self, phase: str | None) -> None:
+        self._machine.current.time += self._times.get(phase or "", 0.0)
+
+
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -138,6 +219,7 @@ def stream_machine(*, own: bool = True) -> Iterator[StreamMachine]:
 
     with (
         mock.patch.object(streams, "has_streams", return_value=own),
+        mock.patch.object(engine, "has_streams", return_value=own),
         mock.patch.object(torch.cuda, "Stream", machine.create),
         mock.patch.object(torch.cuda, "current_stream", machine.stream),
         mock.patch.object(torch.cuda, "stream", machine.on),

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from powersgd_triton.comm import exchange
+from powersgd_triton.core.clock import BACKPROJECT, PROJECT
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.streams import StreamMachine, stream_machine
+from tests.support.exchanges import latency_decides
+from tests.support.streams import Network, PhaseClock, StreamMachine, stream_machine
 
 
-def train(machine: StreamMachine) -> None:
+def train(machine: StreamMachine, network: Network | None = None) -> None:
+    """Steps of several buckets. ``network``: of two workers, instead of the one that there is."""
     model = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 12), nn.Linear(12, 1))
     replica = DistributedDataParallel(model, bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
     state = PowerSGDState(None, start_powerSGD_iter=0, min_compression_rate=0.1, module=model)
     replica.register_comm_hook(state, powerSGD_hook)
+    if network is not None:
+        state._engine.connect(network)
     saved = None
     for step in range(5):
         replica(torch.randn(8, 20)).sum().backward()
@@ -26,19 +35,61 @@ def train(machine: StreamMachine) -> None:
             machine.current.clock |= clock
         machine.futures.clear()
         # DDP makes its buckets anew after the first step.
-        assert step == 0 or len(state._engine.memory.buckets()) > 1
+        joined = exchange.SMALL_PART > 0 and network is not None
+        assert step == 0 or joined or len(state._engine.memory.buckets()) > 1
         assert state.error()
         if saved is not None:
             state.load_state_dict(saved)
         saved = state.state_dict()
 
 
-def test_state_is_used_on_one_stream(tmp_path: Path):
+@pytest.fixture(autouse=True)
+def one_worker(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with stream_machine() as machine:
-            train(machine)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_state_is_used_on_one_stream():
+    with stream_machine() as machine:
+        train(machine)
     assert machine.races == []
     assert [stream.priority for stream in machine.made] == [-1]
+
+
+@pytest.mark.parametrize("small", [contextlib.nullcontext, latency_decides], ids=["separate", "joined"])
+def test_messages_use_memory_in_order(small: Callable[[], contextlib.AbstractContextManager[None]]):
+    with stream_machine() as machine, small():
+        train(machine, Network(machine))
+    assert machine.races == []
+
+
+@pytest.mark.parametrize(("backward", "message", "expected"), [(10, 1, 4 * 10 + 2 * 1 + 2), (0, 10, 8 * 10 + 2 + 1)])
+def test_messages_travel_during_the_backward_pass_and_kernels(backward: float, message: float, expected: float):
+    """If the backward pass takes longer, the last bucket alone is left. Else the network waits for kernels twice."""
+    with stream_machine() as machine:
+        model = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(4)))
+        replica = DistributedDataParallel(model, bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
+        state = PowerSGDState(None, start_powerSGD_iter=0, min_compression_rate=0.1, module=model)
+        network = Network(machine, message)
+        state._engine.connect(network)
+        state._engine.clock = PhaseClock(machine, {PROJECT: 1, BACKPROJECT: 1})
+        replica.register_comm_hook(state, powerSGD_hook)
+        streams = network.stream, machine.current
+
+        def compute(_: Tensor) -> None:
+            machine.current.time += backward
+
+        for parameter in model.parameters():
+            parameter.register_hook(compute)
+        for _ in range(2):
+            # DDP makes its buckets anew after the first step.
+            network.sent.clear()
+            begin = max(stream.time for stream in (*streams, *machine.made))
+            for stream in streams:
+                stream.time = begin
+            replica(torch.randn(8, 20)).sum().backward()
+            machine.current.wait_stream(machine.made[-1])
+        assert len(network.sent) == 8
+        assert machine.made[-1].time - begin == expected
+        assert machine.races == []

@@ -1,0 +1,369 @@
+"""Messages travel while later buckets are computed: what runs at the same time, in which order, on which memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.clock import BACKPROJECT, COMMIT, PROJECT, RECONSTRUCT
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.telemetry import StepRecord
+from powersgd_triton.ops.step import LossScale
+from tests.support.checks import same_bits
+from tests.support.streams import FakeStream, Network, Pair, PhaseClock, StreamMachine, stream_machine
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a": (24, 20), "bias": (7,), "b": (16, 12), "c": (20, 20), "scale": (5,), "d": (12, 30),
+}  # fmt: skip
+BUCKETS = [["a", "bias"], ["b"], ["c", "scale"], ["d"]]
+REBUILT = [["d", "scale"], ["c", "b"], ["bias", "a"]]
+FIELDS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "alternating": {"algorithm": "alternating"},
+    "planned": {"rank": None, "compression": 2.5, "replan_every": 1, "wire_dtype": "fp32"},
+    "narrow": {"wire_dtype": "int8", "error_dtype": "bf16"},
+    "first exact": {"start_iter": 2},
+    "cold": {"warm_start": False, "error_feedback": False},
+    "iterations": {"iterations": 2},
+}
+TIMES = {PROJECT: 45.0, BACKPROJECT: 65.0, COMMIT: 10.0, RECONSTRUCT: 20.0}
+"""Of a bucket of 27 MB on a fast GPU, about, in µs."""
+
+
+class Training:
+    """One worker whose hook runs on the stream of the backward pass, as DDP's does.
+
+    Args:
+        machine: The fake streams.
+        overlapping: Whether the engine is told which bucket is a step's last. Without that it finishes each bucket.
+        backward: Time of the backward pass of one bucket.
+        message: Time of a message.
+    """
+
+    def __init__(
+        self,
+        machine: StreamMachine,
+        *,
+        overlapping: bool = True,
+        backward: float = 0.0,
+        message: float = 0.0,
+        **fields: Any,
+    ) -> None:
+        self.machine, self.overlapping, self.backward = machine, overlapping, backward
+        self.network = Network(machine, message)
+        config = PowerSGDConfig(**{"rank": 2, "min_compression_rate": 0.1, **fields})
+        self.engine = Engine(config, self.network, lambda: SHAPES)
+        self.engine.clock = PhaseClock(machine, TIMES)
+        # Frameworks keep gradients until the main stream has waited.
+        self._gradients: list[dict[str, Tensor]] = []
+
+    @property
+    def stream(self) -> FakeStream:
+        (own,) = self.machine.made
+        return own
+
+    def step(
+        self, number: int, buckets: Sequence[Sequence[str]], stop: int | None = None, spoilt: str | None = None
+    ) -> dict[str, Tensor]:
+        """Return the step's averages.
+
+        Args:
+            number: What gradients are drawn from.
+            buckets: Names of each bucket's tensors.
+            stop: The bucket before which the backward pass is interrupted.
+            spoilt: Name of the gradient that is not finite.
+        """
+        generator = torch.Generator().manual_seed(number)
+        main, engine, streams = self.machine.current, self.engine, self.engine.memory.streams
+        self.network.sent.clear()
+        found: dict[str, Tensor] = {}
+        for index, names in enumerate(buckets):
+            if index == stop:
+                return found
+            shapes = {name: SHAPES[name] for name in names}
+            gradients = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+            if spoilt in gradients:
+                gradients[spoilt][0] = torch.inf
+            main.time += self.backward
+            self._gradients.append(gradients)
+            device, last = torch.device("cpu"), index == len(buckets) - 1 if self.overlapping else None
+            layout = engine.begin(tuple(names), lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
+            with streams.on(device, join=False):
+                if engine.compressing:
+                    engine.average(layout, gradients)
+                else:
+                    for gradient in gradients.values():
+                        # DDP has one buffer, of which these are views.
+                        engine.average_exactly(gradient)
+            found |= gradients
+        engine.finish()
+        # DDP waits for the Futures.
+        main.wait_stream(self.stream)
+        self._gradients.clear()
+        return found
+
+
+def steps(training: Training) -> list[dict[str, Tensor]]:
+    """Steps with other buckets, errors that are read, and a state that is saved and loaded."""
+    results = []
+
+    def go(numbers: Sequence[int], buckets: Sequence[Sequence[str]]) -> None:
+        for number in numbers:
+            found = training.step(number, buckets)
+            results.append({name: average.clone() for name, average in found.items()})
+            errors = training.engine.memory.error(training.engine.step)
+            results[-1] |= {f"error of {name}": error for name, error in errors.items()}
+
+    go(range(4), BUCKETS)
+    go(range(4, 6), REBUILT)
+    state = training.engine.state_dict()
+    go([6], REBUILT)
+    training.engine.load_state_dict(lambda: (state, None))
+    go([6, 7], BUCKETS)
+    return results
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_bits_are_those_of_one_bucket_after_the_other(name: str):
+    with stream_machine() as machine:
+        overlapped = steps(Training(machine, **FIELDS[name]))
+        assert machine.races == []
+    with stream_machine() as machine:
+        expected = steps(Training(machine, overlapping=False, **FIELDS[name]))
+    for step, (one, other) in enumerate(zip(overlapped, expected, strict=True)):
+        assert same_bits(one, other), step
+
+
+@pytest.mark.parametrize("name", ["standard", "alternating", "narrow"])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
+    """Messages of its buckets are under way when the next step begins, and nobody waits for them."""
+    with stream_machine() as machine:
+        training = Training(machine, **FIELDS[name])
+        for number in range(3):
+            training.step(number, BUCKETS)
+        training.step(3, BUCKETS, stop=stop)
+        for number in range(4, 6):
+            training.step(number, BUCKETS)
+        training.step(6, BUCKETS, stop=stop)
+        state = training.engine.state_dict()
+        training.engine.load_state_dict(lambda: (state, None))
+        training.step(7, REBUILT)
+    assert machine.races == []
+
+
+def test_what_buckets_share_is_used_in_order():
+    """The verdict of a step that is not finite, a loss scale that changes, and telemetry."""
+    results = []
+    for overlapping in (True, False):
+        with stream_machine() as machine:
+            training, records = Training(machine, overlapping=overlapping), list[StepRecord]()
+            scale = {"now": 1.0}
+            training.engine.step.loss_scale = LossScale(lambda scale=scale: scale["now"])  # type: ignore[misc]
+            Handle(training.engine).telemetry(records.append, every=1)
+            found = []
+            for number in range(6):
+                scale["now"] = 2.0 ** (number % 3)
+                spoilt = "b" if number == 3 else None
+                found.append({n: g.clone() for n, g in training.step(number, BUCKETS, spoilt=spoilt).items()})
+                found[-1] |= {f"error of {n}": e for n, e in training.engine.memory.error(training.engine.step).items()}
+            assert machine.races == []
+        assert [record.applied for record in records] == [True, True, False, True, True]
+        results.append([{name: tensor.nan_to_num(nan=1e9) for name, tensor in step.items()} for step in found])
+    for one, other in zip(*results, strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["standard", "alternating", "narrow"])
+def test_a_compressor_waits_for_its_messages(name: str):
+    """It has one bucket, whose averages are used when the call returns."""
+    with stream_machine() as machine:
+        compressor = Compressor(PowerSGDConfig(rank=2, min_compression_rate=0.1, **FIELDS[name]), SHAPES)
+        compressor._engine.connect(Network(machine, seconds=1.0))
+        for _ in range(4):
+            gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+            begin = machine.current.time
+            averages = compressor.decompress(compressor.compress(gradients), out=gradients)
+            assert machine.current.time > begin
+            assert all(average.sum().isfinite() for average in averages.values())  # type: ignore[union-attr]
+            compressor.error()
+        compressor.load_state_dict(compressor.state_dict())
+        compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()})
+    assert machine.races == []
+
+
+def test_memory_that_nobody_waits_for_is_found():
+    """The check of the test above sees a message whose sum is used before it has arrived."""
+    with stream_machine() as machine, mock.patch("powersgd_triton.core.engine.wait"):
+        Training(machine).step(0, BUCKETS)
+    assert machine.races
+
+
+def timed(*, backward: float, message: float) -> tuple[float, Training]:
+    """Return how long a step takes after the backward pass has begun, when everything has its memory."""
+    with stream_machine() as machine:
+        training = Training(machine, backward=backward, message=message)
+        names = [[name] for name in "abcd"]
+        training.step(0, names)
+        begin = machine.current.time = training.network.stream.time = training.stream.time
+        training.step(1, names)
+        return training.stream.time - begin, training
+
+
+KERNELS = sum(TIMES.values())
+
+
+@pytest.mark.parametrize("message", [300.0, 3000.0])
+def test_messages_follow_each_other_without_a_gap(message: float):
+    """On a slow link only the first bucket's first product, a gap before the last bucket, and the end are visible."""
+    seconds, training = timed(backward=10.0, message=message)
+    assert seconds <= 10 + TIMES[PROJECT] + 8 * message + 2 * KERNELS
+    # One bucket after the other takes longer: the network waits for kernels.
+    one_by_one = 4 * (2 * message + KERNELS)
+    assert seconds < one_by_one - 2 * TIMES[PROJECT]
+    starts = [start for _, start in training.network.sent]
+    gaps = [later - start - message for start, later in itertools.pairwise(starts)]
+    assert sum(gap > 0 for gap in gaps) <= 2
+
+
+def test_only_the_last_bucket_is_left_after_the_backward_pass():
+    """On a fast link, no message of an earlier bucket is late. So it was when each bucket was finished at once."""
+    seconds, _ = timed(backward=3000.0, message=300.0)
+    assert seconds == 4 * 3000 + 2 * 300 + KERNELS
+
+
+def test_kernels_do_not_wait_for_the_messages_of_the_bucket_before():
+    """The second bucket's first message leaves although the first bucket's has not arrived."""
+    with stream_machine() as machine:
+        training = Training(machine, message=1e6)
+        training.step(0, BUCKETS)
+        first = machine.current.time = training.network.stream.time = training.stream.time
+        training.step(1, BUCKETS, stop=2)
+        # Both products, while the first message travels.
+        assert len(training.network.sent) == 3
+        own = training.stream
+        # What the stream does next waits for the first message, and only for that.
+        assert own.time == first + TIMES[PROJECT] + 1e6 + TIMES[BACKPROJECT]
+        assert training.network.stream.time == first + TIMES[PROJECT] + 3e6
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_collectives_are_in_one_order(cuda: bool):
+    """P₀ P₁ Q₀ P₂ Q₁ …; on CUDA the last bucket's come after the message that was due before it."""
+    with stream_machine() as machine, mock.patch("powersgd_triton.core.engine.has_streams", return_value=cuda):
+        training = Training(machine)
+        for number in range(2):
+            training.step(number, [["a"], ["b"], ["c"], ["d"]])
+        sent = [numel for numel, _ in training.network.sent]
+    P, Q = zip(*((2 * n, 2 * m) for n, m in map(SHAPES.get, "abcd")), strict=True)  # type: ignore[misc]
+    assert sent == [P[0], P[1], Q[0], P[2], Q[1], *([Q[2], P[3], Q[3]] if cuda else [P[3], Q[2], Q[3]])]
+
+
+class LateNetwork(Pair):
+    """Collectives on a GPU that take a number of cycles."""
+
+    def __init__(self, cycles: int) -> None:
+        super().__init__()
+        self.cycles, self.stream = cycles, torch.cuda.Stream()
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        due, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        due.record()
+        self.stream.wait_event(due)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(self.cycles)
+            tensor.mul_(2)
+            done.record()
+        self.events.append((due, done))
+        return SimpleNamespace(wait=done.wait)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_messages_travel_while_kernels_run_on_a_gpu(backend: str, algorithm: str):
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = []
+    for overlapping in (False, True):
+        network = LateNetwork(0)
+        config = PowerSGDConfig(rank=2, min_compression_rate=0.1, backend=backend, algorithm=algorithm)
+        engine = Engine(config, network, lambda: SHAPES, device)
+        found: dict[str, Tensor] = {}
+        for number in range(4):
+            # The first steps compile kernels. Then a message takes tens of milliseconds.
+            network.cycles = 0 if number < 2 else 50_000_000
+            network.events.clear()
+            generator = torch.Generator(device).manual_seed(number)
+            gradients = {name: torch.randn(s, generator=generator, device=device) for name, s in SHAPES.items()}
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+            try:
+                for names in BUCKETS:
+                    bucket = {name: gradients[name] for name in names}
+                    shapes = {name: SHAPES[name] for name in names}
+                    last = names is BUCKETS[-1] if overlapping else None
+                    layout = engine.begin(tuple(names), lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
+                    with engine.memory.streams.on(device, join=False):
+                        engine.average(layout, bucket)
+                engine.finish()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+            found |= {f"{name} of step {number}": gradient for name, gradient in gradients.items()}
+        errors = engine.memory.error(engine.step)
+        results.append(found | {f"error of {name}": error for name, error in errors.items()})
+        # Whether the second bucket's first message was due before the first bucket's had arrived.
+        (_, arrived), (due, _), *_ = network.events
+        assert (due.elapsed_time(arrived) > 0) is overlapping
+    assert same_bits(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_captured_step_overlaps():
+    """No stream is left outside of the capture, and replays do what further steps do."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = []
+    for captured in (False, True):
+        network = LateNetwork(1000)
+        config = PowerSGDConfig(rank=2, min_compression_rate=0.1, backend="triton")
+        engine = Engine(config, network, lambda: SHAPES, device)
+        generator = torch.Generator(device).manual_seed(0)
+        fresh = {name: torch.randn(shape, generator=generator, device=device) for name, shape in SHAPES.items()}
+        gradients = {name: tensor.clone() for name, tensor in fresh.items()}
+
+        def enqueue(engine: Engine = engine, gradients: dict[str, Tensor] = gradients) -> None:
+            for names in BUCKETS:
+                shapes = {name: SHAPES[name] for name in names}
+                last = names is BUCKETS[-1]
+                layout = engine.begin(tuple(names), lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
+                engine.average(layout, {name: gradients[name] for name in names})
+
+        graph: torch.cuda.CUDAGraph | None = None
+        for number in range(6):
+            torch.cuda.synchronize()
+            if captured and number == 3:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    enqueue()
+            for name, gradient in gradients.items():
+                gradient.copy_(fresh[name] * (number + 1))
+            if graph is None:
+                enqueue()
+            else:
+                graph.replay()
+        torch.cuda.synchronize()
+        results.append({name: gradient.clone() for name, gradient in gradients.items()})
+    assert same_bits(*results)
