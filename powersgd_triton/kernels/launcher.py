@@ -47,7 +47,7 @@ class _Known(NamedTuple):
 _known: dict[tuple[Any, ...], _Known] = {}
 
 
-def run(kernel: Any, grid: tuple[int], options: Mapping[str, Any], *arguments: Any, **constants: Any) -> None:
+def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel, like ``kernel[grid](*arguments, **constants, **options)`` in less time.
 
     Triton launches a kernel itself for the first time with these constants on a device, if a tensor does not start at a
@@ -57,7 +57,7 @@ def run(kernel: Any, grid: tuple[int], options: Mapping[str, Any], *arguments: A
         kernel: Function of ``triton.jit``. Its parameters are the arguments and then the constants. Numbers among the
             arguments, and tensors that may start anywhere, are named in ``do_not_specialize``. The dtypes of tensors
             follow from the constants.
-        grid: Number of programs.
+        grid: Number of programs, along one or two axes.
         options: Triton's options, and constants. The same object for the same values.
         arguments: Tensors and numbers. An integer of more than 32 bits is annotated as such in the kernel.
         constants: The kernel's constants that are not among the options, in the same order in all launches.
@@ -83,7 +83,7 @@ def run(kernel: Any, grid: tuple[int], options: Mapping[str, Any], *arguments: A
                 values[index] = arguments[index].data_ptr()
             stream, compiled = driver.get_current_stream(device), known.compiled
             compiled.run(
-                grid[0], 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                grid[0], grid[1] if len(grid) > 1 else 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *values, *known.constants,
             )  # fmt: skip
             return

@@ -1,0 +1,48 @@
+"""What a step costs the host: counted on kernels that are compiled for a GPU, without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.distributed import HUNG
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_LAUNCHES, LAUNCHES_OF_NARROW_MESSAGES = 14, 6
+MOST_KERNELS = 12
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "benchmarks/host_time.py", "--json", "--rank", "4", "--steps", "0"]
+    found = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=HUNG
+    )
+    return {row["ranks"]: row for row in json.loads(found.stdout)}
+
+
+def test_a_bucket_takes_few_launches(rows: dict[str, dict[str, Any]]):
+    assert rows["4"]["launches a bucket"] <= MOST_LAUNCHES + LAUNCHES_OF_NARROW_MESSAGES
+
+
+def test_all_buckets_of_a_model_share_their_kernels(rows: dict[str, dict[str, Any]]):
+    assert rows["4"]["kernels compiled"] <= MOST_KERNELS
+
+
+def test_nothing_is_compiled_or_uploaded_in_later_steps(rows: dict[str, dict[str, Any]]):
+    """Gradients lie in flat buffers, in every step at another place."""
+    for row in rows.values():
+        assert row["compiled later"] == row["uploads"] == 0
+
+
+def test_other_ranks_need_no_other_kernels(rows: dict[str, dict[str, Any]]):
+    """The plan for a smaller budget comes second, with ranks that fit one block of columns."""
+    planned = [row for name, row in rows.items() if "planned" in name]
+    assert [row["kernels compiled"] > 0 for row in planned] == [True, False]
