@@ -29,6 +29,7 @@ class Launch:
         panel: columns of the factors that one program multiplies by; at least 16, which is the least for tl.dot.
         num_warps, num_stages: Triton's.
         precision: of products of fp32 values, Triton's ``input_precision``.
+        blocks: programs that a multiprocessor runs at once, of kernels that walk along rows or columns of M.
     """
 
     rows: int
@@ -37,6 +38,7 @@ class Launch:
     num_warps: int
     num_stages: int
     precision: str
+    blocks: int = 1
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -79,9 +81,9 @@ def _narrow(precision: str, stages: int) -> Configuration:
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
-        compensate_project=Launch(128, 32, 16, 8, stages, precision),
+        compensate_project=Launch(128, 32, 16, 8, stages, precision, blocks=2),
         compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
-        backproject=Launch(32, 64, 16, 4, 2, precision),
+        backproject=Launch(32, 64, 16, 4, 2, precision, blocks=4),
         reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
         orthogonalize=Launch(64, 16, 16, 4, 1, precision),
@@ -93,7 +95,7 @@ def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, *, gra
     return Configuration(
         compensate_project=Launch(64, 32, 32, 8, stages, precision),
         compensate_backproject=Launch(16, 64, 32, 4, left_stages, precision),
-        backproject=Launch(32, 64, 32, 4, 2, precision),
+        backproject=Launch(32, 64, 32, 4, 2, precision, blocks=3),
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
@@ -130,6 +132,11 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a device has; an H100's number on the CPU, for the interpreter."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
 def select_configuration(arch: str, rank: int) -> Configuration:

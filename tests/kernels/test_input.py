@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.backproject import backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
-from powersgd_triton.kernels.configurations import TABLES, architecture, select_configuration
+from powersgd_triton.kernels.configurations import TABLES, Launch, architecture, select_configuration
 from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, MAX_RANK, POINTERS, BucketTable, Matrix
@@ -20,13 +20,13 @@ from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, mixed, over_dtype
 from tests.support.kernel_checks import check_backproject, check_compensate_project
 
 CPU = torch.device("cpu")
-TILES = (128, 32), (32, 64)
+LAUNCHES = Launch(128, 32, 16, 8, 1, "ieee", blocks=2), Launch(32, 64, 16, 4, 1, "ieee", blocks=4)
 
 
 def table(*matrices: Matrix, bypass: list[tuple[int, int]] | None = None, device: torch.device = CPU) -> BucketTable:
     """Bypass tensors lie at the same offsets in both messages."""
     places = [(numel, offset, offset) for numel, offset in bypass or []]
-    return BucketTable(matrices, places, *TILES, device)
+    return BucketTable(matrices, places, *LAUNCHES, device)
 
 
 def zeros(*sizes: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -147,9 +147,7 @@ def check_large(n: int, m: int, device: torch.device, edge: int = 16) -> None:
     dtype, r = torch.bfloat16, 2
     bucket = Bucket([(5, 7, r)], device, gradient=dtype, error=dtype)
     launches = bucket.launches
-    made = BucketTable(
-        [Matrix(n, m, r, 0, 0, 1)], [], launches.compensate_project.tile, launches.backproject.tile, device
-    )
+    made = BucketTable([Matrix(n, m, r, 0, 0, 1)], [], launches.compensate_project, launches.backproject, device)
     ends = torch.cat([torch.arange(edge), torch.arange(n - edge, n)]).to(device)
     columns = torch.cat([torch.arange(edge), torch.arange(m - edge, m)]).to(device)
     generator = torch.Generator().manual_seed(0)
