@@ -84,7 +84,7 @@ def _launches(
     # A second matrix of another rank makes the rank a run-time value.
     matrices = [Matrix(n, m, rank, 0, 0, 0)] + [Matrix(n, m, rank - 1, n * rank, m * rank, 1)] * unaligned
     table = BucketTable(
-        matrices, [(8, 2 * n * rank, 2 * m * rank)], launches.compensate_project, launches.backproject, cpu
+        matrices, [(8, 2 * n * rank, 2 * m * rank)], launches.compensate_project.tile, launches.backproject.tile, cpu
     )  # fmt: skip
     shift = int(unaligned)
     gradients = torch.zeros(2 * n * m + 16, dtype=G_dtype)

@@ -29,7 +29,6 @@ class Launch:
         panel: columns of the factors that one program multiplies by; at least 16, which is the least for tl.dot.
         num_warps, num_stages: Triton's.
         precision: of products of fp32 values, Triton's ``input_precision``.
-        blocks: programs that a multiprocessor runs at once, of kernels that walk along rows or columns of M.
     """
 
     rows: int
@@ -38,7 +37,6 @@ class Launch:
     num_warps: int
     num_stages: int
     precision: str
-    blocks: int = 1
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -77,14 +75,14 @@ class Configuration:
     wire: Launch
 
 
-def _narrow(precision: str, stages: int) -> Configuration:
+def _narrow(precision: str, rows: int, stages: int) -> Configuration:
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
-        compensate_project=Launch(128, 32, 16, 8, stages, precision, blocks=2),
+        compensate_project=Launch(rows, 32, 16, 8, stages, precision),
         compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
-        backproject=Launch(32, 64, 16, 4, 2, precision, blocks=4),
-        reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
+        backproject=Launch(32, 64, 16, 4, 2, precision),
+        reconstruct=Launch(rows, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
         orthogonalize=Launch(64, 16, 16, 4, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
@@ -93,10 +91,10 @@ def _narrow(precision: str, stages: int) -> Configuration:
 
 def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, *, gram_warps: int = 4) -> Configuration:
     return Configuration(
-        compensate_project=Launch(64, 32, 32, 8, stages, precision),
-        compensate_backproject=Launch(16, 64, 32, 4, left_stages, precision),
-        backproject=Launch(32, 64, 32, 4, 2, precision, blocks=3),
-        reconstruct=Launch(64, 32, 32, 8, stages, precision),
+        compensate_project=Launch(32, 32, 32, 4, 2, precision),
+        compensate_backproject=Launch(32, 32, 32, 4, left_stages, precision),
+        backproject=Launch(32, 32, 32, 4, 3, precision),
+        reconstruct=Launch(32, 32, 32, 4, stages, precision),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
@@ -106,7 +104,9 @@ def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, *, gra
 def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dict[int, Configuration]:
     narrow, wide, several_panels = stages
     return {
-        16: _narrow(precision, narrow),
+        # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
+        8: _narrow(precision, 128, narrow),
+        16: _narrow(precision, 64, narrow),
         32: _wide(precision, wide, wide, wire_warps),
         256: _wide(precision, several_panels, 1, wire_warps, gram_warps=8),
     }

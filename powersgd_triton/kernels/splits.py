@@ -15,6 +15,9 @@ from typing import NamedTuple
 BUSY = 0.92
 """Parts are as long as they can be while this share of the GPU's time is used. Shorter ones would only add traffic."""
 
+RESIDENT = 2
+"""Programs that run on a multiprocessor at the same time, so that one computes while the other waits for memory."""
+
 FEW_PART = 256
 """Shortest part where there is not enough work to keep all multiprocessors busy, whatever the parts."""
 
@@ -26,15 +29,15 @@ class Sums(NamedTuple):
     """The sums of one matrix: ``tiles`` programs with one sum of ``size`` blocks each, if none is split.
 
     Attributes:
-        shortest: blocks that a part must have at least.
+        most: parts that a sum may have at most.
     """
 
     tiles: int
     size: int
-    shortest: int
+    most: int
 
 
-def part_lengths(sums: Sequence[tuple[int, int, int]], block: int, slots: int) -> list[int]:
+def part_lengths(sums: Sequence[tuple[int, int, int]], block: int, multiprocessors: int) -> list[int]:
     """Return for each matrix the length of its parts, a multiple of ``block``.
 
     For each ``length`` elements of M, a part has ``rank`` elements, which are written once and read once. With at least
@@ -43,24 +46,24 @@ def part_lengths(sums: Sequence[tuple[int, int, int]], block: int, slots: int) -
     Args:
         sums: (tiles, size, rank) of each matrix: number of sums, elements of M in a row of each, and rank.
         block: elements that a program adds at a time.
-        slots: programs that the GPU runs at once.
+        multiprocessors: of the GPU.
     """
-    matrices = [Sums(tiles, -(-size // block), -(-16 * rank // block)) for tiles, size, rank in sums]
-    wished, even = _wished(Counter(matrices), -(-FEW_PART // block), slots)
+    matrices = [Sums(tiles, -(-size // block), max(1, size // max(block, 16 * rank))) for tiles, size, rank in sums]
+    wished, even = _wished(Counter(matrices), -(-FEW_PART // block), multiprocessors)
     return [block * _length(matrix, wished, even) for matrix in matrices]
 
 
 def _length(matrix: Sums, wished: int, even: bool) -> int:
     """Return the length of a matrix's parts in blocks, of which the last may be shorter."""
-    # So few parts that they have at least the shortest length on average.
-    most = max(1, matrix.size // matrix.shortest)
-    count = min(most, -(-matrix.size // wished))
-    longest = -(-matrix.size // count)
-    return longest if even or count == most else wished
+    count = min(matrix.most, -(-matrix.size // wished))
+    return -(-matrix.size // count) if even or count == matrix.most else wished
 
 
-def _wished(matrices: Mapping[Sums, int], few: int, slots: int) -> tuple[int, bool]:
-    """Return the longest parts that keep ``slots`` programs busy, in blocks; if there are none, the best.
+def _wished(matrices: Mapping[Sums, int], few: int, multiprocessors: int) -> tuple[int, bool]:
+    """Return the longest parts that keep all multiprocessors busy, in blocks; if there are none, the best.
+
+    A program that is left alone on a multiprocessor runs up to ``RESIDENT`` times as fast. If it does, multiprocessors
+    count; if it runs as fast as before, slots do. Parts should be good in both cases.
 
     Both kinds of parts are tried: with ``even`` all parts of a sum are about as long as each other. Otherwise the last
     takes what is left, and fills what other programs leave of the time.
@@ -77,12 +80,18 @@ def _wished(matrices: Mapping[Sums, int], few: int, slots: int) -> tuple[int, bo
         return found
 
     wished = max((matrix.size for matrix in matrices), default=1)
-    shortest = min((matrix.shortest for matrix in matrices), default=1)
-    if sum(programs(shortest, False).values()) < slots:
+    shortest = min((matrix.size // matrix.most for matrix in matrices), default=1)
+    if sum(programs(shortest, False).values()) < RESIDENT * multiprocessors:
         shortest = min(wished, max(shortest, few))
     best = (0.0, wished, False)
-    while wished >= shortest and best[0] < BUSY:
-        best = max(best, *((busy_share(programs(wished, even), slots), wished, even) for even in (False, True)))
+    while wished >= shortest:
+        for even in (False, True):
+            count = programs(wished, even)
+            shares = [busy_share(count, slots) for slots in (multiprocessors, RESIDENT * multiprocessors)]
+            if min(shares) >= BUSY:
+                return wished, even
+            # What is alone on a multiprocessor is nearer to the former: it has the bandwidth for itself.
+            best = max(best, (2 * shares[0] + shares[1], wished, even))
         wished = min(wished - 1, int(wished * SHRINK))
     return best[1:]
 

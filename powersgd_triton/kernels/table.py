@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
-from powersgd_triton.kernels.configurations import Launch, multiprocessors
+from powersgd_triton.kernels.configurations import multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
 
 MAX_COLUMNS = 2**24
@@ -75,7 +75,7 @@ class BucketTable:
     Args:
         matrices: the compressed matrices.
         bypass: for each tensor that is not compressed (elements, offset in the message of P, in that of Q).
-        row, column: launches whose tiles ``row_tiles`` and ``column_tiles`` are for. Their programs fill the device.
+        row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
         device: where the tables live.
         any_rank: use the kernels that read the rank at run time, even if all matrices have the same rank. They need not
             be compiled again when ranks change.
@@ -102,8 +102,8 @@ class BucketTable:
         self,
         matrices: Sequence[Matrix],
         bypass: Sequence[tuple[int, int, int]],
-        row: Launch,
-        column: Launch,
+        row_tile: tuple[int, int],
+        column_tile: tuple[int, int],
         device: torch.device,
         any_rank: bool = False,
         rows_of_larger: bool = False,
@@ -117,9 +117,10 @@ class BucketTable:
         # Those that a CUDA graph uses, also later.
         self._captured: list[Pointers] = []
 
-        rows, columns, cores = row.rows, column.columns, multiprocessors(device)
-        widths = part_lengths([(-(-x.n // rows), x.m, x.r) for x in matrices], row.columns, cores * row.blocks)
-        heights = part_lengths([(-(-x.m // columns), x.n, x.r) for x in matrices], column.rows, cores * column.blocks)
+        (rows, width_block), (height_block, columns) = row_tile, column_tile
+        cores = multiprocessors(device)
+        widths = part_lengths([(-(-x.n // rows), x.m, x.r) for x in matrices], width_block, cores)
+        heights = part_lengths([(-(-x.m // columns), x.n, x.r) for x in matrices], height_block, cores)
         p_splits = [-(-x.m // width) for x, width in zip(matrices, widths, strict=True)]
         q_splits = [-(-x.n // height) for x, height in zip(matrices, heights, strict=True)]
         p_parts, self.p_parts_numel = _places(x.n * x.r * count for x, count in zip(matrices, p_splits, strict=True))

@@ -63,7 +63,7 @@ class TritonBackend:
             ]  # fmt: skip
             # Planned ranks change during training, so use kernels that are not compiled for one rank.
             return BucketTable(
-                matrices, bypass, launches.compensate_project, launches.backproject, device,
+                matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device,
                 any_rank=bucket.config.planned, rows_of_larger=rows_of_larger,
             )  # fmt: skip
 

@@ -145,8 +145,8 @@ class Bucket:
                 )
             ],
             list(zip(bypass, self.first.offsets[len(shapes) :], itertools.repeat(0))),
-            self.launches.compensate_project,
-            self.launches.backproject,
+            self.launches.compensate_project.tile,
+            self.launches.backproject.tile,
             device,
         )
         self.finite = torch.ones((), dtype=torch.int32, device=device)
