@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,12 +35,10 @@ STEPWISE = ("orthogonalize", "factorize")
 
 
 def bucket_rows(arch: str, gradients: str, rank: int) -> list[dict[str, Any]]:
-    """A row a kernel, for the second bucket that DDP makes of a model. Most are like it; the first is smaller."""
-    buckets = ddp_buckets(GRADIENT_SETS[gradients])
-    shapes = buckets[min(1, len(buckets) - 1)]
+    """Return a row a kernel of a step of one bucket of a model."""
     gpu = GPUS[arch]
     rows: dict[str, dict[str, Any]] = {}
-    layout, phases = _record(arch, gpu, shapes, rank)
+    layout, phases = record_bucket(arch, gradients, rank)
     for phase, launches in phases.items():
         for launch in launches:
             compiled = compile_launch(launch.kernel, launch.parameters(), launch.options(), arch)
@@ -62,15 +59,18 @@ def bucket_rows(arch: str, gradients: str, rank: int) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _record(
-    arch: str, gpu: Gpu, shapes: Sequence[tuple[int, ...]], rank: int
-) -> tuple[Layout, dict[str, list[Launch]]]:
-    """Launch a step on the CPU as on a GPU of an architecture, without running its kernels."""
+def record_bucket(arch: str, model: str, rank: int) -> tuple[Layout, dict[str, list[Launch]]]:
+    """Launch a step on the CPU as on a GPU of an architecture, without running its kernels.
+
+    The bucket is the second that DDP makes of the model's fp32 gradients. Most are like it; the first is smaller.
+    """
+    buckets = ddp_buckets(GRADIENT_SETS[model])
+    shapes = buckets[min(1, len(buckets) - 1)]
     gradients = {str(number): torch.zeros(shape) for number, shape in enumerate(shapes)}
     with (
         mock.patch.object(backends, "why_not_triton", return_value=None),
         mock.patch.object(triton_backend, "architecture", return_value=arch),
-        mock.patch.object(table, "multiprocessors", return_value=gpu.multiprocessors),
+        mock.patch.object(table, "multiprocessors", return_value=GPUS[arch].multiprocessors),
     ):
         problem = Problem(gradients, rank, "triton")
         # The first step draws the bases as well.

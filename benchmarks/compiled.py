@@ -105,12 +105,11 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, An
     gpu = GPUS[arch]
     found = _read_amd(compiled) if gpu.is_amd else _read_nvidia(compiled)
     code = found.pop("code")
-    counted = {name: re.compile(pattern) for name, pattern in COUNTED[gpu.target.backend].items()}
     ttir = compiled.asm["ttir"]
     return {
         **found,
-        **_count(code, counted),
-        "loop_cycles": max((_cycles(_count(loop, counted), gpu) for loop in _loops(code)), default=0),
+        **count(code, gpu),
+        "loop_cycles": max((_cycles(count(loop, gpu), gpu) for loop in loops(code)), default=0),
         "blocks": gpu.resident_blocks(found["registers"], compiled.metadata.shared, options.get("num_warps", 4)),
         "aligned_arguments": len(re.findall(r"%\w+: [^%]*tt.divisibility = 16", ttir)),
         "small_arguments": len(re.findall(r"%\w+: [^%]*tt.pointer_range = 32", ttir)),
@@ -126,15 +125,14 @@ class Instruction:
     target: int | None = None
 
 
-def _count(code: Sequence[Instruction], counted: dict[str, re.Pattern[str]]) -> dict[str, int]:
+def count(code: Sequence[Instruction], gpu: Gpu) -> dict[str, int]:
     """Return the number of instructions, and of those of each counted kind."""
-    return {
-        "instructions": len(code),
-        **{name: sum(bool(pattern.match(x.name)) for x in code) for name, pattern in counted.items()},
-    }
+    counted = COUNTED[gpu.target.backend].items()
+    numbers = {name: sum(bool(re.match(pattern, x.name)) for x in code) for name, pattern in counted}
+    return {"instructions": len(code), **numbers}
 
 
-def _loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
+def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     """Return the bodies of all loops: what lies between a jump backwards and its target."""
     return [
         [x for x in code if jump.target <= x.address <= jump.address]
