@@ -102,13 +102,12 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
     if launch.name in WALKS:
         records, tiles = parameters["records"].tolist(), parameters["tiles"].tolist()
         matrices = 4 * sum(n * m for n, m, *_ in records)
-        panels = 1 if launch.name == "reconstruct" else max(1, programs // len(tiles))
+        panels = programs // len(tiles) if launch.name != "reconstruct" else 1
         compensates = parameters.get("COMPENSATE", False)
-        # G and M are read and M is written; otherwise M is read by each panel, or Ĝ is written.
+        # G and M are read and M is written; otherwise M is read by each panel, or Ĝ is written. Programs of one tile
+        # run at the same time: only the first reads it from memory.
         sweeps = 3 if compensates else panels
-        # Programs of one tile read it from the cache if they run at the same time, or if the cache holds all of M.
-        panels_together = launch.grid[0] == panels or matrices <= gpu.l2
-        in_memory = 3 if compensates else 1 if panels_together else panels
+        in_memory = 3 if compensates else 1
         rows, block = WALKS[launch.name] == "rows", parameters["BLOCK_ROWS"]
         step = parameters["BLOCK_COLS"]
         if not rows:
@@ -118,9 +117,8 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
         factors = 4 * width * sum((end - start) * (1 + compensates) + block for _, _, start, end, _ in tiles)
         parts = 0 if launch.name == "reconstruct" else 4 * width * block * len(tiles)
         moved, cached = in_memory * matrices + parts, sweeps * matrices + parts + factors
-        # Programs that are fewer than the slots spread over the multiprocessors.
-        spread = min(slots, math.ceil(programs / gpu.multiprocessors) * gpu.multiprocessors)
-        busy = busy_share({length: count * panels for length, count in lengths.items()}, spread)
+        # Programs share their multiprocessor's speed.
+        busy = busy_share({length: number * panels for length, number in lengths.items()}, gpu.multiprocessors)
     seconds = LAUNCH_SECONDS + max(moved / gpu.bandwidth, cached / (L2_SPEED * gpu.bandwidth)) / busy
     if launch.name in STEPWISE:
         seconds += min(rank, parameters["C"]) * compiled["loop_cycles"] / CLOCK

@@ -63,42 +63,43 @@ class Variant:
 
 
 def variants(arch: str, ranks: Sequence[int] = RANKS) -> Iterator[Variant]:
-    """Every kernel as it is launched: ranks of one and several panels, dtypes, aligned and unaligned segments."""
+    """Every kernel as it is launched: ranks of one and several panels, all dtypes.
+
+    Kernels decide on the device how they access a tile, so one compiled kernel serves aligned and other matrices.
+    """
     for rank in ranks:
-        for G, M, unaligned in itertools.product(DTYPES, (torch.float32, torch.bfloat16), (False, True)):
-            # Dtypes and alignment matter to the kernels over whole gradients only.
-            factors_too = (G, M, unaligned) == (torch.float32, torch.float32, False)
-            yield from _launches(select_configuration(arch, rank), rank, G, M, unaligned, factors_too)
-        for width, aligned in itertools.product(WIDTHS, (True, False)):
-            yield from _wire_launches(select_configuration(arch, rank), rank, width, aligned)
+        for G, M in itertools.product(DTYPES, (torch.float32, torch.bfloat16)):
+            # Dtypes matter to the kernels over whole gradients only.
+            factors_too = G == M == torch.float32
+            yield from _launches(select_configuration(arch, rank), rank, G, M, factors_too)
+        for width in WIDTHS:
+            yield from _wire_launches(select_configuration(arch, rank), rank, width)
     for name, dtype, aligned in itertools.product(DIFFERENCES, DTYPES, (True, False)):
         yield from _difference_launches(name, dtype, aligned)
 
 
 def _launches(
-    launches: Configuration, rank: int, G_dtype: torch.dtype, M_dtype: torch.dtype, unaligned: bool, factors_too: bool
+    launches: Configuration, rank: int, G_dtype: torch.dtype, M_dtype: torch.dtype, factors_too: bool
 ) -> Iterator[Variant]:
     """Launch a step on a small bucket and record what would run."""
     n, m = 256, 256
     cpu = torch.device("cpu")
-    # A second matrix of another rank makes the rank a run-time value.
-    matrices = [Matrix(n, m, rank, 0, 0, 0)] + [Matrix(n, m, rank - 1, n * rank, m * rank, 1)] * unaligned
     table = BucketTable(
-        matrices, [(8, 2 * n * rank, 2 * m * rank)], launches.compensate_project.tile, launches.backproject.tile, cpu
-    )  # fmt: skip
-    shift = int(unaligned)
-    gradients = torch.zeros(2 * n * m + 16, dtype=G_dtype)
-    errors = torch.zeros(2 * n * m + 16, dtype=M_dtype)
-    G = table.pointers(
-        [gradients[shift + i * n * m :][: n * m] for i in range(len(matrices))] + [torch.zeros(8, dtype=G_dtype)]
+        [Matrix(n, m, rank, 0, 0, 0)],
+        [(8, n * rank, m * rank)],
+        launches.compensate_project.tile,
+        launches.backproject.tile,
+        cpu,
     )
-    M = table.pointers([errors[shift + i * n * m :][: n * m] for i in range(len(matrices))], bypass=False)
+    gradient, error = torch.zeros(n * m, dtype=G_dtype), torch.zeros(n * m, dtype=M_dtype)
+    G = table.pointers([gradient, torch.zeros(8, dtype=G_dtype)])
+    M = table.pointers([error], bypass=False)
     factor = torch.zeros(2 * n * rank + 8)
     wide = torch.zeros(64 * 1024, dtype=torch.float64)
     flag, scalar = torch.ones((), dtype=torch.int32), torch.ones(())
     verdict, count = torch.ones(2, dtype=torch.int64).unbind()
     names = [str(t).removeprefix("torch.") for t in (G_dtype, M_dtype)]
-    label = f"rank {rank}, {names[0]}/{names[1]}{', unaligned' if unaligned else ''}"
+    label = f"rank {rank}, {names[0]}/{names[1]}"
     with recording(run=False) as recorded:
         compensate_project.compensate_project_triton(
             table, G, M, factor, factor, verdict, scalar, factor, launches.compensate_project, out=factor
@@ -118,28 +119,26 @@ def _launches(
             pack.pack_triton(table.pack_left, factor, G, flag, own=factor, message=factor)
         if G_dtype == torch.float32:
             backproject.backproject_triton(table, M, factor, launches.backproject, out=factor)
-        if not unaligned:
-            commit.commit_triton(
-                table, G, M, factor, 2, flag, largest=2.0**110, basis=factor, message=factor, verdict=verdict
-            )  # fmt: skip
+        commit.commit_triton(
+            table, G, M, factor, 2, flag, largest=2.0**110, basis=factor, message=factor, verdict=verdict
+        )  # fmt: skip
         if factors_too:
-            pack.pack_and_average_triton(table, factor, factor, 2, flag, own=factor, message=factor)
+            pack.pack_and_average_triton(table, factor, G, factor, 2, flag, own=factor, message=factor)
             grams = wide.view(-1, 1, launches.gram.panel**2)
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=grams, finite=flag, out=factor,
             )  # fmt: skip
             explore.explore_triton(
-                table, count, flag, every=16, other=4, carry=0.05, smallest=2**-8, out=factor
+                table, count, flag, rank, every=16, other=4, carry=0.05, smallest=2**-8, out=factor
             )  # fmt: skip
     yield from _different(recorded, label)
 
 
-def _wire_launches(launches: Configuration, rank: int, width: str, aligned: bool) -> Iterator[Variant]:
-    """Launch what a narrow message takes; unaligned where one of the factors has a single column."""
-    factors = [(2, 256, rank)] + [(1, 129, 1)] * (not aligned)
-    plan = WirePlan.build(FORMATS[width], factors, 8, 4, workers=2)
-    table = WireTable(plan, launches.wire.panel, torch.device("cpu"))
+def _wire_launches(launches: Configuration, rank: int, width: str) -> Iterator[Variant]:
+    """Launch what a narrow message takes."""
+    plan = WirePlan.build(FORMATS[width], [(2, 256, rank)], 8, 4, workers=2)
+    table = WireTable(plan, min(launches.wire.panel, 1 << (rank - 1).bit_length()), torch.device("cpu"))
     message, content = torch.zeros(512 * rank + 129 + 8), torch.zeros(2, plan.size, dtype=torch.uint8)
     for own in (message, None):
         with recording(run=False) as recorded:
@@ -147,7 +146,7 @@ def _wire_launches(launches: Configuration, rank: int, width: str, aligned: bool
             wire.reduce_triton(table, content, own, 0, launches.wire, out=content[0])
             if own is not None:
                 wire.decode_triton(table, content, launches.wire, out=message)
-        label = f"rank {rank}, wire {width}{'' if own is None else ' and own'}{'' if aligned else ', unaligned'}"
+        label = f"rank {rank}, wire {width}{'' if own is None else ' and own'}"
         yield from _different(recorded, label)
 
 

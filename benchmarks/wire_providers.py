@@ -38,9 +38,9 @@ class PreparedWire:
         factors = layout.factor_shapes(left=False)
         self._plan = WirePlan.build(FORMATS[width], factors, layout.bypass_numel, ITEMSIZE, WORKERS)
         self.gradient_bytes = ITEMSIZE * count_parameters(shapes)
-        launch = launch or select_configuration(architecture(device), max((r for *_, r in factors), default=1)).wire
+        launch = launch or select_configuration(architecture(device), rank).wire
         self._wire: Wire = (
-            TritonWire(self._plan, launch, device) if kernels else TorchWire(self._plan, torch.float32, device)
+            TritonWire(self._plan, launch, rank, device) if kernels else TorchWire(self._plan, torch.float32, device)
         )
         generator = torch.Generator(device).manual_seed(0)
         self._message = torch.randn(layout.q_numel + layout.bypass_numel, generator=generator, device=device)

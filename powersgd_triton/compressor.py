@@ -20,7 +20,15 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.gradients import as_real, check_dense, check_writable, in_form, real_shape, write_back
+from powersgd_triton.ops.gradients import (
+    as_real,
+    check_dense,
+    check_writable,
+    in_form,
+    real_shape,
+    together,
+    write_back,
+)
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 
@@ -164,14 +172,13 @@ class Compressor(Handle):
         """
         self._check_valid(compressed)
         if out is None:
-            dtype = compressed.backend.bucket.message_P.dtype
-            out = {
-                segment.name: torch.empty(shape, dtype=kind, device=device)
-                for segment in self._exact.segments
-                for shape, kind, device in [
-                    self._kinds.get(segment.name, (torch.Size(segment.shape), dtype, compressed.verdict.device))
-                ]
-            }
+            dtype, device = compressed.backend.bucket.message_P.dtype, compressed.verdict.device
+            out = together(
+                {
+                    segment.name: self._kinds.get(segment.name, (torch.Size(segment.shape), dtype, device))
+                    for segment in self._exact.segments
+                }
+            )
         named = {name: tensor.detach() for name, tensor in self._named(out, same_dtype=False).items()}
         for name, tensor in named.items():
             check_writable(name, tensor)

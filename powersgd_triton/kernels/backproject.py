@@ -11,35 +11,57 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
+from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import BucketTable, Pointers
 from powersgd_triton.kernels.table_device import (
     ELEMENTS,
     column_tile,
     factor_offsets,
+    known_multiple,
     matrix_sizes,
     part_of_Q,
-    tensor_start,
+    pointer_to,
+    rows_are_aligned,
+    tensor_address,
+    vector_of,
 )
 
 
-@triton.jit(do_not_specialize=["first_panel"])
+@triton.jit(do_not_specialize=["M_base", "first_panel", "panels"])
 def _backproject_kernel(
-    M_at, P_hat, parts, records, tiles, first_panel,
-    M_TYPE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    M_base: tl.int64, M_at, P_hat, parts, records, tiles, first_panel, panels,
+    M_TYPE: tl.constexpr, VEC: tl.constexpr, C: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of Q [m, r]. Grid: (column tiles, panels of C columns of P̂)."""
-    matrix, col, start, end, split = column_tile(tiles, tl.program_id(0), BLOCK_COLS)
-    _, m, r = matrix_sizes(records, matrix, VEC, R)
+    """Parts of Q [m, r]. Grid: for each column tile, ``panels`` of C columns of P̂."""
+    # Programs of the same tile of M run at the same time, so that they read it from memory once.
+    matrix, col, start, end, split = column_tile(tiles, tl.program_id(0) // panels, BLOCK_COLS)
+    _, m, r = matrix_sizes(records, matrix)
     # The grid has the panels of the largest rank; this matrix may have fewer.
-    panel = (first_panel + tl.program_id(1)) * C
+    panel = (first_panel + tl.program_id(0) % panels) * C
     if panel >= r:
         return
-    M = tensor_start(M_at, matrix, M_TYPE, VEC) + col
+    M = tensor_address(M_base, M_at, matrix)
     P_at, _ = factor_offsets(records, matrix)
     P_hat += P_at + panel
     parts += part_of_Q(records, matrix, split, col, r) + panel
+    if rows_are_aligned(M, m, VEC):
+        _walk_down_rows(
+            M, P_hat, parts, known_multiple(m, VEC), r, panel, col, start, end,
+            M_TYPE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+        )  # fmt: skip
+    else:
+        _walk_down_rows(M, P_hat, parts, m, r, panel, col, start, end, M_TYPE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION)
 
+
+@triton.jit
+def _walk_down_rows(
+    M, P_hat, parts, m, r, panel, col, start, end,
+    M_TYPE: tl.constexpr, VEC: tl.constexpr, C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The kernel's work, where all rows of the matrix at address M start at multiples of VEC elements."""
+    M = pointer_to(M, M_TYPE, VEC) + col
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
@@ -75,15 +97,18 @@ def backproject_triton(
     panels = -(-table.rank // launch.panel) - first_panel
     if panels <= 0:
         return
-    _backproject_kernel[(len(table.column_tiles), panels)](
-        M.addresses,
+    run(
+        _backproject_kernel,
+        (panels * table.column_tiles.size(0),),
+        launch.of_tiles,
+        M.base,
+        M.distances,
         P,
         out,
         table.records,
         table.column_tiles,
         first_panel,
+        panels,
         M_TYPE=ELEMENTS[M.dtype],
-        VEC=M.vector,
-        R=table.uniform_rank,
-        **launch.of_tiles,
+        VEC=vector_of(M.dtype),
     )

@@ -10,13 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
+from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import ELEMENTS, rollback_block, tensor_start
+from powersgd_triton.kernels.table_device import ELEMENTS, pointer_to, rollback_block, tensor_address
 
 
-@triton.jit(do_not_specialize=["verdict", "factor_programs", "numel", "workers"])
+@triton.jit(do_not_specialize=["G_base", "M_base", "verdict", "factor_programs", "numel", "workers"])
 def _commit_kernel(
-    G_at, M_at, following, basis, message, finite, verdict, blocks, factor_programs, numel, workers,
+    G_base: tl.int64, G_at, M_base: tl.int64, M_at, following, basis, message, finite, verdict, blocks,
+    factor_programs, numel, workers,
     G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +36,8 @@ def _commit_kernel(
     elif FEEDBACK and not good:
         # After a finite step these programs have nothing to do; the host cannot know, so they are launched anyway.
         matrix, first, end = rollback_block(blocks, program - factor_programs)
-        G = tensor_start(G_at, matrix, G_TYPE, 1)
-        M = tensor_start(M_at, matrix, M_TYPE, 1)
+        G = pointer_to(tensor_address(G_base, G_at, matrix), G_TYPE, 1)
+        M = pointer_to(tensor_address(M_base, M_at, matrix), M_TYPE, 1)
         for start in range(first, end, BLOCK):
             ok = start + i < end
             gradient = tl.load(G + start + i, ok, 0.0).to(tl.float32)
@@ -79,10 +81,16 @@ def commit_triton(
         verdict: scalar on the device.
     """
     factor_programs = -(-message.numel() // COPY_BLOCK)
+    errors = G if M is None else M
     feedback = M is not None and bool(table.matrices)
-    _commit_kernel[(max(1, factor_programs + (len(table.rollback) if feedback else 0)),)](
-        G.addresses,
-        (M or G).addresses,
+    run(
+        _commit_kernel,
+        (max(1, factor_programs + (table.rollback.size(0) if feedback else 0)),),
+        NUMERICS,
+        G.base,
+        G.distances,
+        errors.base,
+        errors.distances,
         message if following is None else following,
         basis,
         message,
@@ -93,10 +101,9 @@ def commit_triton(
         message.numel(),
         float(workers),
         G_TYPE=ELEMENTS[G.dtype],
-        M_TYPE=ELEMENTS[(M or G).dtype],
+        M_TYPE=ELEMENTS[errors.dtype],
         ADVANCE=following is not None,
         FEEDBACK=feedback,
         LARGEST=largest,
         BLOCK=COPY_BLOCK,
-        **NUMERICS,
     )

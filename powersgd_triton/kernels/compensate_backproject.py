@@ -13,36 +13,61 @@ from torch import Tensor
 from powersgd_triton.kernels.backproject import backproject_triton
 from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
+from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import BucketTable, Pointers
 from powersgd_triton.kernels.table_device import (
     ELEMENTS,
     column_tile,
     factor_offsets,
+    known_multiple,
     matrix_sizes,
     part_of_Q,
-    tensor_start,
+    pointer_to,
+    rows_are_aligned,
+    tensor_address,
+    vector_of,
 )
 
 
-@triton.jit(do_not_specialize=["applied", "growth"])
+@triton.jit(do_not_specialize=["G_base", "M_base", "applied", "growth"])
 def _compensate_backproject_kernel(
-    G_at, M_at, P_prev, Q_prev, applied, growth, basis, parts, records, tiles,
-    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+    G_base: tl.int64, G_at, M_base: tl.int64, M_at, P_prev, Q_prev, applied, growth, basis, parts, records, tiles,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Parts of Q [m, r], its first C columns, and M [n, m] in place. Grid: column tiles."""
     matrix, col, start, end, split = column_tile(tiles, tl.program_id(0), BLOCK_COLS)
-    _, m, r = matrix_sizes(records, matrix, VEC, R)
+    _, m, r = matrix_sizes(records, matrix)
     P_at, Q_at = factor_offsets(records, matrix)
-    G = tensor_start(G_at, matrix, G_TYPE, VEC) + col
-    M = tensor_start(M_at, matrix, M_TYPE, VEC) + col
+    G = tensor_address(G_base, G_at, matrix)
+    M = tensor_address(M_base, M_at, matrix)
     P_prev += P_at
     basis += P_at
     Q_prev += Q_at + tl.cast(col, tl.int64) * r
     parts += part_of_Q(records, matrix, split, col, r)
     pending = tl.load(applied)
     scale = tl.load(growth)
+    if rows_are_aligned(G | M, m, VEC):
+        _walk_down_rows(
+            G, M, P_prev, Q_prev, pending, scale, basis, parts, known_multiple(m, VEC), r, col, start, end,
+            G_TYPE, M_TYPE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+        )  # fmt: skip
+    else:
+        _walk_down_rows(
+            G, M, P_prev, Q_prev, pending, scale, basis, parts, m, r, col, start, end,
+            G_TYPE, M_TYPE, WIDE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+        )  # fmt: skip
 
+
+@triton.jit
+def _walk_down_rows(
+    G, M, P_prev, Q_prev, pending, scale, basis, parts, m, r, col, start, end,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The kernel's work, where all rows of the matrices at addresses G and M start at multiples of VEC elements."""
+    G = pointer_to(G, G_TYPE, VEC) + col
+    M = pointer_to(M, M_TYPE, VEC) + col
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
@@ -107,9 +132,14 @@ def compensate_backproject_triton(
         return
     if not table.matrices:
         return
-    _compensate_backproject_kernel[(len(table.column_tiles),)](
-        G.addresses,
-        M.addresses,
+    run(
+        _compensate_backproject_kernel,
+        (table.column_tiles.size(0),),
+        launch.of_tiles,
+        G.base,
+        G.distances,
+        M.base,
+        M.distances,
         P_prev,
         Q_prev,
         applied,
@@ -120,10 +150,8 @@ def compensate_backproject_triton(
         table.column_tiles,
         G_TYPE=ELEMENTS[G.dtype],
         M_TYPE=ELEMENTS[M.dtype],
-        WIDE=table.rank > launch.panel,
-        VEC=min(G.vector, M.vector),
-        R=table.uniform_rank,
-        **launch.of_tiles,
+        WIDE=launch.wide,
+        VEC=vector_of(G.dtype, M.dtype),
     )
     # Columns of P beyond the first panel: these programs read M as the kernel above stored it.
     backproject_triton(table, M, P, launch_backproject, out=out, first_panel=1)

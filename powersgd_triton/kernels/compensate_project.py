@@ -12,42 +12,69 @@ from torch import Tensor
 
 from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
+from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import BucketTable, Pointers
 from powersgd_triton.kernels.table_device import (
     ELEMENTS,
     factor_offsets,
+    known_multiple,
     matrix_sizes,
     part_of_P,
+    pointer_to,
     row_tile,
-    tensor_start,
+    rows_are_aligned,
+    tensor_address,
+    vector_of,
 )
 
 
-@triton.jit(do_not_specialize=["first_panel", "applied", "growth"])
+@triton.jit(do_not_specialize=["G_base", "M_base", "applied", "growth", "first_panel", "panels"])
 def _compensate_project_kernel(
-    G_at, M_at, P_hat, Q, applied, growth, basis, parts, records, tiles, first_panel,
-    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, COMPENSATE: tl.constexpr, WIDE: tl.constexpr,
-    VEC: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+    G_base: tl.int64, G_at, M_base: tl.int64, M_at, P_hat, Q, applied, growth, basis, parts, records, tiles,
+    first_panel, panels,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr,
+    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of P [n, r], and M [n, m] in place. Grid: (row tiles, panels of C columns of the basis)."""
-    matrix, row, start, end, split = row_tile(tiles, tl.program_id(0), BLOCK_COLS)
-    n, m, r = matrix_sizes(records, matrix, VEC, R)
+    """Parts of P [n, r], and M [n, m] in place. Grid: for each row tile, ``panels`` of C columns of the basis."""
+    # Programs of the same tile of M run at the same time, so that they read it from memory once.
+    matrix, row, start, end, split = row_tile(tiles, tl.program_id(0) // panels, BLOCK_COLS)
+    n, m, r = matrix_sizes(records, matrix)
     # The grid has the panels of the largest rank; this matrix may have fewer.
-    panel = (first_panel + tl.program_id(1)) * C
+    panel = (first_panel + tl.program_id(0) % panels) * C
     if panel >= r:
         return
     first = row.to(tl.int64)
     P_at, Q_at = factor_offsets(records, matrix)
-    G = tensor_start(G_at, matrix, G_TYPE, VEC) + first * m
-    M = tensor_start(M_at, matrix, M_TYPE, VEC) + first * m
+    G = tensor_address(G_base, G_at, matrix)
+    M = tensor_address(M_base, M_at, matrix)
     P_hat += P_at + first * r
     Q += Q_at
     basis += Q_at
     parts += part_of_P(records, matrix, split, first, r)
     pending = tl.load(applied)
     scale = tl.load(growth)
+    if rows_are_aligned(G | M, m, VEC):
+        _walk_along_columns(
+            G, M, P_hat, Q, pending, scale, basis, parts, n, known_multiple(m, VEC), r, panel, row, start, end,
+            G_TYPE, M_TYPE, COMPENSATE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+        )  # fmt: skip
+    else:
+        _walk_along_columns(
+            G, M, P_hat, Q, pending, scale, basis, parts, n, m, r, panel, row, start, end,
+            G_TYPE, M_TYPE, COMPENSATE, WIDE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+        )  # fmt: skip
 
+
+@triton.jit
+def _walk_along_columns(
+    G, M, P_hat, Q, pending, scale, basis, parts, n, m, r, panel, row, start, end,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr,
+    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The kernel's work, where all rows of the matrices at addresses G and M start at multiples of VEC elements."""
+    first = row.to(tl.int64)
+    G = pointer_to(G, G_TYPE, VEC) + first * m
+    M = pointer_to(M, M_TYPE, VEC) + first * m
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
@@ -112,10 +139,16 @@ def compensate_project_triton(
     panels = -(-table.rank // launch.panel)
     source = G if M is None else M
 
-    def run(first_panel: int, count: int, compensate: bool) -> None:
-        _compensate_project_kernel[(len(table.row_tiles), count)](
-            (G if compensate else source).addresses,
-            source.addresses,
+    def launch_panels(first_panel: int, count: int, compensate: bool) -> None:
+        gradient = G if compensate else source
+        run(
+            _compensate_project_kernel,
+            (count * table.row_tiles.size(0),),
+            launch.of_tiles,
+            gradient.base,
+            gradient.distances,
+            source.base,
+            source.distances,
             P_prev,
             Q_prev,
             applied,
@@ -125,19 +158,18 @@ def compensate_project_triton(
             table.records,
             table.row_tiles,
             first_panel,
-            G_TYPE=ELEMENTS[(G if compensate else source).dtype],
+            count,
+            G_TYPE=ELEMENTS[gradient.dtype],
             M_TYPE=ELEMENTS[source.dtype],
             COMPENSATE=compensate,
-            WIDE=panels > 1,
-            VEC=min(G.vector, source.vector),
-            R=table.uniform_rank,
-            **launch.of_tiles,
+            WIDE=launch.wide,
+            VEC=vector_of(gradient.dtype, source.dtype),
         )
 
     if M is None:
-        run(0, panels, compensate=False)
+        launch_panels(0, panels, compensate=False)
         return
     # Only the first panel's programs may change M. The others follow in a launch of their own, which reads M as stored.
-    run(0, 1, compensate=True)
+    launch_panels(0, 1, compensate=True)
     if panels > 1:
-        run(1, panels - 1, compensate=False)
+        launch_panels(1, panels - 1, compensate=False)

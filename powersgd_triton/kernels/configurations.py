@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Launch:
         panel: columns of the factors that one program multiplies by; at least 16, which is the least for tl.dot.
         num_warps, num_stages: Triton's.
         precision: of products of fp32 values, Triton's ``input_precision``.
+        wide: whether factors may have more columns than a panel.
     """
 
     rows: int
@@ -37,22 +39,23 @@ class Launch:
     num_warps: int
     num_stages: int
     precision: str
+    wide: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
         return self.rows, self.columns
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, int]:
         """Triton's own keywords, which every kernel takes."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NUMERICS}
 
-    @property
+    @functools.cached_property
     def of_factors(self) -> dict[str, Any]:
         """The keywords of a kernel that works on blocks of rows of a factor."""
         return {"C": self.panel, "BLOCK_ROWS": self.rows, **self.options}
 
-    @property
+    @functools.cached_property
     def of_tiles(self) -> dict[str, Any]:
         """The keywords of a kernel that works on tiles of matrices."""
         return {**self.of_factors, "BLOCK_COLS": self.columns, "PRECISION": self.precision}
@@ -89,12 +92,14 @@ def _narrow(precision: str, rows: int, stages: int) -> Configuration:
     )
 
 
-def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, *, gram_warps: int = 4) -> Configuration:
+def _wide(
+    precision: str, stages: int, left_stages: int, wire_warps: int, *, gram_warps: int = 4, several: bool = False
+) -> Configuration:
     return Configuration(
-        compensate_project=Launch(32, 32, 32, 4, 2, precision),
-        compensate_backproject=Launch(32, 32, 32, 4, left_stages, precision),
+        compensate_project=Launch(32, 32, 32, 4, 2, precision, several),
+        compensate_backproject=Launch(32, 32, 32, 4, left_stages, precision, several),
         backproject=Launch(32, 32, 32, 4, 3, precision),
-        reconstruct=Launch(32, 32, 32, 4, stages, precision),
+        reconstruct=Launch(32, 32, 32, 4, stages, precision, several),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
@@ -108,7 +113,7 @@ def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dic
         8: _narrow(precision, 128, narrow),
         16: _narrow(precision, 64, narrow),
         32: _wide(precision, wide, wide, wire_warps),
-        256: _wide(precision, several_panels, 1, wire_warps, gram_warps=8),
+        256: _wide(precision, several_panels, 1, wire_warps, gram_warps=8, several=True),
     }
 
 

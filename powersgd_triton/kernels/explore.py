@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
+from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.random_device import random_values, stream_of
 from powersgd_triton.kernels.table import BucketTable
 from powersgd_triton.kernels.table_device import factor_offsets, key_of, matrix_sizes
@@ -15,13 +16,13 @@ BLOCK = 2048
 """Elements of a basis that a program holds at a time."""
 
 
-@triton.jit(do_not_specialize=["every", "carry", "smallest", "other"])
+@triton.jit(do_not_specialize=["number", "every", "carry", "smallest", "other"])
 def _explore_kernel(
     basis, finite, number, records, factors, every, other, carry, smallest, C: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """See ``explore_reference``. Grid: matrices. Most programs find that it is not their matrix's turn."""
     matrix = tl.program_id(0)
-    n, m, r = matrix_sizes(records, matrix, 1, 0)
+    n, m, r = matrix_sizes(records, matrix)
     key = key_of(factors, matrix)
     step = tl.load(number)
     if ((key.to(tl.int64) + step) % every != 0) | (r >= tl.minimum(n, m)) | (tl.load(finite) <= 0):
@@ -59,6 +60,7 @@ def explore_triton(
     table: BucketTable,
     number: Tensor,
     finite: Tensor,
+    rank: int,
     *,
     every: int,
     other: int,
@@ -72,13 +74,15 @@ def explore_triton(
         table: The bucket's table.
         number: int64 scalar on the device, the step's number.
         finite: int32 scalar on the device. If it is 0, nothing changes.
+        rank: the largest that may occur.
         every, other, carry, smallest: See ``ops.explore``. ``other`` is added to the keys.
         out: Orthonormal right bases, fp32, flat.
     """
     if not table.matrices:
         return
-    columns = triton.next_power_of_2(table.rank)
-    _explore_kernel[(len(table.matrices),)](
+    columns = triton.next_power_of_2(rank)
+    run(
+        _explore_kernel, (len(table.matrices),), NUMERICS,
         out, finite, number, table.records, table.Q.records, every, other, carry, smallest,
-        C=columns, ROWS=max(1, BLOCK // columns), num_warps=4, **NUMERICS,
+        C=columns, ROWS=max(1, BLOCK // columns),
     )  # fmt: skip

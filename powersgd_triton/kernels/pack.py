@@ -7,14 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
+from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import ELEMENTS, pack_entry, tensor_start
+from powersgd_triton.kernels.table_device import ELEMENTS, pack_entry, pointer_to, tensor_address
 
 
-@triton.jit(do_not_specialize=["workers"])
+@triton.jit(do_not_specialize=["G_base", "has_own", "averages", "workers"])
 def _pack_kernel(
-    parts, G_at, own, message, bypass, finite, entries, workers,
-    G_TYPE: tl.constexpr, COPY: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+    parts, G_base: tl.int64, G_at, own, message, bypass, finite, entries, has_own, averages, workers,
+    G_TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of a message: a sum of parts, or a piece of a bypass tensor, copied or averaged. Grid: blocks."""
     program = tl.program_id(0)
@@ -27,11 +28,11 @@ def _pack_kernel(
         for split in range(splits):
             total += tl.load(parts + source + split * distance + i, ok, 0.0)
         tl.store(message + target + i, total, ok)
-        if OWN:
+        if has_own > 0:
             tl.store(own + target + i, total, ok)
-    elif COPY:
+    elif averages == 0:
         # Bypass tensors start anywhere: nothing is known to divide their offsets.
-        G = tensor_start(G_at, tensor, G_TYPE, 1) + source
+        G = pointer_to(tensor_address(G_base, G_at, tensor), G_TYPE, 1) + source
         tl.store(bypass + target + i, tl.load(G + i, ok, 0.0).to(tl.float32), ok)
     else:
         total = tl.load(bypass + target + i, ok, 0.0)
@@ -41,7 +42,7 @@ def _pack_kernel(
         # div_rn rounds as torch does; plain division is an approximation on GPUs.
         tl.store(bypass + target + i, tl.div_rn(total, workers + tl.zeros([BLOCK], tl.float32)), ok)
     # One program declares the step finite; kernels launched later take it back.
-    if COPY and program == 0:
+    if (averages == 0) & (program == 0):
         tl.store(finite, 1)
 
 
@@ -57,76 +58,70 @@ def pack_triton(
         finite: int32 scalar on the device.
         own, message: fp32.
     """
-    if len(entries):
-        _pack_kernel[(len(entries),)](
-            parts,
-            G.addresses,
-            message if own is None else own,
-            message,
-            message,
-            finite,
-            entries,
-            1.0,
-            G_TYPE=ELEMENTS[G.dtype],
-            COPY=True,
-            OWN=own is not None,
-            BLOCK=COPY_BLOCK,
-            **NUMERICS,
-        )
+    if entries.size(0):
+        _launch(entries, entries.size(0), parts, G, own, message, message, finite)
     else:
         finite.fill_(1)
 
 
 def pack_and_average_triton(
-    table: BucketTable, parts: Tensor, first: Tensor, workers: int, finite: Tensor, *, own: Tensor, message: Tensor
-) -> None:
+    table: BucketTable, parts: Tensor, G: Pointers, first: Tensor, workers: int, finite: Tensor, *, own: Tensor,
+    message: Tensor,
+) -> None:  # fmt: skip
     """message = own = the sum of the parts of Q; the bypass tensors in the first message become means.
 
     Args:
         table: the bucket's.
         parts: of Q, fp32.
+        G: as for ``pack_triton``; not read.
         first: the first message, summed over the workers.
         workers: their number.
         finite: int32 scalar on the device, becomes 0 where a bypass tensor's sum is not finite.
         own, message: fp32.
     """
-    _average(table.pack_Q, len(table.pack_Q), parts, first, workers, finite, own, message)
+    _launch(table.pack_Q, table.pack_Q.size(0), parts, G, own, message, first, finite, workers)
 
 
-def average_triton(table: BucketTable, entries: Tensor, message: Tensor, workers: int, finite: Tensor) -> None:
+def average_triton(
+    table: BucketTable, entries: Tensor, G: Pointers, message: Tensor, workers: int, finite: Tensor
+) -> None:
     """The bypass tensors in a message become means.
 
     Args:
-        table, message, workers, finite: as for ``pack_and_average_triton``.
+        table, G, message, workers, finite: as for ``pack_and_average_triton``.
         entries: as for ``pack_triton``.
     """
-    _average(entries, table.bypass_programs, message, message, workers, finite, message, message)
+    _launch(entries, table.bypass_programs, message, G, None, message, message, finite, workers)
 
 
-def _average(
+def _launch(
     entries: Tensor,
     programs: int,
     parts: Tensor,
-    bypass: Tensor,
-    workers: int,
-    finite: Tensor,
-    own: Tensor,
+    G: Pointers,
+    own: Tensor | None,
     message: Tensor,
+    bypass: Tensor,
+    finite: Tensor,
+    workers: int = 0,
 ) -> None:
+    """Launch the kernel. Bypass tensors become means of so many ``workers``, or are copied from G if there are 0."""
     if programs:
-        _pack_kernel[(programs,)](
+        run(
+            _pack_kernel,
+            (programs,),
+            NUMERICS,
             parts,
-            entries,
-            own,
+            G.base,
+            G.distances,
+            message if own is None else own,
             message,
             bypass,
             finite,
             entries,
+            int(own is not None),
+            int(workers > 0),
             float(workers),
-            # Nothing is read through addresses.
-            G_TYPE=ELEMENTS[message.dtype],
-            COPY=False,
-            OWN=True,
+            G_TYPE=ELEMENTS[G.dtype],
             BLOCK=COPY_BLOCK,
-            **NUMERICS,
         )

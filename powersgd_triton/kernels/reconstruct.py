@@ -7,14 +7,19 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
+from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
 from powersgd_triton.kernels.table_device import (
     ELEMENTS,
     factor_offsets,
+    known_multiple,
     matrix_sizes,
     pack_entry,
+    pointer_to,
     row_tile,
-    tensor_start,
+    rows_are_aligned,
+    tensor_address,
+    vector_of,
 )
 
 
@@ -31,11 +36,11 @@ def _store_noting_overflow(target, value, ok, verdict):
     tl.store(verdict + tl.zeros_like(value).to(tl.int32), 0.0, ok & (fits == 0))
 
 
-@triton.jit(do_not_specialize=["verdict", "row_programs"])
+@triton.jit(do_not_specialize=["out_base", "verdict", "row_programs"])
 def _reconstruct_kernel(
-    P_hat, Q, message, out_at, verdict, records, tiles, entries, row_programs,
-    OUT_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr, COPY: tl.constexpr,
-    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+    P_hat, Q, message, out_base: tl.int64, out_at, verdict, records, tiles, entries, row_programs,
+    OUT_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, COPY: tl.constexpr, C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [n, m] = P̂ Q̄ᵀ; bypass tensors from the message; verdict ← 0 where one overflows.
 
@@ -48,17 +53,34 @@ def _reconstruct_kernel(
         ok = i < numel
         value = tl.load(message + target + i, ok, 0.0)
         # Bypass tensors start anywhere: nothing is known to divide their offsets.
-        place = tensor_start(out_at, tensor, OUT_TYPE, 1) + source
+        place = pointer_to(tensor_address(out_base, out_at, tensor), OUT_TYPE, 1) + source
         _store_noting_overflow(place + i, value, ok, verdict)
         return
     matrix, row, start, end, _ = row_tile(tiles, program, BLOCK_COLS)
-    n, m, r = matrix_sizes(records, matrix, VEC, R)
-    first = row.to(tl.int64)
+    n, m, r = matrix_sizes(records, matrix)
     P_at, Q_at = factor_offsets(records, matrix)
-    out = tensor_start(out_at, matrix, OUT_TYPE, VEC) + first * m
-    P_hat += P_at + first * r
+    out = tensor_address(out_base, out_at, matrix)
+    P_hat += P_at + row.to(tl.int64) * r
     Q += Q_at
+    if rows_are_aligned(out, m, VEC):
+        _walk_along_columns(
+            P_hat, Q, out, verdict, n, known_multiple(m, VEC), r, row, start, end,
+            OUT_TYPE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+        )  # fmt: skip
+    else:
+        _walk_along_columns(
+            P_hat, Q, out, verdict, n, m, r, row, start, end, OUT_TYPE, WIDE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION
+        )
 
+
+@triton.jit
+def _walk_along_columns(
+    P_hat, Q, out, verdict, n, m, r, row, start, end,
+    OUT_TYPE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr, C: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The work of a row tile, where all rows of the matrix at address ``out`` start at multiples of VEC elements."""
+    out = pointer_to(out, OUT_TYPE, VEC) + row.to(tl.int64) * m
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
@@ -98,23 +120,25 @@ def reconstruct_triton(
         out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
         verdict: scalar on the device, set to 0 where an element of ``out`` is not finite.
     """
-    programs = len(table.row_tiles) + table.bypass_programs
+    programs = table.row_tiles.size(0) + table.bypass_programs
     if not programs:
         return
-    _reconstruct_kernel[(programs,)](
+    run(
+        _reconstruct_kernel,
+        (programs,),
+        launch.of_tiles,
         P,
         Q,
         message,
-        out.addresses,
+        out.base,
+        out.distances,
         verdict,
         table.records,
         table.row_tiles,
         entries,
-        len(table.row_tiles),
+        table.row_tiles.size(0),
         OUT_TYPE=ELEMENTS[out.dtype],
-        WIDE=table.rank > launch.panel,
-        VEC=out.vector,
-        R=table.uniform_rank,
+        WIDE=launch.wide,
+        VEC=vector_of(out.dtype),
         COPY=COPY_BLOCK,
-        **launch.of_tiles,
     )

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +38,6 @@ DEAD_COLUMN = 2.0**-22
 
 POINTERS = 8
 """Number of sets of tensors whose places are remembered."""
-
-VECTOR = 8
-"""Elements in the widest memory access: 16 bytes, 2 bytes each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +73,6 @@ class BucketTable:
         bypass: for each tensor that is not compressed (elements, offset in the message of P, in that of Q).
         row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
         device: where the tables live.
-        any_rank: use the kernels that read the rank at run time, even if all matrices have the same rank. They need not
-            be compiled again when ranks change.
         rows_of_larger: the matrices are rows of larger ones, and may have fewer of them than the rank.
 
     Attributes:
@@ -90,7 +84,6 @@ class BucketTable:
         rollback: int64 [programs, columns of ``RollbackRow``].
         P, Q: tables of the factors.
         rank: the largest.
-        uniform_rank: the rank of all matrices, for which kernels are compiled; 0 if they are to read it.
         p_parts_numel, q_parts_numel: elements of the workspaces of the parts.
         bypass_programs: rows of a pack table that belong to bypass tensors.
 
@@ -105,17 +98,15 @@ class BucketTable:
         row_tile: tuple[int, int],
         column_tile: tuple[int, int],
         device: torch.device,
-        any_rank: bool = False,
         rows_of_larger: bool = False,
     ) -> None:
         for matrix in matrices:
             _check(matrix, rows_of_larger)
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
-        self.uniform_rank = 0 if any_rank or any(matrix.r != self.rank for matrix in matrices) else self.rank
-        self._pointers: dict[tuple[Any, ...], Pointers] = {}
+        self._distances: dict[tuple[torch.dtype, int, tuple[int, ...]], Distances] = {}
         # Those that a CUDA graph uses, also later.
-        self._captured: list[Pointers] = []
+        self._captured: list[Distances] = []
 
         (rows, width_block), (height_block, columns) = row_tile, column_tile
         cores = multiprocessors(device)
@@ -168,27 +159,32 @@ class BucketTable:
     def pointers(self, tensors: Sequence[Tensor], *, bypass: bool = True) -> Pointers:
         """Where the matrices (and, with ``bypass``, the bypass tensors) lie now.
 
-        The tensors are checked and their places uploaded only the first time that they lie there.
+        The tensors are checked, and their distances uploaded, only the first time that they lie so far apart. Parts of
+        one buffer always do, wherever the buffer is.
 
         Raises:
             TypeError: they are not all of one of the dtypes fp32, bf16, fp16.
             ValueError: they are on another device, not contiguous, or not of the table's sizes.
         """
-        addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        key = (tensors[0].dtype if tensors else None, addresses)
-        known = self._pointers.pop(key, None)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        base = addresses[0] if addresses else 0
+        dtype = tensors[0].dtype if tensors else torch.float32
+        # Elements lie at multiples of their size, and distances are checked.
+        distances = tuple([address - base for address in addresses])
+        key = (dtype, base % dtype.itemsize, distances)
+        known = self._distances.pop(key, None)
         if known is None:
-            known = self._find(tensors, addresses, bypass)
-            if len(self._pointers) >= POINTERS:
-                self._pointers.pop(next(iter(self._pointers)))
+            known = self._upload(tensors, distances, base, bypass)
+            if len(self._distances) >= POINTERS:
+                self._distances.pop(next(iter(self._distances)))
         # Last in the dictionary, so that what was not used for longest is first.
-        self._pointers[key] = known
+        self._distances[key] = known
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(known)
-        return known
+        return Pointers(dtype, base, known.on_device)
 
-    def _find(self, tensors: Sequence[Tensor], addresses: Sequence[int], bypass: bool) -> Pointers:
-        """Check the tensors and upload where they lie."""
+    def _upload(self, tensors: Sequence[Tensor], distances: Sequence[int], base: int, bypass: bool) -> Distances:
+        """Check the tensors and upload how far they lie from the first one."""
         sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
@@ -203,13 +199,10 @@ class BucketTable:
                     f"tensor {index} must be contiguous with {numel} elements; "
                     f"got shape {tuple(tensor.shape)} and stride {tensor.stride()}"
                 )
-        size = dtype.itemsize
-        if any(address % size for address in addresses):
-            raise ValueError(f"tensors must start at multiples of their elements' {size} bytes")
-        matrices = addresses[: len(self.matrices)]
-        vector = math.gcd(*(address // size for address in matrices), *(matrix.m for matrix in self.matrices), VECTOR)
-        host = on_host([addresses], len(addresses), torch.int64, self.device)
-        return Pointers(dtype, host.to(self.device, non_blocking=True), vector, host)
+        if any((base + distance) % dtype.itemsize for distance in distances):
+            raise ValueError(f"tensors must start at multiples of their elements' {dtype.itemsize} bytes")
+        host = on_host([distances], len(distances), torch.int64, self.device)
+        return Distances(host, host.to(self.device, non_blocking=True))
 
     def _bypass_rows(self, message: int) -> list[PackRow]:
         """Rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
@@ -252,25 +245,31 @@ def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, dev
     return host if device.type == "cpu" else host.pin_memory()
 
 
-@dataclasses.dataclass(frozen=True)
-class Pointers:
-    """Where tensors lie. A table of addresses stands for any number of tensors.
+class Distances(NamedTuple):
+    """How far tensors lie from the first of them, in bytes: int64 [1, number].
 
-    Kernels turn an address into a pointer. They must not reach one tensor from a pointer to another: for arguments of
-    at most 2 GiB, Triton's AMD backend computes offsets in 32 bits.
+    ``on_device`` was copied from ``on_host``. A CUDA graph in which it was copied does so in each replay.
+    """
+
+    on_host: Tensor
+    on_device: Tensor
+
+
+class Pointers(NamedTuple):
+    """Where tensors lie, for kernels that reach any number of them.
+
+    Kernels add a distance to the base and turn the sum into a pointer. The base is a number and not a pointer: for
+    pointers to at most 2 GiB, Triton's AMD backend computes offsets in 32 bits.
 
     Attributes:
         dtype: of the tensors' elements.
-        addresses: int64 [1, number], in bytes.
-        vector: the largest number up to ``VECTOR`` such that all rows of all matrices start at multiples of so many
-            elements. Kernels are compiled for it: 4 of fp32 or 8 of 16 bits make accesses of 16 bytes.
-        host: where the addresses were copied from. A CUDA graph in which they were copied does so in each replay.
+        base: address of the first tensor, in bytes.
+        distances: of all tensors from there, in bytes, int64 [1, number] on the device.
     """
 
     dtype: torch.dtype
-    addresses: Tensor
-    vector: int
-    host: Tensor
+    base: int
+    distances: Tensor
 
 
 def _check(matrix: Matrix, rows_of_larger: bool) -> None:

@@ -17,6 +17,15 @@ import triton.language as tl
 
 from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
 
+WIDEST = tl.constexpr(16)
+"""Bytes of the widest memory access."""
+
+
+def vector_of(*dtypes: torch.dtype) -> int:
+    """Elements in the widest access to tensors of these dtypes: of the narrowest."""
+    return int(WIDEST.value) // min(dtype.itemsize for dtype in dtypes)
+
+
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Types of the elements that kernels read and write through addresses."""
 
@@ -104,16 +113,14 @@ def column_tile(tiles, program, BLOCK_COLS: tl.constexpr):
 
 
 @triton.jit
-def matrix_sizes(records, matrix, VEC: tl.constexpr, R: tl.constexpr):
-    """(n, m, r), int32. R is the rank where all matrices have the same, else 0 and the rank is read."""
+def matrix_sizes(records, matrix):
+    """(n, m, r), int32."""
     record = records + matrix * MATRIX
-    n = tl.load(record + MATRIX_N).to(tl.int32)
-    # Rows are m elements apart; the host chose VEC so that it divides m.
-    m = tl.load(record + MATRIX_M).to(tl.int32) // VEC * VEC
-    r = R
-    if R == 0:
-        r = tl.load(record + MATRIX_R).to(tl.int32)
-    return n, m, r
+    return (
+        tl.load(record + MATRIX_N).to(tl.int32),
+        tl.load(record + MATRIX_M).to(tl.int32),
+        tl.load(record + MATRIX_R).to(tl.int32),
+    )
 
 
 @triton.jit
@@ -138,14 +145,35 @@ def part_of_Q(records, matrix, split, row, r):
 
 
 @triton.jit
-def tensor_start(addresses, tensor, TYPE: tl.constexpr, VEC: tl.constexpr):
-    """Pointer to the first element of a matrix or a bypass tensor, from ``Pointers.addresses``.
+def tensor_address(base, distances, tensor):
+    """Address of the first element of a matrix or a bypass tensor, int64, from ``Pointers``."""
+    return base + tl.load(distances + tensor)
 
-    TYPE is the elements' type. VEC elements divide the distance of all rows from address 0.
+
+@triton.jit
+def pointer_to(address, TYPE: tl.constexpr, VEC: tl.constexpr):
+    """An address as a pointer to elements of a type; a multiple of 16 bytes if VEC is not 1."""
+    pointer = address.to(tl.pointer_type(TYPE))
+    if VEC > 1:
+        # The compiler does not see through the cast what divides the address.
+        pointer = tl.multiple_of(pointer, WIDEST)
+    return pointer
+
+
+@triton.jit
+def rows_are_aligned(addresses, m, VEC: tl.constexpr):
+    """Whether all rows of m elements start at multiples of 16 bytes and hold whole vectors of VEC elements.
+
+    Args:
+        addresses: of the matrices in question, combined by ``|``.
     """
-    start = tl.load(addresses + tensor).to(tl.pointer_type(TYPE))
-    # The compiler does not see through the cast what divides the address.
-    return tl.multiple_of(start, VEC * (TYPE.primitive_bitwidth // 8))
+    return (addresses % WIDEST == 0) & (m % VEC == 0)
+
+
+@triton.jit
+def known_multiple(x, VEC: tl.constexpr):
+    """x, which VEC divides: so that the compiler sees it."""
+    return x // VEC * VEC
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from powersgd_triton.kernels.columns import WireRow
-from powersgd_triton.kernels.table_device import column, columns
+from powersgd_triton.kernels.table_device import column, columns, known_multiple
 from powersgd_triton.kernels.wire_table import ITEMSIZE
 from powersgd_triton.layout.wire_format import SCALE_BYTES
 
@@ -36,16 +36,20 @@ INTEGERS = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def chunk_size(size):
-    """Bytes of a chunk, which are a multiple of 4, as the compiler is to see. It sees by itself if they are of 16."""
-    return size // EXACT_BYTES * EXACT_BYTES
+def views_of(content, BITS: tl.constexpr, LEVELS: tl.constexpr):
+    """Bytes as exact elements, as bits of scales, and as codes."""
+    if BITS == 16:
+        codes = content.to(tl.pointer_type(tl.int16 if LEVELS == 0 else tl.float16))
+    else:
+        codes = content.to(tl.pointer_type(tl.int8))
+    return content.to(tl.pointer_type(tl.float32)), content.to(tl.pointer_type(tl.int16)), codes
 
 
 @triton.jit
 def wire_entry(table, program, size):
     """(the program's row of the table, where its chunk starts in bytes, its first element of the message)."""
     entry = table + program * WIRE
-    return entry, tl.load(entry + WIRE_CHUNK) * chunk_size(size), tl.load(entry + WIRE_ELEMENT)
+    return entry, tl.load(entry + WIRE_CHUNK) * size, tl.load(entry + WIRE_ELEMENT)
 
 
 @triton.jit
@@ -61,12 +65,24 @@ def exact_slice(entry, chunk, COPY: tl.constexpr):
 
 
 @triton.jit
+def tile_is_aligned(entry, chunk, BITS: tl.constexpr):
+    """Whether in the message and in the codes all rows of a tile start at multiples of 4 elements.
+
+    Args:
+        entry: the program's row of the table.
+        chunk: what the chunks' starts are multiples of, in bytes.
+    """
+    elements = tl.load(entry + WIRE_ELEMENT) | tl.load(entry + WIRE_RANK) | tl.load(entry + WIRE_COLUMNS)
+    return (elements % 4 == 0) & ((chunk | tl.load(entry + WIRE_CODES)) % (4 * bytes_of_code(BITS)) == 0)
+
+
+@triton.jit
 def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
-    """Offsets of a tile's lower half [HALF, C], distance of the upper one, masks of both and of the columns [C]."""
+    """(first element, offsets of the lower half [HALF, C], distance of the upper one, masks of both and of columns)."""
     rows = tl.load(entry + WIRE_ROWS).to(tl.int32)
     # The compiler is to see that VEC divides both: then rows are aligned, and masks do not cut through a vector.
-    columns = tl.load(entry + WIRE_COLUMNS).to(tl.int32) // VEC * VEC
-    rank = tl.load(entry + WIRE_RANK).to(tl.int32) // VEC * VEC
+    columns = known_multiple(tl.load(entry + WIRE_COLUMNS).to(tl.int32), VEC)
+    rank = known_multiple(tl.load(entry + WIRE_RANK).to(tl.int32), VEC)
     half = (rows + 1) // 2
     k = tl.arange(0, HALF)
     cols = tl.arange(0, C)
@@ -74,21 +90,25 @@ def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
     offsets = k[:, None] * rank + cols[None, :]
     low_ok = (k < half)[:, None] & col_ok[None, :]
     high_ok = (half + k < rows)[:, None] & col_ok[None, :]
-    return offsets, half * rank, low_ok, high_ok, col_ok
+    return known_multiple(tl.load(entry + WIRE_ELEMENT), VEC), offsets, half * rank, low_ok, high_ok, col_ok
 
 
 @triton.jit
-def tile_places(entry, chunk, CODE_VEC: tl.constexpr, CODE_BYTES: tl.constexpr):
+def tile_places(entry, chunk, VEC: tl.constexpr, BITS: tl.constexpr):
     """Where a tile starts in the bytes: (scale, code), each in units of its own.
 
     Args:
         entry: the program's row of the table.
         chunk: where the chunk starts, in bytes.
     """
-    scale = (chunk + tl.load(entry + WIRE_SCALES)) // SCALE
-    # Two terms, so that the compiler sees for each what divides it.
-    code = chunk // CODE_BYTES + tl.load(entry + WIRE_CODES) // CODE_BYTES // CODE_VEC * CODE_VEC
-    return scale, code
+    place = chunk + tl.load(entry + WIRE_CODES)
+    return (chunk + tl.load(entry + WIRE_SCALES)) // SCALE, known_multiple(place // bytes_of_code(BITS), VEC)
+
+
+@triton.jit
+def bytes_of_code(BITS: tl.constexpr):
+    """Bytes of a code; 1 also where it holds two codes of 4 bits."""
+    return 2 if BITS == 16 else 1
 
 
 # Codes and scales ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import torch
@@ -15,43 +14,29 @@ from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, Chunk, Piece,
 ITEMSIZE = 4
 """Of messages, which are fp32."""
 
-VECTOR = 4
-"""Elements of the widest access to a message, of 16 bytes."""
-
 
 class WireTable:
     """What each program encodes, adds up or decodes: a tile of a block of at most 128 rows, or a slice of exact ones.
 
     Args:
         plan: the message's bytes.
-        panel: columns of a tile where a factor has that many.
+        columns: of a tile, a power of two.
         device: where the table lives.
 
     Attributes:
         plan, device: as given.
         rows: int64 [programs, columns of ``WireRow``], chunk by chunk, so that the programs of one owner are together.
         starts: the first program of each chunk, and the number of all.
-        columns: of a tile, a power of two.
-        vector: the largest number up to ``VECTOR`` such that in the message all tiles and all their rows start at
-            multiples of so many elements.
-        code_vector: the same for codes in the chunks; divides ``vector``.
-        code_bytes: bytes of a code; 1 also where it holds two 4-bit codes.
+        constants: of the kernels.
     """
 
-    def __init__(self, plan: WirePlan, panel: int, device: torch.device) -> None:
-        self.plan, self.device = plan, device
-        pieces = [piece for chunk in plan.chunks for piece in chunk.pieces]
-        rank = max((piece.rank for piece in pieces), default=1)
-        self.columns = min(panel, 1 << (rank - 1).bit_length())
-        chunks = [list(_rows(number, chunk, plan.width, self.columns)) for number, chunk in enumerate(plan.chunks)]
+    def __init__(self, plan: WirePlan, columns: int, device: torch.device) -> None:
+        self.plan, self.device, width = plan, device, plan.width
+        chunks = [list(_rows(number, chunk, width, columns)) for number, chunk in enumerate(plan.chunks)]
         self.starts = [0, *itertools.accumulate(len(rows) for rows in chunks)]
-        every = list(itertools.chain(*chunks))
-        self.rows = integers(every, len(WireRow._fields), torch.int64, device)
-        self.code_bytes = _code_bytes(plan.width)
-        factors = [row for row in every if row.columns]
-        self.vector = math.gcd(*(row.rank for row in factors), *(row.element for row in factors), VECTOR)
-        places = [plan.size, *(row.codes for row in factors)]
-        self.code_vector = math.gcd(self.vector, *(place // self.code_bytes for place in places))
+        self.rows = integers(list(itertools.chain(*chunks)), len(WireRow._fields), torch.int64, device)
+        levels = width.levels if width.scaled else 0
+        self.constants = {"BITS": width.bits, "LEVELS": levels, "C": columns, "HALF": BLOCK // 2, "COPY": COPY_BLOCK}
 
 
 def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterator[WireRow]:

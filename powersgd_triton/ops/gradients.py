@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Real dtypes of gradients. A complex gradient has pairs of one of them."""
+
+
+ALIGNMENT = 16
+"""Bytes of the widest memory access."""
+
+
+def together(kinds: Mapping[str, tuple[torch.Size, torch.dtype, torch.device]]) -> dict[str, Tensor]:
+    """Return new tensors {name: tensor} of shapes, dtypes and devices, which lie in one buffer on each device.
+
+    Wherever the buffer is, they are as far apart. Each starts at a multiple of 16 bytes.
+    """
+    places: list[tuple[int, int]] = []
+    sizes: dict[torch.device, int] = {}
+    for shape, dtype, device in kinds.values():
+        start, numel = sizes.get(device, 0), shape.numel() * dtype.itemsize
+        places.append((start, start + numel))
+        sizes[device] = start + -(-numel // ALIGNMENT) * ALIGNMENT
+    buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
+    return {
+        name: buffers[device][start:end].view(dtype).view(shape)
+        for (name, (shape, dtype, device)), (start, end) in zip(kinds.items(), places, strict=True)
+    }
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

@@ -20,7 +20,7 @@ from powersgd_triton.kernels.explore import explore_triton
 from powersgd_triton.kernels.orthogonalize import orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
-from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
+from powersgd_triton.kernels.table import MAX_RANK, BucketTable, FactorTable, Matrix, Pointers
 from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
@@ -43,7 +43,7 @@ class TritonBackend:
         layout, device = bucket.layout, bucket.message_P.device
         self.bucket, self._workspace, self._device = bucket, workspace, device
         self._alternating = bucket.config.algorithm == "alternating"
-        rank = max((group.rank for group in layout.groups), default=1)
+        rank = self._rank = largest_rank(bucket)
         launches = self._launches = select_configuration(architecture(device), rank)
         bypass = list(
             zip(
@@ -61,10 +61,9 @@ class TritonBackend:
                 for group in groups
                 for i, segment in enumerate(group.segments)
             ]  # fmt: skip
-            # Planned ranks change during training, so use kernels that are not compiled for one rank.
             return BucketTable(
                 matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device,
-                any_rank=bucket.config.planned, rows_of_larger=rows_of_larger,
+                rows_of_larger=rows_of_larger,
             )  # fmt: skip
 
         def names(groups: Sequence[ShapeGroup]) -> list[str]:
@@ -81,18 +80,20 @@ class TritonBackend:
         self._never, self._ignored = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         self._same = torch.ones((), device=device)
         self._wires: dict[WirePlan, TritonWire] = {}
+        # Where gradients and error buffers are in this step. Numbers, which keep no tensor alive.
+        self._places: tuple[Pointers, Pointers | None]
 
     # The stages ------------------------------------------------------------------------------------------------------
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
         bucket, table = self.bucket, self._own
         own = bucket.P if self._alternating else None
-        G = self._gradients(gradients)
+        G, M = self._locate(gradients)
         self._clear(bucket.message_P, own)
         parts = self._get("parts", table.p_parts_numel)
         compensate_project_triton(
-            table, G, self._errors(), *self._pending(step), bucket.basis, self._launches.compensate_project, out=parts
-        )  # fmt: skip
+            table, G, M, *self._pending(step), bucket.basis, self._launches.compensate_project, out=parts
+        )
         pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
         bucket.compensated()
         return Message(bucket.message_P, left=True, own=own)
@@ -102,25 +103,24 @@ class TritonBackend:
         parts = self._get("parts", table.q_parts_numel)
         self._clear(bucket.message_Q, bucket.Q)
         if self._alternating:
-            G = self._gradients(gradients)
+            G, M = self._locate(gradients)
             compensate_backproject_triton(
-                table, G, self._errors(), *self._pending(step), bucket.P_hat,
+                table, G, M, *self._pending(step), bucket.P_hat,
                 self._launches.compensate_backproject, self._launches.backproject, out=parts,
             )  # fmt: skip
             pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
             bucket.compensated()
         else:
             self._orthogonalize(self._table.P, bucket.message_P, step, out=bucket.P_hat)
-            backproject_triton(
-                table, self._errors() or self._gradients(gradients), bucket.P_hat, self._launches.backproject, out=parts
-            )
+            G, M = self._places
+            backproject_triton(table, G if M is None else M, bucket.P_hat, self._launches.backproject, out=parts)
             # The same launch turns the bypass tensors of the previous message into means.
             pack_and_average_triton(
-                table, parts, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
-            )  # fmt: skip
+                table, parts, G, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
+            )
         return Message(bucket.message_Q, left=False, own=bucket.Q)
 
-    def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
+    def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
         bucket, table, layout = self.bucket, self._table, self.bucket.layout
         projected = self._alternating and not products(bucket.config, step.iteration, 0)[1]
         if projected:
@@ -133,18 +133,18 @@ class TritonBackend:
             product, average = (bucket.P_hat, bucket.Q), (bucket.P_hat, mean)
         if self._alternating:
             pack = table.pack_P if projected else table.pack_left
-            average_triton(table, pack, message, step.workers, self._finite)
+            average_triton(table, pack, self._places[0], message, step.workers, self._finite)
         # This is needed without warm start too, because it detects non-finite values.
         following = self._get("following", mean.numel())
         self._orthogonalize(factors, mean, step, out=following)
         if explores(bucket.config, repetition):
             explore_triton(
-                table, step.number(self._device), self._finite, every=bucket.config.explore_every, other=PASSES,
-                carry=CARRY, smallest=SMALLEST_REST, out=following,
+                table, step.number(self._device), self._finite, self._rank, every=bucket.config.explore_every,
+                other=PASSES, carry=CARRY, smallest=SMALLEST_REST, out=following,
             )  # fmt: skip
         verdict = step.verdict(self._device)
         commit_triton(
-            self._own, self._gradients(gradients), self._errors(), following if bucket.config.warm_start else None,
+            self._own, *self._places, following if bucket.config.warm_start else None,
             step.workers, self._finite, largest=largest_error(torch.float32), basis=basis, message=mean,
             verdict=verdict,
         )  # fmt: skip
@@ -185,7 +185,7 @@ class TritonBackend:
     def wire(self, plan: WirePlan) -> Wire:
         assert self.bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
         if plan not in self._wires:
-            self._wires[plan] = TritonWire(plan, self._launches.wire, self._device)
+            self._wires[plan] = TritonWire(plan, self._launches.wire, self._rank, self._device)
         return self._wires[plan]
 
     # Parts of the stages ---------------------------------------------------------------------------------------------
@@ -212,14 +212,18 @@ class TritonBackend:
             finite=self._finite, out=out,
         )  # fmt: skip
 
-    def _errors(self) -> Pointers | None:
-        """Return pointers to the error buffers. None without error feedback."""
-        errors = [M for group in self.bucket.M or [] for M in group]
-        return self._own.pointers(errors, bypass=False) if errors else None
+    def _locate(self, gradients: Mapping[str, Tensor]) -> tuple[Pointers, Pointers | None]:
+        """Return where the gradients and the error buffers are. Called by the first product of a step.
 
-    def _gradients(self, gradients: Mapping[str, Tensor]) -> Pointers:
-        """Return pointers to the gradients of this worker's rows, and to the bypass tensors."""
-        return self._own.pointers([gradients[name] for name in self._own_names])
+        The gradients are those of this worker's rows, and the bypass tensors. Without error feedback there are no
+        buffers.
+        """
+        errors = [M for group in self.bucket.M or [] for M in group]
+        self._places = (
+            self._own.pointers([gradients[name] for name in self._own_names]),
+            self._own.pointers(errors, bypass=False) if errors else None,
+        )
+        return self._places
 
     def _clear(self, *factors: Tensor | None) -> None:
         """Set factors to zero if other workers of this node multiply some of their rows."""
@@ -234,3 +238,14 @@ class TritonBackend:
         if memory is None or memory.numel() < numel:
             memory = self._workspace[name, self._device] = torch.empty(numel, dtype=dtype, device=self._device)
         return memory
+
+
+def largest_rank(bucket: Bucket) -> int:
+    """Return the largest rank that matrices may have in this bucket, or in others of the model, also in later plans.
+
+    Kernels are chosen for it, so that all buckets share them and new ranks need no others.
+    """
+    config = bucket.config
+    bound = config.max_rank if config.planned else config.rank
+    ranks = [group.rank for group in bucket.layout.groups]
+    return min(MAX_RANK, max([bound if isinstance(bound, int) else 1, *ranks]))

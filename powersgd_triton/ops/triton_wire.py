@@ -17,13 +17,14 @@ class TritonWire:
     Args:
         plan: where everything lies; of a width narrower than fp32.
         launch: the kernels' launches.
+        rank: the largest that may occur.
         device: of the messages.
     """
 
-    def __init__(self, plan: WirePlan, launch: Launch, device: torch.device) -> None:
+    def __init__(self, plan: WirePlan, launch: Launch, rank: int, device: torch.device) -> None:
         self.plan = plan
         self._launch = launch
-        self._table = WireTable(plan, launch.panel, device)
+        self._table = WireTable(plan, min(launch.panel, 1 << (rank - 1).bit_length()), device)
 
     def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
         encode_triton(self._table, message, own, self._launch, out=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -34,8 +35,10 @@ def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
         for argument in [argument for argument in args if isinstance(argument, torch.Tensor)]:
             storage = argument.untyped_storage()
             spaces.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-            if argument.dtype == torch.int64:
-                places = set(argument.flatten().tolist())
+        # Addresses are numbers, with a table of distances behind them.
+        for base, distances in itertools.pairwise(args):
+            if isinstance(base, int) and isinstance(distances, torch.Tensor) and distances.dtype == torch.int64:
+                places = {base + distance for distance in distances.flatten().tolist()}
                 spaces.extend((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.data_ptr() in places)
         return run(self, *args, **kwargs)
 

@@ -36,7 +36,7 @@ def explored(bucket: Bucket, step: int, finite: bool = True) -> tuple[list[Tenso
     bucket.basis.copy_(before)
     explore_triton(
         TritonBackend(bucket, {})._table, torch.tensor(step, device=device),
-        torch.tensor(int(finite), dtype=torch.int32, device=device),
+        torch.tensor(int(finite), dtype=torch.int32, device=device), max(g.rank for g in bucket.layout.groups),
         every=EVERY, other=PASSES, carry=CARRY, smallest=SMALLEST_REST, out=bucket.basis,
     )  # fmt: skip
     got = [basis.clone() for bases in bucket.right(bucket.basis) for basis in bases]

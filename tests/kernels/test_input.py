@@ -14,7 +14,7 @@ from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.configurations import TABLES, architecture, select_configuration
 from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
-from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, MAX_RANK, POINTERS, BucketTable, Matrix
+from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, MAX_RANK, POINTERS, BucketTable, Matrix, Pointers
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, mixed, over_dtypes, rounding, stored
 from tests.support.kernel_checks import check_backproject, check_compensate_project
@@ -179,7 +179,7 @@ def check_large(n: int, m: int, device: torch.device, edge: int = 16) -> None:
     got = M[ends[:, None], columns]
     assert_within(got, truth, error + stored(truth.abs() + error, dtype, device))
     backproject_triton(made, made.pointers([M], bypass=False), P_hat, launches.backproject, out=parts)
-    pack_and_average_triton(made, parts, P, 1, bucket.finite, own=Q, message=message)
+    pack_and_average_triton(made, parts, pointers, P, 1, bucket.finite, own=Q, message=message)
     left = P_hat[ends].double()
     bound = rounding(2 * edge, device) * (got.double().abs().mT @ left.abs())
     assert_within(Q[columns], got.double().mT @ left, bound)
@@ -254,22 +254,35 @@ def test_pointers_are_where_the_tensors_are(device: torch.device):
             tensors = zeros(24, 15, 0, 3, device=device, dtype=dtype)
             pointers = made.pointers(tensors)
             assert pointers.dtype == dtype
-            assert pointers.addresses.flatten().tolist() == [tensor.data_ptr() for tensor in tensors]
+            assert addresses(pointers) == [tensor.data_ptr() for tensor in tensors]
 
 
-def test_pointers_are_kept_and_follow_tensors_that_move(device: torch.device):
+def addresses(pointers: Pointers) -> list[int]:
+    return [pointers.base + distance for distance in pointers.distances.flatten().tolist()]
+
+
+def test_parts_of_a_buffer_that_moves_need_no_upload(device: torch.device):
+    made = table(*SMALL, bypass=[(15, 3)], device=device)
+    buffers = [torch.zeros(64, device=device) for _ in range(20)]
+    found = [made.pointers([buffer[2:26], buffer[30:45], buffer[45:60]]) for buffer in buffers]
+    assert len({id(pointers.distances) for pointers in found}) == 1
+    for buffer, pointers in zip(buffers, found, strict=True):
+        assert addresses(pointers) == [buffer.data_ptr() + 4 * start for start in (2, 30, 45)]
+
+
+def test_distances_are_kept_and_follow_tensors_that_move(device: torch.device):
     made = table(*SMALL, device=device)
     homes = [zeros(24, 15, device=device) for _ in range(12)]
     first = made.pointers(homes[0])
-    assert made.pointers(homes[0]) is first
+    assert made.pointers(homes[0]).distances is first.distances
     for home in homes[1:]:
         made.pointers(home)
         # Error buffers stay where they are while gradients move.
-        assert made.pointers(homes[0]) is first
+        assert made.pointers(homes[0]).distances is first.distances
     # Those that were not used for longest are forgotten, so that nothing grows.
-    assert len(made._pointers) <= POINTERS
+    assert len(made._distances) <= POINTERS
     second = made.pointers(homes[1])
-    assert second.addresses.flatten().tolist() == [tensor.data_ptr() for tensor in homes[1]]
+    assert addresses(second) == [tensor.data_ptr() for tensor in homes[1]]
 
 
 def test_same_place_other_dtype(device: torch.device):

@@ -64,11 +64,10 @@ def test_non_finite_elements_enter_P_but_not_M(rank: int, value: float, gradient
     )
 
 
-@pytest.mark.parametrize(("gap", "vector"), [(8, 8), (4, 4), (2, 2), (1, 1)])
+@pytest.mark.parametrize("gap", [8, 4, 2, 1])
 @over_dtypes("gradient", GRADIENTS)
-def test_every_alignment(gradient: torch.dtype, gap: int, vector: int, device: torch.device):
+def test_every_alignment(gradient: torch.dtype, gap: int, device: torch.device):
     bucket = Bucket([(33, 40, 3), (17, 16, 3)], device, bypass=[8], gradient=gradient, error=torch.bfloat16, gap=gap)
-    assert bucket.pointers_G().vector == vector
     check_compensate_project(bucket, applied=1.0)
 
 
@@ -100,8 +99,9 @@ def test_sums_of_parts_are_exact_for_integers(device: torch.device):
         else:
             results = [bucket.second, bucket.Q]
             pack_and_average_triton(
-                table, parts, bucket.first.flat, 1, bucket.finite, own=bucket.Q.flat, message=bucket.second.flat
-            )
+                table, parts, bucket.pointers_G(), bucket.first.flat, 1, bucket.finite, own=bucket.Q.flat,
+                message=bucket.second.flat,
+            )  # fmt: skip
         ends = [*records[1:], numel]
         assert max((end - start) // size for start, end, size in zip(records, ends, sizes, strict=False)) > 1
         for memory in results:
@@ -132,8 +132,9 @@ def test_bypass_sum_that_is_not_finite_is_noticed(tensor: int, value: float, dev
     bucket.first.views[1 + tensor][-1] = value
     parts = torch.zeros(bucket.table.q_parts_numel, device=device)
     pack_and_average_triton(
-        bucket.table, parts, bucket.first.flat, 2, bucket.finite, own=bucket.Q.flat, message=bucket.second.flat
-    )
+        bucket.table, parts, bucket.pointers_G(), bucket.first.flat, 2, bucket.finite, own=bucket.Q.flat,
+        message=bucket.second.flat,
+    )  # fmt: skip
     assert int(bucket.finite) == 0
     assert not bucket.first.cpu()[1 + tensor][-1].isfinite()
 

@@ -57,6 +57,7 @@ def check_backproject(bucket: Bucket, workers: int = 3) -> None:
     pack_and_average_triton(
         bucket.table,
         parts.flat,
+        bucket.pointers_G(),
         bucket.first.flat,
         workers,
         bucket.finite,

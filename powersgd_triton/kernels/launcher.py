@@ -1,0 +1,120 @@
+"""Launching kernels with little work on the host.
+
+In each launch, Triton inspects all arguments to find out whether the kernel is compiled for such arguments. The kernels
+of this package are written so that this follows from their constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+OLDEST, NEWEST = (3, 6), (3, 9)
+"""Versions of Triton whose compiled kernels are launched as they are here."""
+
+KNOWN = OLDEST <= tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST
+
+HAS_DEVICE = torch.cuda.is_available()
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles a kernel for pointers that are multiples of it, or for others."""
+
+
+class _Known(NamedTuple):
+    """What was found out in the first launch of a kernel with some constants.
+
+    Attributes:
+        compiled: The compiled kernel.
+        options: As given.
+        constants: All constants, in the order of the kernel's parameters.
+        pointers: Indices of tensors among the arguments that start at multiples of 16 bytes.
+        scalars: Indices of the other tensors, for which the kernel is compiled wherever they start.
+    """
+
+    compiled: Any
+    options: Mapping[str, Any]
+    constants: tuple[Any, ...]
+    pointers: tuple[int, ...]
+    scalars: tuple[int, ...]
+
+
+_known: dict[tuple[Any, ...], _Known] = {}
+
+
+def run(kernel: Any, grid: tuple[int], options: Mapping[str, Any], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel, like ``kernel[grid](*arguments, **constants, **options)`` in less time.
+
+    Triton launches a kernel itself for the first time with these constants on a device, if a tensor does not start at a
+    multiple of 16 bytes, if a profiler has set hooks, while a CUDA graph is captured, and if its version is not known.
+
+    Args:
+        kernel: Function of ``triton.jit``. Its parameters are the arguments and then the constants. Numbers among the
+            arguments, and tensors that may start anywhere, are named in ``do_not_specialize``. The dtypes of tensors
+            follow from the constants.
+        grid: Number of programs.
+        options: Triton's options, and constants. The same object for the same values.
+        arguments: Tensors and numbers. An integer of more than 32 bits is annotated as such in the kernel.
+        constants: The kernel's constants that are not among the options, in the same order in all launches.
+
+    Raises:
+        TypeError: Triton would compile the kernel for the value of a number.
+    """
+    if not KNOWN or type(kernel) is not JITFunction:
+        # For example in the interpreter.
+        kernel[grid](*arguments, **constants, **options)
+        return
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    key = (id(kernel), id(options), device, *constants.values())
+    known = _known.get(key)
+    if known is not None and known.options is options and not _observed(kernel):
+        values, bits = list(arguments), 0
+        for index in known.pointers:
+            values[index] = address = arguments[index].data_ptr()
+            bits |= address
+        if bits % ALIGNMENT == 0:
+            for index in known.scalars:
+                values[index] = arguments[index].data_ptr()
+            stream, compiled = driver.get_current_stream(device), known.compiled
+            compiled.run(
+                grid[0], 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *values, *known.constants,
+            )  # fmt: skip
+            return
+    compiled = kernel[grid](*arguments, **constants, **options)
+    if isinstance(compiled, CompiledKernel) and known is None:
+        found = _find(kernel, compiled, options, arguments, constants)
+        if found is not None:
+            _known[key] = found
+
+
+def _find(
+    kernel: Any, compiled: Any, options: Mapping[str, Any], arguments: tuple[Any, ...], constants: Mapping[str, Any]
+) -> _Known | None:
+    """Return what the next launches need to know. None if a tensor does not start at a multiple of 16 bytes."""
+    pointers: list[int] = []
+    scalars: list[int] = []
+    for index, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
+        if isinstance(value, Tensor):
+            (scalars if parameter.do_not_specialize else pointers).append(index)
+        elif not parameter.do_not_specialize:
+            raise TypeError(f"{kernel.__name__}: name {parameter.name} in do_not_specialize, since it is a number")
+    if any(arguments[index].data_ptr() % ALIGNMENT for index in pointers):
+        return None
+    every = {**options, **constants}
+    values = tuple(every[parameter.name] for parameter in kernel.params[len(arguments) :])
+    return _Known(compiled, options, values, tuple(pointers), tuple(scalars))
+
+
+def _observed(kernel: Any) -> bool:
+    """Return whether something wants to know of launches that only Triton's own tell it."""
+    hooks = triton.knobs.runtime
+    if kernel.pre_run_hooks or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        return True
+    return HAS_DEVICE and torch.cuda.is_current_stream_capturing()

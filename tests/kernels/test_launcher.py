@@ -1,0 +1,142 @@
+"""When kernels are launched directly, and when Triton launches them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+
+from powersgd_triton.kernels import launcher
+from powersgd_triton.kernels.launcher import run
+
+OPTIONS = {"num_warps": 4, "C": 16}
+
+
+class Compiled:
+    """A compiled kernel that notes how it is launched."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def run(self, *arguments: Any) -> None:
+        self._kernel.direct.append(arguments)
+
+
+class Kernel:
+    """A kernel with the parameters (tensor, scalar, number, TYPE, C)."""
+
+    __name__ = "kernel"
+
+    def __init__(self, *, marked: bool = True) -> None:
+        self.direct: list[tuple[Any, ...]] = []
+        self.by_triton: list[tuple[Any, ...]] = []
+        self.pre_run_hooks: list[object] = []
+        self.params = [
+            types.SimpleNamespace(name=name, do_not_specialize=fixed)
+            for name, fixed in [("tensor", False), ("scalar", True), ("number", marked), ("TYPE", False), ("C", False)]
+        ]
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(*arguments: Any, **named: Any) -> Compiled:
+            self.by_triton.append((grid, *arguments, named))
+            return Compiled(self)
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def driver() -> Iterator[types.SimpleNamespace]:
+    found = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 70 + device)
+    runtime = types.SimpleNamespace(driver=types.SimpleNamespace(active=found))
+    with (
+        mock.patch.multiple(launcher, JITFunction=Kernel, CompiledKernel=Compiled, KNOWN=True),
+        mock.patch.object(triton, "runtime", runtime),
+        mock.patch.dict(launcher._known, clear=True),
+    ):
+        yield found
+
+
+ROW = torch.zeros(4, dtype=torch.int64)
+TENSOR, SCALAR = torch.zeros(64), ROW[1]
+
+
+def launch(kernel: Kernel, tensor: torch.Tensor = TENSOR, scalar: torch.Tensor = SCALAR, kind: str = "fp32") -> None:
+    run(kernel, (5,), OPTIONS, tensor, scalar, 3, TYPE=kind)
+
+
+def test_the_second_launch_is_direct():
+    kernel = Kernel()
+    for _ in range(3):
+        launch(kernel)
+    assert kernel.by_triton == [((5,), TENSOR, SCALAR, 3, {"TYPE": "fp32", **OPTIONS})]
+    expected = (5, 1, 1, 70, "function", "metadata", None, None, None, TENSOR.data_ptr(), SCALAR.data_ptr(), 3)
+    assert kernel.direct == [(*expected, "fp32", 16)] * 2
+
+
+def test_tensors_that_move_are_found_and_other_constants_are_compiled():
+    kernel, other, row = Kernel(), torch.zeros(8), torch.zeros(8, dtype=torch.int64)
+    launch(kernel)
+    launch(kernel, other, row[3])
+    assert kernel.direct[-1][9:11] == (other.data_ptr(), row[3].data_ptr())
+    launch(kernel, kind="bf16")
+    assert len(kernel.by_triton) == 2
+    assert len(kernel.direct) == 1
+
+
+def test_other_options_are_compiled():
+    kernel = Kernel()
+    launch(kernel)
+    run(kernel, (5,), dict(OPTIONS), TENSOR, SCALAR, 3, TYPE="fp32")
+    assert len(kernel.by_triton) == 2
+
+
+def test_a_device_has_kernels_of_its_own(driver: types.SimpleNamespace):
+    kernel = Kernel()
+    launch(kernel)
+    driver.get_current_device = lambda: 1
+    launch(kernel)
+    launch(kernel)
+    assert len(kernel.by_triton) == 2
+    assert kernel.direct[0][3] == 71
+
+
+def test_triton_launches_what_is_not_aligned():
+    """It may compile another kernel. Tensors for which a kernel is not compiled may start anywhere."""
+    kernel = Kernel()
+    launch(kernel, TENSOR[1:])
+    launch(kernel)
+    launch(kernel, TENSOR[1:])
+    launch(kernel, scalar=ROW[3])
+    assert len(kernel.by_triton) == 3
+    assert len(kernel.direct) == 1
+
+
+def test_triton_launches_for_hooks_in_captures_and_in_unknown_versions():
+    kernel = Kernel()
+    hooks = triton.knobs.runtime
+    for _ in range(2):
+        launch(kernel)
+    for watch in (
+        mock.patch.object(kernel, "pre_run_hooks", [print]),
+        mock.patch.object(hooks.launch_enter_hook, "calls", [print]),
+        mock.patch.object(hooks.launch_exit_hook, "calls", [print]),
+        mock.patch.multiple(launcher, HAS_DEVICE=True, torch=mock.Mock()),
+        mock.patch.object(launcher, "KNOWN", False),
+    ):
+        with watch:
+            launch(kernel)
+    assert len(kernel.by_triton) == 6
+    launch(kernel)
+    assert len(kernel.direct) == 2
+
+
+def test_numbers_for_which_triton_compiles_are_refused():
+    with pytest.raises(TypeError, match="name number in do_not_specialize"):
+        launch(Kernel(marked=False))
