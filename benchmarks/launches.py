@@ -41,6 +41,16 @@ class Launch:
     def __call__(self) -> None:
         self.kernel[self.grid](*self.arguments, **self.named)
 
+    def parameters(self) -> dict[str, Any]:
+        """{name: value} of the kernel's parameters."""
+        return dict(zip(self.kernel.arg_names, self.arguments, strict=False)) | {
+            name: value for name, value in self.named.items() if name in self.kernel.arg_names
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Triton's own keywords."""
+        return {name: value for name, value in self.named.items() if name not in self.kernel.arg_names}
+
 
 class Problem:
     """A bucket's compression as the hook does it, with its parts in reach.
@@ -73,9 +83,11 @@ class Problem:
         return found[0]
 
 
-def record_step(problem: Problem, out: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, list[Launch]]]:
+def record_step(
+    problem: Problem, out: Mapping[str, Tensor], *, run: bool = True
+) -> tuple[Bucket, dict[str, list[Launch]]]:
     """Run one step; give the bucket's memory and the launches of each of the step's ``PHASES``."""
-    with recording() as launches:
+    with recording(run=run) as launches:
         bucket = problem.step(out).bucket
     phases: dict[str, list[Launch]] = {}
     previous, side = "", "P"
@@ -90,8 +102,8 @@ def record_step(problem: Problem, out: Mapping[str, Tensor]) -> tuple[Bucket, di
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Note the launches of the package's kernels, which run as ever."""
+def recording(*, run: bool = True) -> Iterator[list[Launch]]:
+    """Note the launches of the package's kernels, which run as ever, or not at all."""
     noted: list[Launch] = []
 
     class Recorder:
@@ -101,7 +113,8 @@ def recording() -> Iterator[list[Launch]]:
         def __getitem__(self, grid: Any) -> Any:
             def launch(*arguments: Any, **named: Any) -> None:
                 noted.append(Launch(self.name, self.kernel, grid, arguments, named))
-                noted[-1]()
+                if run:
+                    noted[-1]()
 
             return launch
 

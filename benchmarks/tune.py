@@ -49,8 +49,8 @@ KERNELS = ("compensate_project", "reconstruct", "backproject", "gram", "orthogon
 
 WIRE_WIDTH = "int8"
 WIRE_PANELS = (16, 32, 64)
-ROW_TILES = ((128, 32), (64, 32), (64, 64), (128, 64), (32, 128))
-COLUMN_TILES = ((32, 64), (64, 64), (32, 128), (64, 128), (128, 64))
+ROW_TILES = ((128, 32), (64, 32), (32, 32), (64, 64), (128, 64), (32, 128))
+COLUMN_TILES = ((32, 32), (32, 64), (64, 64), (32, 128), (64, 128), (128, 64))
 FACTOR_ROWS = (32, 64, 128)
 GROUPS = (KERNELS[:2], *((kernel,) for kernel in KERNELS[2:]))
 """Kernels whose launches depend on each other."""

@@ -78,14 +78,14 @@ class Configuration:
     wire: Launch
 
 
-def _narrow(precision: str, stages: int) -> Configuration:
+def _narrow(precision: str, rows: int, stages: int) -> Configuration:
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
-        compensate_project=Launch(128, 32, 16, 8, stages, precision),
+        compensate_project=Launch(rows, 32, 16, 8, stages, precision),
         compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
         backproject=Launch(32, 64, 16, 4, 2, precision),
-        reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
+        reconstruct=Launch(rows, 32, 16, 8, min(stages, 2), precision),
         gram=Launch(64, 16, 16, 4, 2, precision),
         orthogonalize=Launch(64, 16, 16, 4, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
@@ -96,10 +96,10 @@ def _wide(
     precision: str, stages: int, left_stages: int, wire_warps: int, *, gram_warps: int = 4, several: bool = False
 ) -> Configuration:
     return Configuration(
-        compensate_project=Launch(64, 32, 32, 8, stages, precision, several),
-        compensate_backproject=Launch(16, 64, 32, 4, left_stages, precision, several),
-        backproject=Launch(32, 64, 32, 4, 2, precision),
-        reconstruct=Launch(64, 32, 32, 8, stages, precision, several),
+        compensate_project=Launch(32, 32, 32, 4, 2, precision, several),
+        compensate_backproject=Launch(32, 32, 32, 4, left_stages, precision, several),
+        backproject=Launch(32, 32, 32, 4, 3, precision),
+        reconstruct=Launch(32, 32, 32, 4, stages, precision, several),
         gram=Launch(32, 32, 32, gram_warps, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
@@ -109,7 +109,9 @@ def _wide(
 def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dict[int, Configuration]:
     narrow, wide, several_panels = stages
     return {
-        16: _narrow(precision, narrow),
+        # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
+        8: _narrow(precision, 128, narrow),
+        16: _narrow(precision, 64, narrow),
         32: _wide(precision, wide, wide, wire_warps),
         256: _wide(precision, several_panels, 1, wire_warps, gram_warps=8, several=True),
     }
@@ -135,6 +137,11 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]
     return f"sm_{properties.major}{properties.minor}"
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a device has; an H100's number on the CPU, for the interpreter."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
 def select_configuration(arch: str, rank: int) -> Configuration:

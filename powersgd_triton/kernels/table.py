@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
-from powersgd_triton.kernels.splits import PROGRAMS, part_length, parts
+from powersgd_triton.kernels.configurations import multiprocessors
+from powersgd_triton.kernels.splits import part_lengths, parts
 
 MAX_COLUMNS = 2**24
 """Kernels compute offsets within a tile in 32 bits, and a tile has up to 128 rows. All other offsets have 64 bits."""
@@ -101,17 +102,16 @@ class BucketTable:
     ) -> None:
         for matrix in matrices:
             _check(matrix, rows_of_larger)
-        (rows, width_block), (height_block, columns) = row_tile, column_tile
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
         self._distances: dict[tuple[torch.dtype, int, tuple[int, ...]], Distances] = {}
         # Those that a CUDA graph uses, also later.
         self._captured: list[Distances] = []
 
-        # The sum of one tile's program is split until all programs together have about ``area`` elements each.
-        area = sum(matrix.n * matrix.m for matrix in matrices) // PROGRAMS
-        widths = [part_length(x.m, area // rows, width_block, x.r) for x in matrices]
-        heights = [part_length(x.n, area // columns, height_block, x.r) for x in matrices]
+        (rows, width_block), (height_block, columns) = row_tile, column_tile
+        cores = multiprocessors(device)
+        widths = part_lengths([(-(-x.n // rows), x.m, x.r) for x in matrices], width_block, cores)
+        heights = part_lengths([(-(-x.m // columns), x.n, x.r) for x in matrices], height_block, cores)
         p_splits = [-(-x.m // width) for x, width in zip(matrices, widths, strict=True)]
         q_splits = [-(-x.n // height) for x, height in zip(matrices, heights, strict=True)]
         p_parts, self.p_parts_numel = _places(x.n * x.r * count for x, count in zip(matrices, p_splits, strict=True))
@@ -124,26 +124,20 @@ class BucketTable:
             ],
         )
         # A matrix's tiles are neighbours, and so are the programs that read the same factors.
-        self.row_tiles = self._tensor(
-            TileRow,
-            [
-                TileRow(index, row, start, end, split)
-                for index, (x, width) in enumerate(zip(matrices, widths, strict=True))
-                for row in range(0, x.n, rows)
-                for start, end, split in parts(x.m, width)
-            ],
-            torch.int32,
-        )
-        self.column_tiles = self._tensor(
-            TileRow,
-            [
-                TileRow(index, column, start, end, split)
-                for index, (x, height) in enumerate(zip(matrices, heights, strict=True))
-                for start, end, split in parts(x.n, height)
-                for column in range(0, x.m, columns)
-            ],
-            torch.int32,
-        )
+        row_tiles = [
+            TileRow(index, first, start, end, split)
+            for index, (x, width) in enumerate(zip(matrices, widths, strict=True))
+            for first in range(0, x.n, rows)
+            for start, end, split in parts(x.m, width)
+        ]
+        column_tiles = [
+            TileRow(index, first, start, end, split)
+            for index, (x, height) in enumerate(zip(matrices, heights, strict=True))
+            for start, end, split in parts(x.n, height)
+            for first in range(0, x.m, columns)
+        ]
+        self.row_tiles = self._tensor(TileRow, _longest_first(row_tiles), torch.int32)
+        self.column_tiles = self._tensor(TileRow, _longest_first(column_tiles), torch.int32)
         sums_P = _sums([(x.n * x.r, x.p_offset) for x in matrices], p_parts, p_splits)
         sums_Q = _sums([(x.m * x.r, x.q_offset) for x in matrices], q_parts, q_splits)
         with_P, with_Q = self._bypass_rows(0), self._bypass_rows(1)
@@ -287,6 +281,11 @@ def _check(matrix: Matrix, rows_of_larger: bool) -> None:
         raise ValueError(
             f"a matrix may have 2³¹ − 1 rows and {MAX_COLUMNS} columns at most; got {matrix.n} × {matrix.m}"
         )
+
+
+def _longest_first(tiles: Sequence[TileRow]) -> list[TileRow]:
+    """Order programs such that short ones fill what the long ones leave of the time."""
+    return sorted(tiles, key=lambda tile: tile.start - tile.end)
 
 
 def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
