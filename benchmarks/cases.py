@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.buckets import FilledBucket
 from benchmarks.launches import PHASES
-from benchmarks.shapes import GPU_GRADIENT_SETS, GRADIENT_SETS, SINGLE_MATRICES, TINY_GRADIENT_SETS
+from benchmarks.shapes import GPU_GRADIENT_SETS, GRADIENT_SETS, ONE_BUCKET, SINGLE_MATRICES, TINY_GRADIENT_SETS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALLOWED_DISTANCE = {"fp32": 1e-4, "bf16": 2.0**-7}
@@ -20,6 +20,9 @@ their growth in an orthogonalization; in bf16, to which results are rounded, one
 
 RANKS = (4, 16, 1, 32, 64)
 """The most important first: a run that is short of time ends with the others."""
+
+BUCKET_RANKS = (4, 16, 32, 64)
+"""For which kernels of one bucket are timed beside what was predicted."""
 
 FACTORS = {False: (64, 4096), True: (2, 64)}
 """How many factors of how many rows are orthogonalized; the second in a dry run."""
@@ -95,6 +98,8 @@ def kernel_cases(full: bool, dry: bool) -> list[Case]:
 
 
 def _kernel_cases(full: bool, dry: bool) -> Iterator[Case]:
+    for rank, gradients, phase in itertools.product(() if dry else BUCKET_RANKS, ONE_BUCKET, PHASES):
+        yield Case(gradients, rank, "fp32", "triton", phase)
     sets = TINY_GRADIENT_SETS if dry else GPU_GRADIENT_SETS | SINGLE_MATRICES
     default = {("fp32", 4)} if dry else {("fp32", 4), ("fp32", 16), ("fp32", 32), ("bf16", 16)}
     for rank, dtype, gradients in itertools.product((4, 16, 32, 64, 1), DTYPES, sets):

@@ -15,8 +15,14 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks.results_file import RESULTS, Results, Row
+from benchmarks.shapes import ONE_BUCKET
 from benchmarks.targets import find, milliseconds, ratio, targets, torch_milliseconds
 
+ORTHOGONALIZATION = "orthogonalization"
+PARTS = ("compensate_project", "pack", ORTHOGONALIZATION, "backproject", "explore", "commit", "reconstruct")
+"""Parts of a bucket's step. What is no other part's kernel belongs to the orthogonalization."""
+
+PREDICTIONS = Path(__file__).resolve().parent / "results" / "kernel-counts.json"
 PROVIDERS = ("ours", "reference", "torch", "torch batched", "copy")
 
 
@@ -27,6 +33,7 @@ def tables(machine: Row, rows: Sequence[Row]) -> str:
         ("Hook step", STEP_NOTE, _steps(rows)),
         ("Launches of one hook step", LAUNCHES_NOTE, _launches(rows)),
         ("Messages and kernels", OVERLAP_NOTE, _overlaps(rows)),
+        ("One bucket", BUCKET_NOTE, _bucket(rows)),
         ("Kernels", KERNEL_NOTE, _kernels(rows)),
         ("Orthogonalization", ORTHOGONALIZE_NOTE, _orthogonalizations(rows)),
     ):
@@ -48,6 +55,10 @@ Busy is the share of the time from the first to the last in which something ran.
 OVERLAP_NOTE = """A step of all of DDP's buckets. Each bucket's backward pass and each message are kernels that only
 wait, for the given milliseconds. At least: the time of the backward pass and the last bucket's messages, or of all
 messages."""
+
+BUCKET_NOTE = """One of DDP's buckets, kernel by kernel: microseconds as measured, and as predicted from compiled code
+before any measurement, for the first version of the kernels and for this one (`benchmarks/kernel_report.py --bucket`).
+Predictions are for an H100."""
 
 KERNEL_NOTE = """Milliseconds of the kernel's launches replayed as a CUDA graph (of device events where there is none),
 L2 overwritten before. GB/s count each input read once and each output written once. Beside kernels of differences
@@ -166,6 +177,33 @@ def _kernels(rows: Sequence[Row]) -> str:
         )
     header = ["gradients", "rank", "dtype", "kernel", "launches", "ms", "eager ms", "GB/s", "of copy", "reference ms"]
     return _markdown([*header, "compiled ms", "copy ms", "vs reference"], lines)
+
+
+def _bucket(rows: Sequence[Row]) -> str:
+    found = [row for row in find(rows, "kernel", provider="triton") if row["gradients"] in ONE_BUCKET]
+    if not found:
+        return ""
+    predicted, lines = json.loads(PREDICTIONS.read_text()), []
+    for rank in sorted({row["rank"] for row in found}):
+        before, after = (dict.fromkeys(PARTS, 0.0) for _ in range(2))
+        for version, microseconds in (("before", before), ("after", after)):
+            for row in predicted[version]:
+                if (row["architecture"], row["rank"]) == ("sm_90", rank):
+                    microseconds[_part(row["kernel"])] += row["us"]
+        measured = dict.fromkeys(PARTS, 0.0)
+        for row in found:
+            if row["rank"] == rank:
+                measured[_part(row["phase"].split()[0])] += 1e3 * _best(row)
+        for part in (*PARTS, "step"):
+            values = [sum(x.values()) if part == "step" else x[part] for x in (before, after, measured)]
+            lines.append([rank, part, *map(_number, values), _number(ratio(values[2], values[1] or None), "×")])
+    return _markdown(["rank", "kernel", "predicted, first version", "predicted", "measured", "of predicted"], lines)
+
+
+def _part(kernel: str) -> str:
+    """The part of a step to which a kernel, or a phase, belongs."""
+    name = kernel.split(",")[0]
+    return name if name in PARTS else ORTHOGONALIZATION
 
 
 def _orthogonalizations(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from powersgd_triton import plan
 from powersgd_triton.shapes import Shapes, gpt2, llama, resnet, vision_transformer
 
 CPU_GRADIENT_SETS: dict[str, Shapes] = {
@@ -18,6 +19,15 @@ GPU_GRADIENT_SETS: dict[str, Shapes] = {
     "llama-7b-layer-x4": llama(layers=4, width=4096, hidden=11008),
 }
 
+ONE_BUCKET: dict[str, Shapes] = {
+    "gpt2-124M, one bucket": list(
+        plan.ddp_buckets({str(number): shape for number, shape in enumerate(GPU_GRADIENT_SETS["gpt2-124M"])})[
+            1
+        ].values()
+    )
+}
+"""The second bucket that DDP makes. Most are like it. ``bucket_costs.py`` predicts what its kernels take."""
+
 SINGLE_MATRICES: dict[str, Shapes] = {"matrix-4096": [(4096, 4096)]}
 """For the kernels alone: one matrix of 64 MiB in fp32."""
 
@@ -28,7 +38,7 @@ TINY_GRADIENT_SETS: dict[str, Shapes] = {"tiny": [(24, 20), (20,), (16, 2, 3, 3)
 """For dry runs in the interpreter."""
 
 GRADIENT_SETS: dict[str, Shapes] = (
-    CPU_GRADIENT_SETS | GPU_GRADIENT_SETS | SINGLE_MATRICES | SMALL_GRADIENT_SETS | TINY_GRADIENT_SETS
+    CPU_GRADIENT_SETS | GPU_GRADIENT_SETS | ONE_BUCKET | SINGLE_MATRICES | SMALL_GRADIENT_SETS | TINY_GRADIENT_SETS
 )
 
 
