@@ -19,13 +19,8 @@ GPU_GRADIENT_SETS: dict[str, Shapes] = {
     "llama-7b-layer-x4": llama(layers=4, width=4096, hidden=11008),
 }
 
-ONE_BUCKET: dict[str, Shapes] = {
-    "gpt2-124M, one bucket": list(
-        plan.ddp_buckets({str(number): shape for number, shape in enumerate(GPU_GRADIENT_SETS["gpt2-124M"])})[
-            1
-        ].values()
-    )
-}
+_GPT2 = {str(number): shape for number, shape in enumerate(GPU_GRADIENT_SETS["gpt2-124M"])}
+ONE_BUCKET: dict[str, Shapes] = {"gpt2-124M, one bucket": list(plan.ddp_buckets(_GPT2)[1].values())}
 """The second bucket that DDP makes. Most are like it. ``bucket_costs.py`` predicts what its kernels take."""
 
 SINGLE_MATRICES: dict[str, Shapes] = {"matrix-4096": [(4096, 4096)]}

@@ -83,8 +83,8 @@ def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *argumen
                 values[index] = arguments[index].data_ptr()
             stream, compiled = driver.get_current_stream(device), known.compiled
             compiled.run(
-                grid[0], grid[1] if len(grid) > 1 else 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *values, *known.constants,
+                grid[0], grid[1] if len(grid) > 1 else 1, 1, stream, compiled.function, compiled.packed_metadata,
+                None, None, None, *values, *known.constants,
             )  # fmt: skip
             return
     compiled = kernel[grid](*arguments, **constants, **options)
