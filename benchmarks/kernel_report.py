@@ -40,10 +40,10 @@ from powersgd_triton.kernels import (
     gram,
     orthogonalize,
     pack,
+    panels,
     reconstruct,
     wire,
 )
-from powersgd_triton.kernels import subtract_projection as subtract
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
 from powersgd_triton.kernels.wire_table import WireTable
@@ -60,7 +60,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
 MODULES = (
     *(compensate_project, compensate_backproject, backproject, reconstruct),
-    *(pack, commit, explore, gram, subtract, orthogonalize, wire, differences),
+    *(pack, commit, explore, gram, panels, orthogonalize, wire, differences),
 )
 
 
@@ -136,10 +136,9 @@ def _launches(
             )  # fmt: skip
         if factors_too:
             pack.pack_and_average_triton(table, factor, factor, 2, flag, own=factor, message=factor)
-            grams = wide.view(-1, 1, launches.gram.panel**2)
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
-                X=wide, grams=grams, finite=flag, out=factor,
+                X=wide, grams=wide, finite=flag, out=factor,
             )  # fmt: skip
             explore.explore_triton(
                 table, count, flag, every=16, other=4, carry=0.05, smallest=2**-8, out=factor
