@@ -83,20 +83,20 @@ def _narrow(precision: str, stages: int) -> Configuration:
         compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
         backproject=Launch(32, 64, 16, 4, 2, precision),
         reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
-        gram=Launch(64, 16, 16, 4, 2, precision),
-        orthogonalize=Launch(64, 16, 16, 4, 1, precision),
+        gram=Launch(32, 16, 16, 1, 1, precision),
+        orthogonalize=Launch(32, 16, 16, 1, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
     )
 
 
-def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, *, gram_warps: int = 4) -> Configuration:
+def _wide(precision: str, stages: int, left_stages: int, wire_warps: int) -> Configuration:
     return Configuration(
         compensate_project=Launch(64, 32, 32, 8, stages, precision),
         compensate_backproject=Launch(16, 64, 32, 4, left_stages, precision),
         backproject=Launch(32, 64, 32, 4, 2, precision),
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
-        gram=Launch(32, 32, 32, gram_warps, 2, precision),
-        orthogonalize=Launch(32, 32, 32, 4, 1, precision),
+        gram=Launch(16, 32, 32, 1, 1, precision),
+        orthogonalize=Launch(16, 32, 32, 1, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
     )
 
@@ -106,7 +106,7 @@ def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dic
     return {
         16: _narrow(precision, narrow),
         32: _wide(precision, wide, wide, wire_warps),
-        256: _wide(precision, several_panels, 1, wire_warps, gram_warps=8),
+        256: _wide(precision, several_panels, 1, wire_warps),
     }
 
 

@@ -79,7 +79,7 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
         exact: squared norms [C] to which rounding errors of gram are relative.
         r: number of columns, at most C.
         transform: where to write L⁻ᵀ [C, C].
-        norms: where to write ``before`` [C] in the units of the transformed columns, 0 for dead ones.
+        norms: where to write ``before`` [C] in the units of the transformed columns; 0 stands for their own.
     """
     ranks = tl.arange(0, C)
     left = diagonal_of(gram, C)
@@ -116,7 +116,10 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
         # Fused explicitly, since the compiler may not (see ``NUMERICS``): fewer registers.
         square = tl.fma(-column[:, None], row[None, :], tl.where((ranks == k)[None, :], 0.0, square))
     _, known, unclear = _chances(left, inverse, noise, threshold)
-    floor = tl.where(known, left, noise.to(tl.float64) * norm)
-    tl.store(norms + ranks, tl.where(known | unclear, norm / tl.where(known | unclear, floor, 1.0), 0.0), ranks < r)
+    doubtful = unclear & ~known
+    # Nothing else is lost if a column in doubt dies. A known one was projected out of others, which lose their share of
+    # it with it. So it dies only if little is left of what it is now, and not of the original.
+    floor = tl.where(doubtful, noise.to(tl.float64) * norm, 1.0)
+    tl.store(norms + ranks, tl.where(doubtful, norm / floor, 0.0), ranks < r)
     enough = known & (left > WELL_CONDITIONED * own)
     return tl.sum(tl.where((ranks < r) & ~enough, 1, 0), axis=0)

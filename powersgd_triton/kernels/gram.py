@@ -20,7 +20,6 @@ from powersgd_triton.kernels.table_device import (
     PROGRESS_PASSES,
     chunks_of,
     factor_chunk,
-    key_of,
     rows_of,
 )
 
@@ -46,9 +45,7 @@ def _gram_kernel(
         return
     if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
         return
-    first, count = chunks_of(records, matrix)
     transforms, norms, products = squares_of(squares, matrix, panels, C)
-    key = key_of(records, matrix)
     ranks = tl.arange(0, C)
     at = ranks[:, None] * C + ranks[None, :]
     ok_square = (ranks < width)[:, None] & (ranks < width)[None, :]
@@ -63,15 +60,15 @@ def _gram_kernel(
             if alone:
                 for left in range(panel):
                     product = inner_products(
-                        A + offset, X + offset, start, end, r, panel, left, transforms, kept, passes, key, number,
-                        C, BLOCK_ROWS,
+                        A + offset, X + offset, start, end, r, panel, left, transforms, kept, passes, records, matrix,
+                        number, C, BLOCK_ROWS,
                     )  # fmt: skip
                     tl.store(products + left * C * C + at, product, (ranks < width)[None, :])
                 tl.debug_barrier()
         gram = tl.zeros([C, C], tl.float64)
         for row in range(start, end, BLOCK_ROWS):
             value, within, ok = panel_of_rows(
-                A + offset, row, end, r, panel, transforms, kept, passes, key, number, C, BLOCK_ROWS
+                A + offset, row, end, r, panel, transforms, kept, passes, records, matrix, number, C, BLOCK_ROWS
             )
             if PROJECT:
                 value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
@@ -88,6 +85,7 @@ def _gram_kernel(
         last = alone
         if not alone:
             tl.store(parts + chunk.to(tl.int64) * C * C + at, gram, ok_square)
+            first, count = chunks_of(records, matrix)
             last = arrives_last(state + PROGRESS_ARRIVED, count)
             if last:
                 gram = sum_of_parts(parts + first * C * C, count, width, width, C)

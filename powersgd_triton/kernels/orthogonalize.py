@@ -15,7 +15,7 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.gram import gram_triton
 from powersgd_triton.kernels.panels import PASSES, inner_products_triton, panel_of_rows, squares_of
 from powersgd_triton.kernels.table import FactorTable
-from powersgd_triton.kernels.table_device import PROGRESS, PROGRESS_PASSES, factor_chunk, key_of
+from powersgd_triton.kernels.table_device import PROGRESS, PROGRESS_PASSES, factor_chunk
 
 
 @triton.jit(do_not_specialize=["number", "panel", "panels"])
@@ -31,10 +31,9 @@ def _orthogonalize_kernel(
     passes = tl.load(progress + matrix * PROGRESS + PROGRESS_PASSES)
     # Of a panel after the first, X holds what all passes but the last one made.
     kept = tl.where(panel > 0, passes - 1, 0)
-    key = key_of(records, matrix)
     for row in range(start + tl.program_id(1) * BLOCK_ROWS, end, tl.num_programs(1) * BLOCK_ROWS):
         value, within, ok = panel_of_rows(
-            A + offset, row, end, r, panel, transforms, kept, passes, key, number, C, BLOCK_ROWS
+            A + offset, row, end, r, panel, transforms, kept, passes, records, matrix, number, C, BLOCK_ROWS
         )
         # A may be X or out: no thread stores before all have loaded.
         tl.debug_barrier()

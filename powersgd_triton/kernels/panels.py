@@ -32,7 +32,8 @@ def squares_of(squares, matrix, panels, C: tl.constexpr):
 
 @triton.jit
 def panel_of_rows(
-    source, row, end, r, panel, transforms, first, passes, key, number, C: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    source, row, end, r, panel, transforms, first, passes, records, matrix, number,
+    C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """(value, elements, mask) [BLOCK_ROWS, C]: rows of a panel, fp64, after transforms ``first`` to ``passes``.
 
@@ -56,14 +57,14 @@ def panel_of_rows(
         # Nearly always 0: random values are computed only where they are needed.
         if tl.sum(dead.to(tl.int32), axis=0) > 0:
             # The step's number is read here, since a launch that is replayed has the same arguments.
-            stream = stream_of((key + done).to(tl.uint32), tl.load(number))
+            stream = stream_of((key_of(records, matrix) + done).to(tl.uint32), tl.load(number))
             value = tl.where(dead[None, :] & ok, random_values(within, stream).to(tl.float64), value)
     return value, within, ok
 
 
 @triton.jit
 def inner_products(
-    source, X, start, end, r, panel, left, transforms, first, passes, key, number,
+    source, X, start, end, r, panel, left, transforms, first, passes, records, matrix, number,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """X_dᵀ A_c [C, C] of some rows, with d = left and c = panel; A_cᵀ A_c if they are the same."""
@@ -71,7 +72,7 @@ def inner_products(
     total = tl.zeros([C, C], tl.float64)
     for row in range(start, end, BLOCK_ROWS):
         value, within, _ = panel_of_rows(
-            source, row, end, r, panel, transforms, first, passes, key, number, C, BLOCK_ROWS
+            source, row, end, r, panel, transforms, first, passes, records, matrix, number, C, BLOCK_ROWS
         )
         other = value
         if left < panel:
@@ -104,7 +105,7 @@ def _inner_products_kernel(
     transforms, _, products = squares_of(squares, matrix, panels, C)
     total = inner_products(
         A + offset, X + offset, start, end, r, panel, left, transforms, tl.maximum(attempt - 1, 0), attempt,
-        key_of(records, matrix), number, C, BLOCK_ROWS,
+        records, matrix, number, C, BLOCK_ROWS,
     )  # fmt: skip
     ranks = tl.arange(0, C)
     at = ranks[:, None] * C + ranks[None, :]
