@@ -75,7 +75,7 @@ class Configuration:
     wire: Launch
 
 
-def _narrow(precision: str, stages: int) -> Configuration:
+def _narrow(precision: str, stages: int, gram_warps: int) -> Configuration:
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
@@ -83,30 +83,32 @@ def _narrow(precision: str, stages: int) -> Configuration:
         compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
         backproject=Launch(32, 64, 16, 4, 2, precision),
         reconstruct=Launch(128, 32, 16, 8, min(stages, 2), precision),
-        gram=Launch(32, 16, 16, 1, 1, precision),
+        gram=Launch(32, 16, 16, gram_warps, 1, precision),
         orthogonalize=Launch(32, 16, 16, 1, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
     )
 
 
-def _wide(precision: str, stages: int, left_stages: int, wire_warps: int) -> Configuration:
+def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, gram_warps: int) -> Configuration:
     return Configuration(
         compensate_project=Launch(64, 32, 32, 8, stages, precision),
         compensate_backproject=Launch(16, 64, 32, 4, left_stages, precision),
         backproject=Launch(32, 64, 32, 4, 2, precision),
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
-        gram=Launch(16, 32, 32, 1, 1, precision),
+        gram=Launch(16, 32, 32, gram_warps, 1, precision),
         orthogonalize=Launch(16, 32, 32, 1, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
     )
 
 
-def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dict[int, Configuration]:
+def _table(
+    precision: str, stages: tuple[int, int, int], wire_warps: int, gram_warps: tuple[int, int]
+) -> dict[int, Configuration]:
     narrow, wide, several_panels = stages
     return {
-        16: _narrow(precision, narrow),
-        32: _wide(precision, wide, wide, wire_warps),
-        256: _wide(precision, several_panels, 1, wire_warps),
+        16: _narrow(precision, narrow, gram_warps[0]),
+        32: _wide(precision, wide, wide, wire_warps, gram_warps[1]),
+        256: _wide(precision, several_panels, 1, wire_warps, 2),
     }
 
 
@@ -114,10 +116,10 @@ def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dic
 # warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3 splits each fp32
 # value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
-    "sm_80": _table("tf32x3", (2, 2, 1), 16),
-    "sm_90": _table("tf32x3", (2, 2, 1), 16),
-    "sm_100": _table("tf32x3", (3, 2, 2), 16),
-    "gfx942": _table("ieee", (1, 1, 1), 8),
+    "sm_80": _table("tf32x3", (2, 2, 1), 16, (1, 2)),
+    "sm_90": _table("tf32x3", (2, 2, 1), 16, (1, 1)),
+    "sm_100": _table("tf32x3", (3, 2, 2), 16, (1, 1)),
+    "gfx942": _table("ieee", (1, 1, 1), 8, (2, 2)),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 

@@ -8,8 +8,8 @@ import triton.language as tl
 NOISE = tl.constexpr(4 * 2.0**-53)
 """Rounding error of an inner product relative to the vectors' norms: a few units, since errors of long sums cancel."""
 
-WELL_CONDITIONED = tl.constexpr(1e-6)
-"""One pass is enough if a larger share of every column's squared norm is left; as in the reference."""
+ENOUGH = tl.constexpr(1e-7)
+"""A pass is enough if rounding errors are at most this share of what is left of each column's squared norm."""
 
 
 @triton.jit
@@ -87,7 +87,6 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
     present = (before < float("inf")) & (left < float("inf")) & (left > 0)
     square = tl.where(present[:, None] & present[None, :], gram, 0.0)
     left = tl.where(present, left, 0.0)
-    own = left
     norm = tl.where(present, before, 1.0)
     inverse = 1.0 / norm
     size = tl.sqrt(inverse)
@@ -115,11 +114,11 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
         left = tl.fma(-column, column, left)
         # Fused explicitly, since the compiler may not (see ``NUMERICS``): fewer registers.
         square = tl.fma(-column[:, None], row[None, :], tl.where((ranks == k)[None, :], 0.0, square))
-    _, known, unclear = _chances(left, inverse, noise, threshold)
+    share, known, unclear = _chances(left, inverse, noise, threshold)
     doubtful = unclear & ~known
     # Nothing else is lost if a column in doubt dies. A known one was projected out of others, which lose their share of
     # it with it. So it dies only if little is left of what it is now, and not of the original.
     floor = tl.where(doubtful, noise.to(tl.float64) * norm, 1.0)
     tl.store(norms + ranks, tl.where(doubtful, norm / floor, 0.0), ranks < r)
-    enough = known & (left > WELL_CONDITIONED * own)
+    enough = known & (noise < ENOUGH * share)
     return tl.sum(tl.where((ranks < r) & ~enough, 1, 0), axis=0)

@@ -48,7 +48,6 @@ def _gram_kernel(
     transforms, norms, products = squares_of(squares, matrix, panels, C)
     ranks = tl.arange(0, C)
     at = ranks[:, None] * C + ranks[None, :]
-    ok_square = (ranks < width)[:, None] & (ranks < width)[None, :]
     passes = attempt
     alone = attempt < 0
     working = attempt >= 0
@@ -84,7 +83,7 @@ def _gram_kernel(
             gram = tl.dot(tl.trans(value), value, gram, out_dtype=tl.float64)
         last = alone
         if not alone:
-            tl.store(parts + chunk.to(tl.int64) * C * C + at, gram, ok_square)
+            tl.store(parts + chunk.to(tl.int64) * C * C + at, gram, (ranks < width)[:, None] & (ranks < width)[None, :])
             first, count = chunks_of(records, matrix)
             last = arrives_last(state + PROGRESS_ARRIVED, count)
             if last:

@@ -97,8 +97,7 @@ def _inner_products_kernel(
     matrix, start, end, r, offset = factor_chunk(records, chunks, chunk)
     state = progress + matrix * PROGRESS
     # Launched for the largest rank; this matrix may have fewer panels.
-    width = tl.minimum(r - panel * C, C)
-    if width <= 0:
+    if panel * C >= r:
         return
     if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
         return
@@ -109,14 +108,15 @@ def _inner_products_kernel(
     )  # fmt: skip
     ranks = tl.arange(0, C)
     at = ranks[:, None] * C + ranks[None, :]
-    columns = tl.where(left < panel, C, width)
-    ok = (ranks < columns)[:, None] & (ranks < width)[None, :]
+    width = tl.minimum(r - panel * C, C)
+    height = tl.where(left < panel, C, width)
+    ok = (ranks < height)[:, None] & (ranks < width)[None, :]
     place = (left * chunks_number + chunk).to(tl.int64) * C * C
     tl.store(parts + place + at, total, ok)
     first, count = chunks_of(records, matrix)
     if arrives_last(state + PROGRESS_ARRIVED + left, count):
         place = (left * chunks_number + first).to(tl.int64) * C * C
-        tl.store(products + left * C * C + at, sum_of_parts(parts + place, count, columns, width, C), ok)
+        tl.store(products + left * C * C + at, sum_of_parts(parts + place, count, height, width, C), ok)
 
 
 def inner_products_triton(

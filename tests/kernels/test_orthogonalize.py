@@ -18,7 +18,14 @@ from powersgd_triton.ops.reference import DEAD_COLUMN, orthogonalize_reference, 
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
 from tests.support.kernel_checks import compensate_project
-from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
+from tests.support.orthonormal import (
+    ORTHONORMAL,
+    assert_basis_of,
+    combined,
+    conditioned,
+    departure,
+    nearly_parallel,
+)
 from tests.support.thinned import thinned
 
 U, U64 = 2.0**-24, 2.0**-53
@@ -223,6 +230,12 @@ def test_epsilon_decides_what_is_dead(epsilon: float, device: torch.device):
     # The second direction is e_1 only where a share of 1e-3 is enough to be alive.
     assert (abs(float(P[1, 1])) > 0.99) == (epsilon < 1e-3)
     assert_agrees(P, by_reference(A, 1, epsilon=epsilon), 1e3)
+
+
+def test_real_directions_that_look_like_rounding_errors_are_kept(device: torch.device):
+    """Little is left of a column after one that is nearly parallel, but it is no rounding error."""
+    matrices = [*nearly_parallel(60), *combined(40)]
+    check(matrices, device)
 
 
 # Random directions --------------------------------------------------------------------------------------------------
