@@ -234,7 +234,7 @@ def test_epsilon_decides_what_is_dead(epsilon: float, device: torch.device):
 
 def test_real_directions_that_look_like_rounding_errors_are_kept(device: torch.device):
     """Little is left of a column after one that is nearly parallel, but it is no rounding error."""
-    matrices = [*nearly_parallel(60), *combined(40)]
+    matrices = [*nearly_parallel(8), *combined(32)]
     check(matrices, device)
 
 
