@@ -96,7 +96,7 @@ def _wide(precision: str, stages: int, left_stages: int, wire_warps: int, gram_w
         backproject=Launch(32, 64, 32, 4, 2, precision),
         reconstruct=Launch(64, 32, 32, 8, stages, precision),
         gram=Launch(16, 32, 32, gram_warps, 1, precision),
-        orthogonalize=Launch(16, 32, 32, 1, 1, precision),
+        orthogonalize=Launch(16, 32, 32, gram_warps, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
     )
 
