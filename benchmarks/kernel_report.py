@@ -124,10 +124,9 @@ def _launches(
         )  # fmt: skip
         if factors_too:
             pack.pack_and_average_triton(table, factor, G, factor, 2, flag, own=factor, message=factor)
-            grams = wide.view(-1, 1, launches.gram.panel**2)
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
-                X=wide, grams=grams, finite=flag, out=factor,
+                X=wide, grams=wide, finite=flag, out=factor,
             )  # fmt: skip
             explore.explore_triton(
                 table, count, flag, rank, every=16, other=4, carry=0.05, smallest=2**-8, out=factor

@@ -25,7 +25,7 @@ PHASES = (
     "commit",
     "reconstruct",
 )
-ORTHOGONALIZE = ("gram", "orthogonalize", "subtract_projection")
+ORTHOGONALIZE = ("gram", "inner_products", "orthogonalize")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,17 @@ class ChunkRow(NamedTuple):
     end: int
 
 
+class ProgressRow(NamedTuple):
+    """How far the orthogonalization of one factor is, in ``FactorTable.progress``. Kernels write it."""
+
+    passes: int
+    """Passes that are done."""
+    finished: int
+    """1 if these passes are enough."""
+    arrived: int
+    """First of ``ARRIVALS`` counters of programs that have written their parts of a sum; 0 between launches."""
+
+
 class WireRow(NamedTuple):
     """One tile of a factor, or one slice of exact elements, in ``WireTable.rows``."""
 

@@ -78,7 +78,7 @@ class Configuration:
     wire: Launch
 
 
-def _narrow(precision: str, rows: int, stages: int) -> Configuration:
+def _narrow(precision: str, rows: int, stages: int, gram_warps: int) -> Configuration:
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
@@ -86,34 +86,36 @@ def _narrow(precision: str, rows: int, stages: int) -> Configuration:
         compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
         backproject=Launch(32, 64, 16, 4, 2, precision),
         reconstruct=Launch(rows, 32, 16, 8, min(stages, 2), precision),
-        gram=Launch(64, 16, 16, 4, 2, precision),
-        orthogonalize=Launch(64, 16, 16, 4, 1, precision),
+        gram=Launch(32, 16, 16, gram_warps, 1, precision),
+        orthogonalize=Launch(32, 16, 16, 1, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
     )
 
 
 def _wide(
-    precision: str, stages: int, left_stages: int, wire_warps: int, *, gram_warps: int = 4, several: bool = False
+    precision: str, stages: int, left_stages: int, wire_warps: int, gram_warps: int, *, several: bool = False
 ) -> Configuration:
     return Configuration(
         compensate_project=Launch(32, 32, 32, 4, 2, precision, several),
         compensate_backproject=Launch(32, 32, 32, 4, left_stages, precision, several),
         backproject=Launch(32, 32, 32, 4, 3, precision),
         reconstruct=Launch(32, 32, 32, 4, stages, precision, several),
-        gram=Launch(32, 32, 32, gram_warps, 2, precision),
-        orthogonalize=Launch(32, 32, 32, 4, 1, precision),
+        gram=Launch(16, 32, 32, gram_warps, 1, precision, several),
+        orthogonalize=Launch(16, 32, 32, gram_warps, 1, precision, several),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
     )
 
 
-def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dict[int, Configuration]:
+def _table(
+    precision: str, stages: tuple[int, int, int], wire_warps: int, gram_warps: tuple[int, int]
+) -> dict[int, Configuration]:
     narrow, wide, several_panels = stages
     return {
         # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
-        8: _narrow(precision, 128, narrow),
-        16: _narrow(precision, 64, narrow),
-        32: _wide(precision, wide, wide, wire_warps),
-        256: _wide(precision, several_panels, 1, wire_warps, gram_warps=8, several=True),
+        8: _narrow(precision, 128, narrow, gram_warps[0]),
+        16: _narrow(precision, 64, narrow, gram_warps[0]),
+        32: _wide(precision, wide, wide, wire_warps, gram_warps[1]),
+        256: _wide(precision, several_panels, 1, wire_warps, 2, several=True),
     }
 
 
@@ -121,10 +123,10 @@ def _table(precision: str, stages: tuple[int, int, int], wire_warps: int) -> dic
 # warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3 splits each fp32
 # value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
-    "sm_80": _table("tf32x3", (2, 2, 1), 16),
-    "sm_90": _table("tf32x3", (2, 2, 1), 16),
-    "sm_100": _table("tf32x3", (3, 2, 2), 16),
-    "gfx942": _table("ieee", (1, 1, 1), 8),
+    "sm_80": _table("tf32x3", (2, 2, 1), 16, (1, 2)),
+    "sm_90": _table("tf32x3", (2, 2, 1), 16, (1, 1)),
+    "sm_100": _table("tf32x3", (3, 2, 2), 16, (1, 1)),
+    "gfx942": _table("ieee", (1, 1, 1), 8, (2, 2)),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 

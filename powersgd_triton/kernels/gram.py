@@ -1,7 +1,6 @@
-"""Inner products of the columns of factors, in fp64.
+"""Gram matrices of panels of columns, in fp64, and their factorization.
 
-fp64 costs little, since factors are small, and doubles the digits: the Cholesky decomposition of a Gram matrix squares
-the condition number.
+fp64 doubles the digits: the factorization of a Gram matrix squares the condition number.
 """
 
 from __future__ import annotations
@@ -11,57 +10,145 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.table import FactorTable
-from powersgd_triton.kernels.table_device import factor_chunk
+from powersgd_triton.kernels.factorize import arrives_last, diagonal_of, factorize, sum_of_parts
+from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.panels import PASSES, inner_products, panel_of_rows, squares_of
+from powersgd_triton.kernels.table import DEAD_COLUMN, FactorTable
+from powersgd_triton.kernels.table_device import (
+    PROGRESS,
+    PROGRESS_ARRIVED,
+    PROGRESS_FINISHED,
+    PROGRESS_PASSES,
+    chunks_of,
+    factor_chunk,
+    rows_of,
+)
 
 
-@triton.jit(do_not_specialize=["panel", "chunks_number"])
+@triton.jit(do_not_specialize=["number", "threshold", "attempt", "panel", "panels"])
 def _gram_kernel(
-    A, X, grams, records, chunks, chunks_number, panel, C: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    A, X, parts, squares, progress, finite, records, chunks, number, threshold, attempt, panel, panels,
+    PROJECT: tl.constexpr, C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Parts of X_dᵀ A_c [C, C] for the finished panels d < c of X, and of A_cᵀ A_c. Grid: (chunks, panels d ≤ c)."""
+    """L⁻ᵀ with L Lᵀ = YᵀY [C, C] for a panel Y of A after the passes before this one. Grid: chunks.
+
+    Each program writes its chunk's part of YᵀY. The last one of a matrix adds the parts and factorizes. A third and a
+    fourth pass, which are rare, it makes by itself.
+
+    PROJECT is for panels after the first: Y = A_c − Σ_d X_d (X_dᵀ A_c) over the finished panels of X, and X_c = Y.
+    """
     chunk = tl.program_id(0)
-    left = tl.program_id(1)
-    _, start, end, r, offset = factor_chunk(records, chunks, chunk)
+    matrix, start, end, r, offset = factor_chunk(records, chunks, chunk)
+    state = progress + matrix * PROGRESS
     # Launched for the largest rank; this matrix may have fewer panels.
-    if panel * C >= r:
+    width = tl.minimum(r - panel * C, C)
+    if width <= 0:
         return
+    if attempt > 0 and tl.load(state + PROGRESS_FINISHED) > 0:
+        return
+    transforms, norms, products = squares_of(squares, matrix, panels, C)
     ranks = tl.arange(0, C)
-    total = tl.zeros([C, C], tl.float64)
-    # Every chunk keeps its own sum: who needs the whole adds the parts in the order of the chunks, without atomics.
-    for row in range(start, end, BLOCK_ROWS):
-        rows = row + tl.arange(0, BLOCK_ROWS)
-        row_ok = (rows < end)[:, None]
-        at = offset + rows.to(tl.int64)[:, None] * r + ranks[None, :]
-        right = tl.load(A + panel * C + at, row_ok & (panel * C + ranks < r)[None, :], 0.0).to(tl.float64)
-        if left < panel:
-            other = tl.load(X + left * C + at, row_ok & (left * C + ranks < r)[None, :], 0.0).to(tl.float64)
-        else:
-            other = right
-        total = tl.dot(tl.trans(other), right, total, out_dtype=tl.float64)
-    out = (left * chunks_number + chunk).to(tl.int64) * C * C
-    ok = (left * C + ranks < r)[:, None] & (panel * C + ranks < r)[None, :]
-    tl.store(grams + out + ranks[:, None] * C + ranks[None, :], total, ok)
+    at = ranks[:, None] * C + ranks[None, :]
+    passes = attempt
+    alone = attempt < 0
+    working = attempt >= 0
+    while working:
+        # X_c holds what all passes but the last one made of it.
+        kept = passes * 0
+        if PROJECT:
+            kept = tl.maximum(passes - 1, 0)
+            if alone:
+                for left in range(panel):
+                    product = inner_products(
+                        A + offset, X + offset, start, end, r, panel, left, transforms, kept, passes, records, matrix,
+                        number, C, BLOCK_ROWS,
+                    )  # fmt: skip
+                    tl.store(products + left * C * C + at, product, (ranks < width)[None, :])
+                tl.debug_barrier()
+        gram = tl.zeros([C, C], tl.float64)
+        for row in range(start, end, BLOCK_ROWS):
+            value, within, ok = panel_of_rows(
+                A + offset, row, end, r, panel, transforms, kept, passes, records, matrix, number, C, BLOCK_ROWS
+            )
+            if PROJECT:
+                value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+                row_ok = (row + tl.arange(0, BLOCK_ROWS) < end)[:, None] & (ranks < C)[None, :]
+                for left in range(panel):
+                    product = tl.load(products + left * C * C + at, (ranks < width)[None, :], 0.0)
+                    product = tl.where(tl.abs(product) < float("inf"), product, 0.0)
+                    other = tl.load(X + offset + within - (panel - left) * C, row_ok, 0.0)
+                    value -= tl.dot(other, product, out_dtype=tl.float64)
+                # A may be X: no thread stores before all have loaded.
+                tl.debug_barrier()
+                tl.store(X + offset + within, value, ok)
+            gram = tl.dot(tl.trans(value), value, gram, out_dtype=tl.float64)
+        last = alone
+        if not alone:
+            tl.store(parts + chunk.to(tl.int64) * C * C + at, gram, (ranks < width)[:, None] & (ranks < width)[None, :])
+            first, count = chunks_of(records, matrix)
+            last = arrives_last(state + PROGRESS_ARRIVED, count)
+            if last:
+                gram = sum_of_parts(parts + first * C * C, count, width, width, C)
+        working = False
+        if last:
+            own = diagonal_of(gram, C)
+            if passes > 0:
+                before = tl.load(norms + ranks, ranks < width, 0.0)
+                before = tl.where(before > 0, before, own)
+                exact = own
+            else:
+                # What a column had before earlier panels were projected out of it decides whether what is left is a
+                # direction, and how large rounding errors are.
+                before = own
+                if PROJECT:
+                    before = tl.load(products + panel * C * C + ranks * (C + 1), ranks < width, 0.0)
+                exact = before
+                # Squares of fp32 values do not overflow fp64: a norm that is not finite shows a value that is not.
+                if tl.sum(tl.where(before < float("inf"), 0, 1), axis=0) > 0:
+                    tl.store(finite, 0)
+            # All threads have read the norms of the pass before.
+            tl.debug_barrier()
+            unfinished = factorize(gram, before, exact, threshold, width, transforms + passes * C * C, norms, C)
+            passes += 1
+            tl.store(state + PROGRESS_PASSES, passes)
+            tl.store(state + PROGRESS_FINISHED, (unfinished == 0).to(tl.int32))
+            # The second pass has a launch of its own.
+            working = (unfinished > 0) & (attempt > 0) & (passes < PASSES)
+            alone = working
+            start, end = start * 0, rows_of(records, matrix)
+            tl.debug_barrier()
 
 
-def gram_triton(factors: FactorTable, A: Tensor, X: Tensor, panel: int, launch: Launch, *, out: Tensor) -> None:
-    """out = parts of the inner products of one panel of columns with itself and the panels before it.
+def gram_triton(
+    factors: FactorTable,
+    A: Tensor,
+    number: Tensor,
+    epsilon: float,
+    attempt: int,
+    panel: int,
+    panels: int,
+    launch: Launch,
+    *,
+    X: Tensor,
+    parts: Tensor,
+    squares: Tensor,
+    finite: Tensor,
+) -> None:
+    """One pass: what makes one panel of A's columns orthonormal.
 
     Args:
         factors: table of one side's factors.
-        A: the factors of which one panel is taken, fp32 or fp64, flat.
-        X: factors whose panels before this one are orthonormal, fp64, flat.
-        panel: number of the panel.
+        A: factors, fp32 or fp64, flat; X in the second pass over a panel after the first.
+        number, epsilon, finite: see ``orthogonalize_triton``.
+        attempt: number of the pass.
+        panel, panels: number of the panel, and how many there are.
         launch: rows of a block, columns of a panel.
-        out: fp64 [panel + 1, chunks, C, C].
+        X: factors whose panels before this one are orthonormal, fp64, flat. What is left of this panel is written.
+        parts: fp64 workspace [panels, chunks, C, C].
+        squares: see ``squares_of``. A transform and norms are written there.
     """
-    _gram_kernel[(len(factors.chunks), panel + 1)](
-        A,
-        X,
-        out,
-        factors.records,
-        factors.chunks,
-        len(factors.chunks),
-        panel,
-        **launch.of_factors,
-    )
+    run(
+        _gram_kernel, (factors.chunks.size(0),), launch.of_factors,
+        A, X, parts, squares, factors.progress, finite, factors.records, factors.chunks, number,
+        max(epsilon, DEAD_COLUMN) ** 2, attempt, panel, panels, PROJECT=panel > 0,
+    )  # fmt: skip

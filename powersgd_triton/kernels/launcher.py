@@ -50,13 +50,13 @@ _known: dict[tuple[Any, ...], _Known] = {}
 def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel, like ``kernel[grid](*arguments, **constants, **options)`` in less time.
 
-    Triton launches a kernel itself for the first time with these constants on a device, if a tensor does not start at a
-    multiple of 16 bytes, if a profiler has set hooks, while a CUDA graph is captured, and if its version is not known.
+    Triton launches a kernel itself for the first time with these constants and dtypes on a device, if a tensor does not
+    start at a multiple of 16 bytes, if a profiler has set hooks, while a CUDA graph is captured, and if its version is
+    not known.
 
     Args:
         kernel: Function of ``triton.jit``. Its parameters are the arguments and then the constants. Numbers among the
-            arguments, and tensors that may start anywhere, are named in ``do_not_specialize``. The dtypes of tensors
-            follow from the constants.
+            arguments, and tensors that may start anywhere, are named in ``do_not_specialize``.
         grid: Number of programs, along one or two axes.
         options: Triton's options, and constants. The same object for the same values.
         arguments: Tensors and numbers. An integer of more than 32 bits is annotated as such in the kernel.
@@ -71,7 +71,8 @@ def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *argumen
         return
     driver = triton.runtime.driver.active
     device = driver.get_current_device()
-    key = (id(kernel), id(options), device, *constants.values())
+    dtypes = [value.dtype for value in arguments if isinstance(value, Tensor)]
+    key = (id(kernel), id(options), device, *dtypes, *constants.values())
     known = _known.get(key)
     if known is not None and known.options is options and not _observed(kernel):
         values, bits = list(arguments), 0

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
+from powersgd_triton.kernels.columns import (
+    ChunkRow,
+    FactorRow,
+    MatrixRow,
+    PackRow,
+    ProgressRow,
+    RollbackRow,
+    TileRow,
+)
 from powersgd_triton.kernels.configurations import multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
 
@@ -21,16 +29,19 @@ MAX_COLUMNS = 2**24
 """Kernels compute offsets within a tile in 32 bits, and a tile has up to 128 rows. All other offsets have 64 bits."""
 
 MAX_RANK = 256
+ARRIVALS = MAX_RANK // 32
+"""Sums of one factor that are made at once: one for each panel of its columns."""
+
 COPY_BLOCK = 1024
 """Elements of a message that one program packs."""
 
 ROLLBACK_BLOCK = 1 << 16
 """Elements of an error buffer that one program restores after a step that was not finite."""
 
-MAX_CHUNKS = 32
-"""Every program of a factor adds the inner products of all its chunks, so these must stay few."""
+MAX_CHUNKS = 64
+"""One program adds the inner products of all chunks of a factor, so these must stay few."""
 
-CHUNK_ROWS = 256
+CHUNK_ROWS = 64
 """Rows of a factor's chunk are a multiple of this."""
 
 DEAD_COLUMN = 2.0**-22
@@ -59,10 +70,14 @@ class FactorTable:
     Attributes:
         records: int64 [matrices, columns of ``FactorRow``].
         chunks: int32 [programs, columns of ``ChunkRow``].
+        progress: int32 [matrices, columns of ``ProgressRow``, the last of them ``ARRIVALS`` times]; kernels write it.
+        shares: among how many programs a chunk is divided where nothing is added.
     """
 
     records: Tensor
     chunks: Tensor
+    progress: Tensor
+    shares: int
 
 
 class BucketTable:
@@ -222,12 +237,22 @@ class BucketTable:
     def _factors(self, factors: Sequence[tuple[int, int, int, int]]) -> FactorTable:
         records: list[FactorRow] = []
         chunks: list[ChunkRow] = []
+        highest = 0
         for index, (rows, r, offset, key) in enumerate(factors):
             height = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
+            highest = max(highest, height)
             mine = [ChunkRow(index, row, min(rows, row + height)) for row in range(0, rows, height)]
             records.append(FactorRow(rows, r, offset, key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
-        return FactorTable(self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32))
+        progress = torch.zeros(
+            len(records), len(ProgressRow._fields) - 1 + ARRIVALS, dtype=torch.int32, device=self.device
+        )
+        return FactorTable(
+            self._tensor(FactorRow, records),
+            self._tensor(ChunkRow, chunks, torch.int32),
+            progress,
+            shares=max(1, highest // CHUNK_ROWS),
+        )
 
     def _tensor(self, row: Any, rows: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int64) -> Tensor:
         """A table of rows of one kind, of which there may be none."""

@@ -15,7 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from powersgd_triton.kernels.columns import ChunkRow, FactorRow, MatrixRow, PackRow, RollbackRow, TileRow
+from powersgd_triton.kernels.columns import (
+    ChunkRow,
+    FactorRow,
+    MatrixRow,
+    PackRow,
+    ProgressRow,
+    RollbackRow,
+    TileRow,
+)
+from powersgd_triton.kernels.table import ARRIVALS
 
 WIDEST = tl.constexpr(16)
 """Bytes of the widest memory access."""
@@ -70,6 +79,7 @@ ROLLBACK_START = column(RollbackRow, "start")
 ROLLBACK_END = column(RollbackRow, "end")
 
 FACTOR = columns(FactorRow)
+FACTOR_ROWS = column(FactorRow, "rows")
 FACTOR_R = column(FactorRow, "r")
 FACTOR_OFFSET = column(FactorRow, "offset")
 FACTOR_KEY = column(FactorRow, "key")
@@ -80,6 +90,11 @@ CHUNK = columns(ChunkRow)
 CHUNK_MATRIX = column(ChunkRow, "matrix")
 CHUNK_START = column(ChunkRow, "start")
 CHUNK_END = column(ChunkRow, "end")
+
+PROGRESS = tl.constexpr(len(ProgressRow._fields) - 1 + ARRIVALS)
+PROGRESS_PASSES = column(ProgressRow, "passes")
+PROGRESS_FINISHED = column(ProgressRow, "finished")
+PROGRESS_ARRIVED = column(ProgressRow, "arrived")
 
 
 @triton.jit
@@ -217,6 +232,12 @@ def chunks_of(records, matrix):
     """(first chunk of a matrix's factor, number of its chunks): where parts of its inner products lie."""
     record = records + matrix * FACTOR
     return tl.load(record + FACTOR_FIRST_CHUNK), tl.load(record + FACTOR_CHUNKS)
+
+
+@triton.jit
+def rows_of(records, matrix):
+    """Number of rows of a matrix's factor."""
+    return tl.load(records + matrix * FACTOR + FACTOR_ROWS).to(tl.int32)
 
 
 @triton.jit

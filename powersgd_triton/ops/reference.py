@@ -22,9 +22,12 @@ PASSES = 4
 """Two passes orthogonalize independent columns ("twice is enough"). A third pass is needed if a column died in the
 second one, and a fourth if its replacement happened to be nearly dependent on the others."""
 
-WELL_CONDITIONED = 1e-6
-"""If a larger share of every column's squared norm is left, r²/1e-6 bounds the squared condition number, and one pass
-in fp64 makes columns orthogonal up to r² · 1e6 · 2⁻⁵³: 2e-9 at r = 4, 7e-6 at r = 256. This suffices for fp32."""
+NOISE = 4 * 2.0**-53
+"""Rounding error of an inner product relative to the vectors' norms: a few units, since errors of long sums cancel."""
+
+LARGEST_GROWTH = 1e4
+"""If the terms of each new column have at most so many times its norm, one pass in fp64 makes columns orthogonal up to
+the square of this times NOISE: 4e-8. This suffices for fp32."""
 
 HEADROOM = 2.0**-18
 """Share of the largest number that an error may keep after a step that was not finite: 2¹¹⁰ in fp32. A product of such
@@ -245,15 +248,18 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int | Tensor, epsi
     if A.dtype == torch.float64:
         largest = Xt.abs().amax(dim=2, keepdim=True)
         Xt = Xt / torch.where(largest > 0, largest, 1)
+    before = Xt.new_zeros(Xt.shape[:2])
     for attempt in range(PASSES):
-        R, alive, enough = _cholesky(torch.bmm(Xt, Xt.mT), threshold)
+        gram = torch.bmm(Xt, Xt.mT)
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        R, alive, before, enough = _cholesky(gram, before, threshold)
         if alive is not None:
             Xt = torch.where(alive, Xt, 0)
         inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
         Xt = torch.bmm(inverse.mT, Xt)
         if alive is not None:
             Xt = torch.where(alive, Xt, random_directions(keys + attempt, step, *A.shape[1:]).mT.double())
-        if enough and (attempt > 0 or A.dtype == torch.float32):
+        if enough and one_pass_is_enough(inverse, diagonal).all() and (attempt > 0 or A.dtype == torch.float32):
             break
     out.copy_(Xt.mT)
 
@@ -276,28 +282,53 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def _cholesky(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, bool]:
-    """Return R with RᵀR = gram [B, r, r], which columns are alive [B, r, 1], and whether one pass is enough.
+def one_pass_is_enough(inverse: Tensor, diagonal: Tensor) -> Tensor:
+    """Return [B] for R⁻¹ [B, r, r] and the columns' squared norms [B, r]; see LARGEST_GROWTH."""
+    return (inverse.abs() * diagonal.sqrt().unsqueeze(2)).sum(dim=1).amax(dim=1) <= LARGEST_GROWTH
+
+
+def _cholesky(gram: Tensor, before: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, Tensor, bool]:
+    """Return R with RᵀR = gram [B, r, r], which columns are alive [B, r, 1], norms, and whether one pass may do.
 
     ``alive`` is None if all columns are known to be alive. R has the identity's row and column for a dead column.
+
+    If little is left of a column, rounding errors of later columns are large, and may exceed what is left of these.
+    Such a column in doubt is kept. The next pass decides, since errors are small once columns are nearly orthogonal.
+    ``before`` [B, r] holds squared norms of the original columns of those that were in doubt, and 0 for the others, in
+    the units of gram. The norms returned are those of the next pass.
     """
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    norm = torch.where(before > 0, before, diagonal)
     if _on_host(gram):
         L, failed = torch.linalg.cholesky_ex(gram)
-        smallest = float((L.diagonal(dim1=-2, dim2=-1).square() / diagonal).min())
+        squares = L.diagonal(dim1=-2, dim2=-1).square()
         # If the decomposition failed, the diagonal does not hold square roots.
-        if smallest > threshold**2 and not failed.any():
-            return L.mT, None, smallest > WELL_CONDITIONED
-    R = torch.zeros_like(gram)
+        if bool((squares > threshold**2 * norm).all()) and not failed.any():
+            return L.mT, None, torch.zeros_like(before), True
+    R, following = torch.zeros_like(gram), torch.zeros_like(before)
     alive = torch.zeros_like(diagonal, dtype=torch.bool)
+    # Relative to the squared norms: rounding errors of what is left of each column.
+    noise = NOISE * diagonal / norm
     for j in range(gram.shape[-1]):
         row = gram[:, j] - (R[:, None, :j, j] @ R[:, :j]).squeeze(1)
-        left = row[:, j]
-        alive[:, j] = (left > threshold**2 * diagonal[:, j]) & left.isfinite()
-        R[:, j] = torch.where(alive[:, j : j + 1], row * left.rsqrt().unsqueeze(-1), 0)
-        R[:, j, j] = torch.where(alive[:, j], left.sqrt(), 1)
+        share = row[:, j] / norm[:, j]
+        possible = (diagonal[:, j] > 0) & diagonal[:, j].isfinite()
+        unclear = possible & (noise[:, j] > threshold**2)
+        known = possible & (share > noise[:, j].clamp_min(threshold**2)) & share.isfinite()
+        alive[:, j] = known | unclear
+        doubtful = unclear & ~known
+        following[:, j] = torch.where(doubtful, 1 / noise[:, j], 0)
+        # What is left of a column in doubt is not a direction yet: others keep their share of it.
+        R[:, j] = torch.where(known.unsqueeze(-1), row * row[:, j].rsqrt().unsqueeze(-1), 0)
+        size = torch.where(doubtful, noise[:, j] * norm[:, j], row[:, j]).sqrt()
+        R[:, j, j] = torch.where(alive[:, j], size, 1)
+        # The error of a multiplier comes from those of both columns.
+        part = R[:, j].abs() / norm.sqrt()
+        doubt = torch.where(known, noise[:, j] / share, 0).unsqueeze(-1)
+        error = (doubt * noise).sqrt() + part * doubt
+        noise = torch.where(known.unsqueeze(-1), noise + (2 * part + error) * error, noise)
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.where(alive.unsqueeze(1), R.triu(), identity), alive.unsqueeze(2), False
+    return torch.where(alive.unsqueeze(1), R.triu(), identity), alive.unsqueeze(2), following, False
 
 
 def _finite_part(G: Tensor) -> Tensor:

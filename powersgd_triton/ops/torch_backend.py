@@ -14,11 +14,12 @@ from powersgd_triton.ops.blocks import add_product, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.reference import (
-    WELL_CONDITIONED,
+    DEAD_COLUMN,
     backproject_reference,
     compensate_backproject_reference,
     compensate_project_reference,
     note_overflow,
+    one_pass_is_enough,
     orthogonalize_reference,
     random_directions,
     reconstruct_reference,
@@ -258,14 +259,16 @@ def orthogonalize_together(sources: Sequence[Tensor], *, epsilon: float = 0.0, o
         Xts = [sources[i].mT.to(torch.float64, memory_format=torch.contiguous_format) for i in group]
         gram = torch.cat([torch.bmm(Xt, Xt.mT) for Xt in Xts])
         L, failed = torch.linalg.cholesky_ex(gram)
-        left = (L.diagonal(dim1=-2, dim2=-1).square() / gram.diagonal(dim1=-2, dim2=-1)).amin(dim=1)
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        left = (L.diagonal(dim1=-2, dim2=-1).square() / diagonal).amin(dim=1)
         left = left.masked_fill_(failed > 0, 0)
         counts = [len(Xt) for Xt in Xts]
         identity = torch.eye(L.shape[-1], dtype=L.dtype)
-        inverses = torch.linalg.solve_triangular(L.mT, identity, upper=True).mT.split(counts)
-        for i, Xt, inverse, smallest in zip(group, Xts, inverses, left.split(counts), strict=True):
-            if smallest.min().item() > max(WELL_CONDITIONED, epsilon**2):
-                out[i].copy_(torch.bmm(inverse, Xt).mT)
+        inverses = torch.linalg.solve_triangular(L.mT, identity, upper=True)
+        enough = (left > max(epsilon, DEAD_COLUMN) ** 2) & one_pass_is_enough(inverses, diagonal)
+        for i, Xt, inverse, one_pass in zip(group, Xts, inverses.split(counts), enough.split(counts), strict=True):
+            if one_pass.all():
+                out[i].copy_(torch.bmm(inverse.mT, Xt).mT)
                 done[i] = True
     return done
 

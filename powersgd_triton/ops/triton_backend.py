@@ -17,7 +17,7 @@ from powersgd_triton.kernels.compensate_backproject import compensate_backprojec
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.explore import explore_triton
-from powersgd_triton.kernels.orthogonalize import orthogonalize_triton
+from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import MAX_RANK, BucketTable, FactorTable, Matrix, Pointers
@@ -202,13 +202,11 @@ class TritonBackend:
 
     def _orthogonalize(self, factors: FactorTable, A: Tensor, step: Step, *, out: Tensor) -> None:
         launch, rank = self._launches.orthogonalize, self._table.rank
-        panels, places = -(-rank // launch.panel), max(len(factors.chunks), len(factors.records))
-        numel = (panels + 2) * places * launch.panel**2
         epsilon = self.bucket.config.orthogonalization_epsilon
         orthogonalize_triton(
             factors, A, rank, step.number(self._device), epsilon, self._launches.gram, launch,
-            X=self._get("X", A.numel() if panels > 1 else 1, torch.float64),
-            grams=self._get("grams", numel, torch.float64)[:numel].view(panels + 2, places, launch.panel**2),
+            X=self._get("X", A.numel() if rank > launch.panel else 1, torch.float64),
+            grams=self._get("grams", grams_numel(factors, rank, launch.panel), torch.float64),
             finite=self._finite, out=out,
         )  # fmt: skip
 

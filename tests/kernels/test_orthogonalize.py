@@ -11,14 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton.kernels.columns import ProgressRow
 from powersgd_triton.kernels.gram import gram_triton
-from powersgd_triton.kernels.orthogonalize import _orthogonalize_kernel, orthogonalize_triton
-from powersgd_triton.kernels.subtract_projection import subtract_projection_triton
+from powersgd_triton.kernels.orthogonalize import _orthogonalize_kernel, grams_numel, orthogonalize_triton
 from powersgd_triton.ops.reference import DEAD_COLUMN, orthogonalize_reference, random_directions
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
 from tests.support.kernel_checks import compensate_project
-from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
+from tests.support.orthonormal import (
+    ORTHONORMAL,
+    assert_basis_of,
+    combined,
+    conditioned,
+    departure,
+    nearly_parallel,
+)
 from tests.support.thinned import thinned
 
 U, U64 = 2.0**-24, 2.0**-53
@@ -53,17 +60,17 @@ def orthogonalize(
     """Bases of matrices [n, r] in one bucket."""
     bucket = factors_of(matrices, device, keys)
     factors, panel = bucket.table.P, bucket.launches.orthogonalize.panel
-    panels, places = -(-bucket.rank // panel), max(len(factors.chunks), len(matrices))
-    grams = Memory([(panels + 2) * places * panel**2], torch.float64, device)
+    grams = Memory([grams_numel(factors, bucket.rank, panel)], torch.float64, device)
     # Within one panel no workspace of the factors' size is needed.
-    X = bucket.rows(torch.float64) if panels > 1 else Memory([1], torch.float64, device)
+    X = bucket.rows(torch.float64) if bucket.rank > panel else Memory([1], torch.float64, device)
     out = bucket.first if in_place else bucket.rows()
     number = torch.tensor(step, device=device)
     orthogonalize_triton(
         factors, bucket.first.flat, bucket.rank, number, epsilon, bucket.launches.gram, bucket.launches.orthogonalize,
-        X=X.flat, grams=grams.flat.view(panels + 2, places, panel**2), finite=bucket.finite, out=out.flat,
+        X=X.flat, grams=grams.flat, finite=bucket.finite, out=out.flat,
     )  # fmt: skip
     assert all(memory.guarded() for memory in (bucket.first, X, grams, out))
+    assert not factors.progress[:, ProgressRow._fields.index("arrived") :].any(), "a counter is not 0 again"
     assert in_place or out.views[-1].isnan().all()
     return Result([P.float() for P in bucket.row_factors(out)], int(bucket.finite))
 
@@ -225,24 +232,31 @@ def test_epsilon_decides_what_is_dead(epsilon: float, device: torch.device):
     assert_agrees(P, by_reference(A, 1, epsilon=epsilon), 1e3)
 
 
+def test_real_directions_that_look_like_rounding_errors_are_kept(device: torch.device):
+    """Little is left of a column after one that is nearly parallel, but it is no rounding error."""
+    matrices = [*nearly_parallel(8), *combined(32)]
+    check(matrices, device)
+
+
 # Random directions --------------------------------------------------------------------------------------------------
 
 
 def first_pass(matrices: Sequence[Tensor], device: torch.device, step: int, keys: Sequence[int]) -> list[Tensor]:
-    """What the first pass over the first panel puts in the place of zero matrices, before it is made orthogonal."""
+    """What the first pass puts in the place of zero matrices, before it is made orthogonal."""
     bucket = factors_of(matrices, device, keys)
-    launch, factors, X = bucket.launches.orthogonalize, bucket.table.P, bucket.rows(torch.float64)
-    squares = torch.zeros(3, len(factors.chunks), launch.panel**2, dtype=torch.float64, device=device)
-    _orthogonalize_kernel[(len(factors.chunks),)](
-        A=bucket.first.flat, X=X.flat, out=bucket.first.flat, grams=squares[0], before=squares[0],
-        next_grams=squares[1], transforms=squares[2], finite=bucket.finite, records=factors.records,
-        chunks=factors.chunks, number=torch.tensor(step, device=device), threshold=DEAD_COLUMN**2,
-        panel=0, before_first=0,
-        FIRST=True, CHECK=True, KEEP=True, C=launch.panel, BLOCK_ROWS=launch.rows,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+    launch, factors, out = bucket.launches.orthogonalize, bucket.table.P, bucket.rows()
+    A, number, progress = bucket.first.flat, torch.tensor(step, device=device), factors.progress
+    work = torch.zeros(grams_numel(factors, bucket.rank, launch.panel), dtype=torch.float64, device=device)
+    parts, squares = work[: len(factors.chunks) * launch.panel**2], work[len(factors.chunks) * launch.panel**2 :]
+    gram_triton(
+        factors, A, number, 0.0, 0, 0, 1, bucket.launches.gram, X=A, parts=parts, squares=squares, finite=bucket.finite
+    )
+    _orthogonalize_kernel[(len(factors.chunks), 1)](
+        A, A, out.flat, squares, progress, factors.records, factors.chunks, number, 0, 1, KEEP=False,
+        **launch.of_factors,
     )  # fmt: skip
-    assert X.guarded()
-    return bucket.row_factors(X)[: len(matrices)]
+    assert out.guarded()
+    return bucket.row_factors(out)[: len(matrices)]
 
 
 @pytest.mark.parametrize(("rank", "step"), [(1, 0), (3, 1), (3, 10**6), (16, 3), (17, 2**40 + 3), (32, 7)])
@@ -300,61 +314,3 @@ def test_non_finite_input_gives_finite_output(n: int, rank: int, value: float, w
     assert result.P[1].isfinite().all()
     # The matrix beside it is none the worse.
     assert torch.equal(result.P[0], undisturbed(n + 1, rank, device))
-
-
-# The kernels beneath ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rank", [1, 16, 17, 40, 64])
-def test_gram(rank: int, device: torch.device):
-    """Parts of the inner products of the last panel's columns with themselves and those before."""
-    matrices = [random(n, rank) for n in (rank, 300, 520)]
-    bucket = factors_of(matrices, device)
-    C, chunks = bucket.launches.gram.panel, len(bucket.table.P.chunks)
-    panel = (rank - 1) // C
-    X = bucket.rows(torch.float64).fill([*(random(len(A), rank, 1) for A in matrices), torch.zeros(4)])
-    out = Memory([(panel + 2) * chunks * C * C], torch.float64, device)
-    gram_triton(bucket.table.P, bucket.first.flat, X.flat, panel, bucket.launches.gram, out=out.flat)
-    assert out.guarded()
-    grams = out.double()[0].view(panel + 2, chunks, C, C)
-    # The last is for sums of another kernel.
-    assert grams[panel + 1].isnan().all()
-    for (_, _, _, _, first, parts), A, other in zip(
-        bucket.table.P.records.tolist(), matrices, bucket.row_factors(X), strict=False
-    ):
-        for left in range(panel + 1):
-            columns = A.double()[:, panel * C :]
-            rows = columns if left == panel else other[:, left * C : (left + 1) * C]
-            got = grams[left, first : first + parts, : rows.shape[1], : columns.shape[1]].sum(dim=0)
-            assert_within(got, rows.mT @ columns, 2 * len(A) * U64 * (rows.abs().mT @ columns.abs()))
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("rank", [17, 40, 64])
-def test_subtract_projection(rank: int, in_place: bool, device: torch.device):
-    matrices = [random(n, rank) for n in (rank, 300)]
-    bucket = factors_of(matrices, device)
-    C, chunks = bucket.launches.gram.panel, len(bucket.table.P.chunks)
-    panel = (rank - 1) // C
-    X = bucket.rows(torch.float64).fill([*(A.double() for A in matrices), torch.zeros(4)])
-    old = bucket.row_factors(X)
-    inner = torch.randn(panel + 1, chunks, C, C, dtype=torch.float64, generator=bucket.generator)
-    own = Memory([chunks * C * C], torch.float64, device)
-    source = X if in_place else bucket.first
-    subtract_projection_triton(
-        bucket.table.P, source.flat, inner.to(device), panel, bucket.launches.gram, X=X.flat, out=own.flat
-    )
-    assert all(memory.guarded() for memory in (bucket.first, X, own))
-    for (_, _, _, _, first, parts), A, got in zip(
-        bucket.table.P.records.tolist(), old, bucket.row_factors(X), strict=False
-    ):
-        truth, size, width = A.clone(), A.abs(), rank - panel * C
-        for left in range(panel):
-            part = inner[left, first : first + parts, :, :width]
-            truth[:, panel * C :] -= A[:, left * C : (left + 1) * C] @ part.sum(dim=0)
-            size[:, panel * C :] += A[:, left * C : (left + 1) * C].abs() @ part.abs().sum(dim=0)
-        assert torch.equal(got[:, : panel * C], A[:, : panel * C])
-        assert_within(got, truth, 2 * (panel * C + parts + 1) * U64 * size)
-        new = got[:, panel * C :]
-        sums = own.double()[0].view(chunks, C, C)[first : first + parts].sum(dim=0)[:width, :width]
-        assert_within(sums, new.mT @ new, 2 * len(A) * U64 * (new.abs().mT @ new.abs()))

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from powersgd_triton.ops.reference import orthogonalize_reference, random_directions
 from powersgd_triton.ops.torch_backend import orthogonalize_together
-from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, conditioned, departure
+from tests.support.orthonormal import (
+    ORTHONORMAL,
+    assert_basis_of,
+    combined,
+    conditioned,
+    departure,
+    nearly_parallel,
+)
 
 NAN = float("nan")
 
@@ -103,6 +110,12 @@ def test_column_that_dies_only_in_the_second_pass():
         b = a + 2.0**-exponent * d
         A = torch.cat([a, b, b - a], dim=2)
         assert_basis_of(orthogonalize(A), A)
+
+
+def test_real_directions_that_look_like_rounding_errors_are_kept():
+    """Little is left of a column after one that is nearly parallel, but it is no rounding error."""
+    for A in (*nearly_parallel(300), *combined(2500)):
+        assert_basis_of(orthogonalize(A[None]), A[None])
 
 
 def test_fresh_directions_that_are_nearly_parallel():

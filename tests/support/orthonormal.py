@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -43,3 +44,31 @@ def conditioned(n: int, r: int, kappa: float, seed: int) -> Tensor:
     V = torch.linalg.qr(torch.randn(2, r, r, dtype=torch.float64, generator=generator))[0]
     A: Tensor = U * torch.logspace(0, -math.log10(kappa), r, dtype=torch.float64) @ V
     return A
+
+
+def nearly_parallel(count: int, seed: int = 5) -> Iterator[Tensor]:
+    """Matrices whose columns differ from one another by 1 to 2⁻²⁵ of their norm, at all scales, some of integers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scales(lowest: int, r: int) -> Tensor:
+        return torch.exp2(torch.randint(lowest, 1, (1, r), generator=generator).double())
+
+    for index in range(count):
+        n, r = [(6, 4), (16, 8), (5, 3)][index % 3]
+        if index % 4 == 3:
+            rest = torch.randint(-3, 4, (n, r), generator=generator).double()
+            A = torch.randint(-9, 10, (n, 1), generator=generator) / scales(-17, 1) + rest / scales(-5, r)
+        else:
+            first, rest = (torch.randn(n, k, dtype=torch.float64, generator=generator) for k in (1, r))
+            A = (first + rest * scales(-25, r)) * scales(-60, r) * 2.0**30
+        yield A.float()
+
+
+def combined(count: int, seed: int = 7) -> Iterator[Tensor]:
+    """Random columns of different scales, of which sums and differences are taken: several are nearly dependent."""
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(count):
+        n, r = [(6, 4), (16, 8)][index % 2]
+        columns = torch.randn(n, r, dtype=torch.float64, generator=generator)
+        columns *= torch.exp2(-torch.randint(0, 24, (1, r), generator=generator).double())
+        yield (columns @ torch.randint(-1, 2, (r, r), generator=generator).double()).float()
