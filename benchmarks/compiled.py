@@ -75,6 +75,9 @@ COUNTED = {
     "cuda": {"barriers": r"BAR\.", "shuffles": r"SHFL", "fp64": r"(DMMA|DFMA|DADD|DMUL|DSETP)"},
     "hip": {"barriers": r"s_barrier", "shuffles": r"ds_(b?permute|swizzle)|.*_dpp", "fp64": r"v_\w+_f64"},
 }
+MULTIPLIES = r"HMMA|DMMA|HGMMA|IMMA|UTC\w*MMA|v_mfma_"
+"""Instructions of tensor cores."""
+
 BARRIER_CYCLES, SHUFFLE_CYCLES, INSTRUCTION_CYCLES = 30, 25, 2
 """How long a warp waits for each, roughly: a loop of dependent instructions takes the sum."""
 
@@ -110,6 +113,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, An
         **found,
         **count(code, gpu),
         "loop_cycles": max((_cycles(count(loop, gpu), gpu) for loop in loops(code)), default=0),
+        "tile_instructions": min((len(loop) for loop in _outermost(loops(code)) if _multiplies(loop)), default=0),
         "blocks": gpu.resident_blocks(found["registers"], compiled.metadata.shared, options.get("num_warps", 4)),
         "aligned_arguments": len(re.findall(r"%\w+: [^%]*tt.divisibility = 16", ttir)),
         "small_arguments": len(re.findall(r"%\w+: [^%]*tt.pointer_range = 32", ttir)),
@@ -140,6 +144,20 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
         # A kernel ends with a jump to itself.
         if jump.target is not None and jump.target < jump.address
     ]
+
+
+def _outermost(bodies: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
+    """Return the loops that are in no other one."""
+    ranges = [(body[0].address, body[-1].address) for body in bodies]
+    return [
+        body
+        for body, (first, last) in zip(bodies, ranges, strict=True)
+        if not any(start <= first and last <= end and (start, end) != (first, last) for start, end in ranges)
+    ]
+
+
+def _multiplies(code: Sequence[Instruction]) -> bool:
+    return any(re.match(MULTIPLIES, x.name) for x in code)
 
 
 def _cycles(counts: dict[str, int], gpu: Gpu) -> int:
@@ -174,7 +192,7 @@ def _read_nvidia(compiled: Any) -> dict[str, Any]:
         code.append(Instruction(int(address, 16), name, int(target.group(1), 16) if target else None))
     names = [x.name for x in code]
     accesses = [name for name in names if re.match(r"(LDG|STG|LDGSTS)\.", name)]
-    matrix = [name for name in names if re.match(r"(HMMA|DMMA|HGMMA|IMMA|UTC\w*MMA)", name)]
+    matrix = [name for name in names if re.match(MULTIPLIES, name)]
     return {
         "code": code,
         "registers": numbers["REG"],
@@ -207,7 +225,7 @@ def _read_amd(compiled: Any) -> dict[str, Any]:
     accesses = [
         found.groups() for name in names if (found := re.match(r"(?:global|buffer|flat)_(load|store)_(\S+)", name))
     ]
-    matrix = [name for name in names if name.startswith("v_mfma_")]
+    matrix = [name for name in names if re.match(MULTIPLIES, name)]
     return {
         "code": code,
         "registers": number("vgpr_count"),
