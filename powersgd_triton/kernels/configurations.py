@@ -93,13 +93,13 @@ def _narrow(precision: str, rows: int, warps: int, stages: int) -> Configuration
     )
 
 
-def _wide(precision: str, warps: int, stages: int, left_rows: int, wire_warps: int) -> Configuration:
+def _wide(precision: str, stages: int, left: tuple[int, int], wire_warps: int) -> Configuration:
     # Parts of sums are long at this rank: with small tiles, there are still enough programs.
     return Configuration(
-        compensate_project=Launch(32, 16, 32, warps, stages, precision),
-        compensate_backproject=Launch(left_rows, 32, 32, warps, stages, precision),
-        backproject=Launch(32, 32, 32, warps, stages, precision),
-        reconstruct=Launch(32, 32, 32, warps, min(stages, 2), precision),
+        compensate_project=Launch(32, 16, 32, 2, stages, precision),
+        compensate_backproject=Launch(left[0], 32, 32, left[1], stages, precision),
+        backproject=Launch(32, 32, 32, 2, stages, precision),
+        reconstruct=Launch(32, 32, 32, 2, min(stages, 2), precision),
         gram=Launch(32, 32, 32, 4, 2, precision),
         orthogonalize=Launch(32, 32, 32, 4, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
@@ -121,15 +121,16 @@ def _several_panels(precision: str, stages: int, left_rows: int, wire_warps: int
 
 
 def _table(
-    precision: str, stages: tuple[int, int, int], *, warps: int = 2, left_rows: int = 16, wire_warps: int = 16
+    precision: str, stages: tuple[int, int, int], *, left: tuple[int, int] = (16, 2), wire_warps: int = 16
 ) -> dict[int, Configuration]:
+    # ``left``: rows and warps of compensate_backproject, which needs the most registers.
     narrow, wide, several = stages
     return {
         # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
         8: _narrow(precision, 128, 8, narrow),
         16: _narrow(precision, 64, 4, narrow),
-        32: _wide(precision, warps, wide, left_rows, wire_warps),
-        256: _several_panels(precision, several, left_rows, wire_warps),
+        32: _wide(precision, wide, left, wire_warps),
+        256: _several_panels(precision, several, left[0], wire_warps),
     }
 
 
@@ -143,7 +144,7 @@ TABLES = {
     "sm_90": _table("tf32x3", (3, 3, 1)),
     "sm_100": _table("tf32x3", (4, 3, 2)),
     "sm_120": _table("tf32x3", (3, 3, 1)),
-    "gfx942": _table("ieee", (1, 1, 1), warps=4, left_rows=8, wire_warps=8),
+    "gfx942": _table("ieee", (1, 1, 1), left=(8, 4), wire_warps=8),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 
