@@ -97,7 +97,7 @@ def _wide(precision: str, stages: int, left: tuple[int, int], wire_warps: int) -
     # Parts of sums are long at this rank: with small tiles, there are still enough programs.
     return Configuration(
         compensate_project=Launch(32, 16, 32, 2, stages, precision),
-        compensate_backproject=Launch(left[0], 32, 32, left[1], stages, precision),
+        compensate_backproject=Launch(left[0], 32, 32, left[1], min(stages, 2), precision),
         backproject=Launch(32, 32, 32, 2, stages, precision),
         reconstruct=Launch(32, 32, 32, 2, min(stages, 2), precision),
         gram=Launch(32, 32, 32, 4, 2, precision),
