@@ -134,10 +134,10 @@ def _table(
     }
 
 
-# Nothing is spilled, as benchmarks/kernel_report.py shows. Up to rank 16, with three stages, two programs of a
-# multiprocessor load 32 KiB ahead, as many as an H100's memory needs to be busy. The wire's warps make 512 threads,
-# each of which has four elements of half a tile: the widest access. tf32x3 splits each fp32 value into two of tf32 and
-# is nearly as exact as fp32.
+# Nothing is spilled, as benchmarks/kernel_report.py shows, but for 8 bytes in the further panels of bf16 on sm_120.
+# Up to rank 16, with three stages, two programs of a multiprocessor load 32 KiB ahead, as many as an H100 needs to
+# be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
+# splits each fp32 value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
     "sm_80": _table("tf32x3", (3, 2, 1)),
     "sm_89": _table("tf32x3", (3, 3, 1)),
