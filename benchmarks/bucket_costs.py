@@ -30,7 +30,7 @@ WALKS = {"compensate_project": "rows", "reconstruct": "rows", "backproject": "co
 """Kernels over whole matrices, and along what their programs walk."""
 
 COUNTS = ("registers", "barriers", "shuffles", "fp64", "instructions", "shared_bytes", "spill_bytes")
-STEPWISE = ("orthogonalize", "factorize")
+STEPWISE = ("gram",)
 """Kernels that eliminate one column after another: the time of a program is a loop's, once for each column."""
 
 
@@ -120,7 +120,10 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
         # Programs share their multiprocessor's speed.
         busy = busy_share({length: number * panels for length, number in lengths.items()}, gpu.multiprocessors)
     seconds = LAUNCH_SECONDS + max(moved / gpu.bandwidth, cached / (L2_SPEED * gpu.bandwidth)) / busy
-    if launch.name in STEPWISE:
+    if parameters.get("attempt", 0):
+        # The first pass is enough for all but nearly dependent columns.
+        seconds = LAUNCH_SECONDS
+    elif launch.name in STEPWISE:
         seconds += min(rank, parameters["C"]) * compiled["loop_cycles"] / CLOCK
     return cost | {
         "sweeps": sweeps,

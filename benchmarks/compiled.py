@@ -75,6 +75,12 @@ COUNTED = {
     "cuda": {"barriers": r"BAR\.", "shuffles": r"SHFL", "fp64": r"(DMMA|DFMA|DADD|DMUL|DSETP)"},
     "hip": {"barriers": r"s_barrier", "shuffles": r"ds_(b?permute|swizzle)|.*_dpp", "fp64": r"v_\w+_f64"},
 }
+MULTIPLIES = r"HMMA|DMMA|HGMMA|IMMA|UTC\w*MMA|v_mfma_"
+"""Instructions of tensor cores."""
+
+ROOT = "RSQ"
+"""Part of the name of an instruction that computes 1 / √x."""
+
 BARRIER_CYCLES, SHUFFLE_CYCLES, INSTRUCTION_CYCLES = 30, 25, 2
 """How long a warp waits for each, roughly: a loop of dependent instructions takes the sum."""
 
@@ -106,10 +112,13 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, An
     found = _read_amd(compiled) if gpu.is_amd else _read_nvidia(compiled)
     code = found.pop("code")
     ttir = compiled.asm["ttir"]
+    # The one that takes roots: where one column after another is eliminated.
+    stepwise = next((loop for loop in _innermost(loops(code)) if any(ROOT in x.name.upper() for x in loop)), [])
     return {
         **found,
         **count(code, gpu),
-        "loop_cycles": max((_cycles(count(loop, gpu), gpu) for loop in loops(code)), default=0),
+        "loop_cycles": _cycles(count(stepwise, gpu), gpu),
+        "tile_instructions": min((len(loop) for loop in _outermost(loops(code)) if _multiplies(loop)), default=0),
         "blocks": gpu.resident_blocks(found["registers"], compiled.metadata.shared, options.get("num_warps", 4)),
         "aligned_arguments": len(re.findall(r"%\w+: [^%]*tt.divisibility = 16", ttir)),
         "small_arguments": len(re.findall(r"%\w+: [^%]*tt.pointer_range = 32", ttir)),
@@ -140,6 +149,30 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
         # A kernel ends with a jump to itself.
         if jump.target is not None and jump.target < jump.address
     ]
+
+
+def _outermost(bodies: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
+    """Return the loops that are in no other one."""
+    ranges = [(body[0].address, body[-1].address) for body in bodies]
+    return [
+        body
+        for body, (first, last) in zip(bodies, ranges, strict=True)
+        if not any(start <= first and last <= end and (start, end) != (first, last) for start, end in ranges)
+    ]
+
+
+def _innermost(bodies: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
+    """Return the loops in which there is no other one."""
+    ranges = [(body[0].address, body[-1].address) for body in bodies]
+    return [
+        body
+        for body, (first, last) in zip(bodies, ranges, strict=True)
+        if not any(first <= start and end <= last and (start, end) != (first, last) for start, end in ranges)
+    ]
+
+
+def _multiplies(code: Sequence[Instruction]) -> bool:
+    return any(re.match(MULTIPLIES, x.name) for x in code)
 
 
 def _cycles(counts: dict[str, int], gpu: Gpu) -> int:
@@ -174,7 +207,7 @@ def _read_nvidia(compiled: Any) -> dict[str, Any]:
         code.append(Instruction(int(address, 16), name, int(target.group(1), 16) if target else None))
     names = [x.name for x in code]
     accesses = [name for name in names if re.match(r"(LDG|STG|LDGSTS)\.", name)]
-    matrix = [name for name in names if re.match(r"(HMMA|DMMA|HGMMA|IMMA|UTC\w*MMA)", name)]
+    matrix = [name for name in names if re.match(MULTIPLIES, name)]
     return {
         "code": code,
         "registers": numbers["REG"],
@@ -207,12 +240,12 @@ def _read_amd(compiled: Any) -> dict[str, Any]:
     accesses = [
         found.groups() for name in names if (found := re.match(r"(?:global|buffer|flat)_(load|store)_(\S+)", name))
     ]
-    matrix = [name for name in names if name.startswith("v_mfma_")]
+    matrix = [name for name in names if re.match(MULTIPLIES, name)]
     return {
         "code": code,
         "registers": number("vgpr_count"),
-        "spill_bytes": 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
-        + number("private_segment_fixed_size"),
+        # Scalar registers are not spilled to memory, but to lanes of vector registers, of which some are left.
+        "spill_bytes": 4 * number("vgpr_spill_count") + number("private_segment_fixed_size"),
         "shared_bytes": compiled.metadata.shared,
         "accesses": len(accesses),
         "accesses_128_bit": sum("x4" in width for _, width in accesses),

@@ -87,7 +87,7 @@ def _launches(
     table = BucketTable(
         [Matrix(n, m, rank, 0, 0, 0)],
         [(8, n * rank, m * rank)],
-        launches.compensate_project.tile,
+        launches.reconstruct.tile,
         launches.backproject.tile,
         cpu,
     )

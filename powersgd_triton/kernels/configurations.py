@@ -78,55 +78,79 @@ class Configuration:
     wire: Launch
 
 
-def _narrow(precision: str, rows: int, stages: int, gram_warps: int) -> Configuration:
+def _narrow(precision: str, rows: int, warps: int, stages: int, gram_warps: int) -> Configuration:
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
-        compensate_project=Launch(rows, 32, 16, 8, stages, precision),
-        compensate_backproject=Launch(16, 64, 16, 4, min(stages, 2), precision),
-        backproject=Launch(32, 64, 16, 4, 2, precision),
-        reconstruct=Launch(rows, 32, 16, 8, min(stages, 2), precision),
+        compensate_project=Launch(rows, 16, 16, warps, stages, precision),
+        compensate_backproject=Launch(16, 64, 16, 4, stages, precision),
+        # Its tile is half as large as the others' two: as many bytes ahead take more stages.
+        backproject=Launch(16, 64, 16, 4, stages + 2 if stages > 1 else 1, precision),
+        reconstruct=Launch(rows, 32, 16, warps, min(stages, 2), precision),
         gram=Launch(32, 16, 16, gram_warps, 1, precision),
         orthogonalize=Launch(32, 16, 16, 1, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
     )
 
 
-def _wide(
-    precision: str, stages: int, left_stages: int, wire_warps: int, gram_warps: int, *, several: bool = False
-) -> Configuration:
+def _wide(precision: str, stages: int, left: tuple[int, int], wire_warps: int, gram_warps: int) -> Configuration:
+    # Parts of sums are long at this rank: with small tiles, there are still enough programs.
     return Configuration(
-        compensate_project=Launch(32, 32, 32, 4, 2, precision, several),
-        compensate_backproject=Launch(32, 32, 32, 4, left_stages, precision, several),
-        backproject=Launch(32, 32, 32, 4, 3, precision),
-        reconstruct=Launch(32, 32, 32, 4, stages, precision, several),
-        gram=Launch(16, 32, 32, gram_warps, 1, precision, several),
-        orthogonalize=Launch(16, 32, 32, gram_warps, 1, precision, several),
+        compensate_project=Launch(32, 16, 32, 2, stages, precision),
+        compensate_backproject=Launch(left[0], 32, 32, left[1], 1, precision),
+        backproject=Launch(32, 32, 32, 2, stages, precision),
+        reconstruct=Launch(32, 32, 32, 2, min(stages, 2), precision),
+        gram=Launch(16, 32, 32, gram_warps, 1, precision),
+        orthogonalize=Launch(16, 32, 32, gram_warps, 1, precision),
+        wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
+    )
+
+
+def _several_panels(precision: str, stages: int, left_rows: int, wire_warps: int, gram_warps: int) -> Configuration:
+    # The larger a tile, the less often factors are read. AMD's registers hold only half of the tiles along columns.
+    columns, left_stages = (64, 2) if left_rows > 8 else (32, 1)
+    return Configuration(
+        compensate_project=Launch(64, 32, 32, 8, stages, precision, wide=True),
+        compensate_backproject=Launch(left_rows, columns, 32, 4, 1, precision, wide=True),
+        backproject=Launch(32, columns, 32, 4, left_stages, precision),
+        reconstruct=Launch(64, 32, 32, 8, stages, precision, wide=True),
+        gram=Launch(16, 32, 32, gram_warps, 1, precision),
+        orthogonalize=Launch(16, 32, 32, gram_warps, 1, precision),
         wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
     )
 
 
 def _table(
-    precision: str, stages: tuple[int, int, int], wire_warps: int, gram_warps: tuple[int, int]
+    precision: str,
+    stages: tuple[int, int, int],
+    *,
+    left: tuple[int, int] = (16, 2),
+    wire_warps: int = 16,
+    gram_warps: tuple[int, int, int] = (1, 1, 2),
 ) -> dict[int, Configuration]:
-    narrow, wide, several_panels = stages
+    # ``left``: rows and warps of compensate_backproject, which needs the most registers. ``gram_warps``: one warp
+    # factorizes without waiting for others, where its registers suffice.
+    narrow, wide, several = stages
     return {
         # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
-        8: _narrow(precision, 128, narrow, gram_warps[0]),
-        16: _narrow(precision, 64, narrow, gram_warps[0]),
-        32: _wide(precision, wide, wide, wire_warps, gram_warps[1]),
-        256: _wide(precision, several_panels, 1, wire_warps, 2, several=True),
+        8: _narrow(precision, 128, 8, narrow, gram_warps[0]),
+        16: _narrow(precision, 64, 4, narrow, gram_warps[0]),
+        32: _wide(precision, wide, left, wire_warps, gram_warps[1]),
+        256: _several_panels(precision, several, left[0], wire_warps, gram_warps[2]),
     }
 
 
-# Stages are the most for which nothing is spilled with any dtypes, as benchmarks/kernel_report.py shows. The wire's
-# warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3 splits each fp32
-# value into two of tf32 and is nearly as exact as fp32.
+# Nothing is spilled, as benchmarks/kernel_report.py shows, but for 8 bytes in the further panels of bf16 on sm_120.
+# Up to rank 16, with three stages, two programs of a multiprocessor load 32 KiB ahead, as many as an H100 needs to
+# be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
+# splits each fp32 value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
-    "sm_80": _table("tf32x3", (2, 2, 1), 16, (1, 2)),
-    "sm_90": _table("tf32x3", (2, 2, 1), 16, (1, 1)),
-    "sm_100": _table("tf32x3", (3, 2, 2), 16, (1, 1)),
-    "gfx942": _table("ieee", (1, 1, 1), 8, (2, 2)),
+    "sm_80": _table("tf32x3", (3, 2, 1), gram_warps=(1, 2, 2)),
+    "sm_89": _table("tf32x3", (3, 3, 1), gram_warps=(2, 4, 4)),
+    "sm_90": _table("tf32x3", (3, 3, 1)),
+    "sm_100": _table("tf32x3", (4, 3, 2)),
+    "sm_120": _table("tf32x3", (3, 3, 1)),
+    "gfx942": _table("ieee", (1, 1, 1), left=(8, 4), wire_warps=8, gram_warps=(2, 4, 4)),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 
@@ -147,6 +171,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def select_configuration(arch: str, rank: int) -> Configuration:
-    """The launches for a bucket of matrices of at most ``rank``. What is not listed is served as its vendor's first."""
-    table = TABLES.get(arch, TABLES["gfx942" if arch.startswith("gfx") else "sm_80"])
+    """Return the launches for a bucket of matrices of at most ``rank``.
+
+    An architecture that is not listed is served as the nearest before it, and an older one as the first of its vendor.
+    """
+    vendor = arch[:3]
+    known = [name for name in TABLES if name.startswith(vendor)]
+    if vendor == "sm_":
+        known = [name for name in known if int(name[3:]) <= int(arch[3:])] or known[:1]
+    table = TABLES[known[-1]]
     return table[min(bound for bound in table if bound >= rank)]

@@ -62,7 +62,7 @@ class TritonBackend:
                 for i, segment in enumerate(group.segments)
             ]  # fmt: skip
             return BucketTable(
-                matrices, bypass, launches.compensate_project.tile, launches.backproject.tile, device,
+                matrices, bypass, launches.reconstruct.tile, launches.backproject.tile, device,
                 rows_of_larger=rows_of_larger,
             )  # fmt: skip
 

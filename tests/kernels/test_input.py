@@ -70,7 +70,8 @@ def test_launches_fit_together(arch: str):
     """Kernels that share tables of tiles or workspaces must agree about their sizes."""
     for rank in (1, 16, 17, 32, 33, MAX_RANK):
         launches = select_configuration(arch, rank)
-        assert launches.compensate_project.tile == launches.reconstruct.tile
+        assert launches.compensate_project.rows == launches.reconstruct.rows
+        assert launches.reconstruct.columns % launches.compensate_project.columns == 0
         # The left half walks along the columns' tiles in smaller steps.
         assert launches.compensate_backproject.columns == launches.backproject.columns
         assert launches.backproject.rows % launches.compensate_backproject.rows == 0
@@ -147,9 +148,7 @@ def check_large(n: int, m: int, device: torch.device, edge: int = 16) -> None:
     dtype, r = torch.bfloat16, 2
     bucket = Bucket([(5, 7, r)], device, gradient=dtype, error=dtype)
     launches = bucket.launches
-    made = BucketTable(
-        [Matrix(n, m, r, 0, 0, 1)], [], launches.compensate_project.tile, launches.backproject.tile, device
-    )
+    made = BucketTable([Matrix(n, m, r, 0, 0, 1)], [], launches.reconstruct.tile, launches.backproject.tile, device)
     ends = torch.cat([torch.arange(edge), torch.arange(n - edge, n)]).to(device)
     columns = torch.cat([torch.arange(edge), torch.arange(m - edge, m)]).to(device)
     generator = torch.Generator().manual_seed(0)

@@ -145,7 +145,7 @@ class Bucket:
                 )
             ],
             list(zip(bypass, self.first.offsets[len(shapes) :], itertools.repeat(0))),
-            self.launches.compensate_project.tile,
+            self.launches.reconstruct.tile,
             self.launches.backproject.tile,
             device,
         )
