@@ -154,6 +154,19 @@ def test_same_input_same_bits_also_in_place_and_beside_others(rank: int, device:
     assert torch.equal(orthogonalize([A], device).P[0], first[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("rank", [4, 32, 64])
+def test_the_last_program_sees_what_all_others_wrote(rank: int):
+    """Programs run in another order each time. What one of them does not see yet would change bits."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    matrices = [random(n, rank, seed=n).to(device) for n in (64, 768, 2304, 3072, 50257)]
+    first = orthogonalize(matrices, device).P
+    for _ in range(200):
+        again = orthogonalize(matrices, device).P
+        assert all(torch.equal(x, y) for x, y in zip(again, first, strict=True))
+
+
 # Dead columns -------------------------------------------------------------------------------------------------------
 
 
