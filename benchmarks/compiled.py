@@ -151,24 +151,20 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     ]
 
 
+def _contains(outer: Sequence[Instruction], inner: Sequence[Instruction]) -> bool:
+    """Return whether a loop contains another one."""
+    same = (outer[0], outer[-1]) == (inner[0], inner[-1])
+    return not same and outer[0].address <= inner[0].address and inner[-1].address <= outer[-1].address
+
+
 def _outermost(bodies: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
     """Return the loops that are in no other one."""
-    ranges = [(body[0].address, body[-1].address) for body in bodies]
-    return [
-        body
-        for body, (first, last) in zip(bodies, ranges, strict=True)
-        if not any(start <= first and last <= end and (start, end) != (first, last) for start, end in ranges)
-    ]
+    return [body for body in bodies if not any(_contains(other, body) for other in bodies)]
 
 
 def _innermost(bodies: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
     """Return the loops in which there is no other one."""
-    ranges = [(body[0].address, body[-1].address) for body in bodies]
-    return [
-        body
-        for body, (first, last) in zip(bodies, ranges, strict=True)
-        if not any(first <= start and end <= last and (start, end) != (first, last) for start, end in ranges)
-    ]
+    return [body for body in bodies if not any(_contains(body, other) for other in bodies)]
 
 
 def _multiplies(code: Sequence[Instruction]) -> bool:
