@@ -22,6 +22,9 @@ LAUNCH_SECONDS = 4.5e-6
 """From one kernel's start to the next one's if both have nothing to do: chosen such that the model gives what was
 computed by hand for the first version on an H100, 140 µs at rank 4 and 375 µs at rank 32."""
 
+LOAD_CYCLES = 700
+"""What the last program of a matrix waits for parts of a Gram matrix that it loads at once: 8, or 2 of 32 columns."""
+
 CLOCK = 1.75e9
 L2_SPEED = 2
 """Bandwidth of the L2 cache over that of the memory."""
@@ -84,7 +87,7 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
 
     A launch takes ``LAUNCH_SECONDS``, then the longer of its bytes over the bandwidth of the memory and of the cache,
     over the share of the time in which its programs keep the multiprocessors busy. Where columns are eliminated one
-    after another, the time of that comes on top.
+    after another, the time of that comes on top, and of adding the parts before. One pass is taken to be enough.
 
     Args:
         launch: The launch, of a bucket of fp32 gradients and error buffers.
@@ -124,7 +127,9 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
         # The first pass is enough for all but nearly dependent columns.
         seconds = LAUNCH_SECONDS
     elif launch.name in STEPWISE:
-        seconds += min(rank, parameters["C"]) * compiled["loop_cycles"] / CLOCK
+        parts = max(Counter(parameters["chunks"][:, 0].tolist()).values())
+        loads = math.ceil(parts / (2 if parameters["C"] > 16 else 8))
+        seconds += (min(rank, parameters["C"]) * compiled["loop_cycles"] + loads * LOAD_CYCLES) / CLOCK
     return cost | {
         "sweeps": sweeps,
         "sweeps_dram": in_memory,

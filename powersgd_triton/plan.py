@@ -106,7 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
     if chosen.config is not None:
         seconds = cap_seconds(job, chosen.config)
         tried = ", ".join(f"{cap}: {value * 1e3:.4g}" for cap, value in seconds.items())
-        print(f"DDP: bucket_cap_mb={best_cap(seconds)}. Milliseconds of a step without own compute: {tried}.")
+        cap = best_cap(seconds)
+        advice = "leave bucket_cap_mb out" if cap == DEFAULT_CAP else f"bucket_cap_mb={cap}"
+        print(f"DDP: {advice}. Milliseconds of a step without own compute, by MB: {tried}.")
         print(f"\n{report(job, chosen)}")
     if ds_config is not None and chosen.config is None:
         print(f"\n{arguments.write} is left as it is")

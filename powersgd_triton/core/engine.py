@@ -135,6 +135,8 @@ class Engine:
             DisagreementError: Workers have different configurations or tensors. Nothing was changed.
             RuntimeError: The step is captured in a CUDA graph, which is not possible for it. Nothing was changed.
             Exception: The tensors cannot be laid out, on this worker or on another one. Nothing was changed.
+
+        On CUDA, the last bucket's call also continues older buckets. If that fails, the step is void.
         """
         layout = self.peers.layout(key, shapes, device)
         keys = frozenset(keys) or layout.names
@@ -294,8 +296,8 @@ class Engine:
         """Start a bucket's ``run``, and advance the older buckets by one collective.
 
         Messages then travel while later buckets are computed, and during the backward pass. With two collectives a
-        bucket, the order is P₀ P₁ Q₀ P₂ Q₁ …, on the CPU as on CUDA, where the host only enqueues. If no later bucket
-        of the step is expected, all buckets are finished.
+        bucket, the order is P₀ P₁ Q₀ P₂ Q₁ …, on the CPU as on CUDA, where the host only enqueues. (On CUDA, ``begin``
+        of the last bucket P₃ starts Q₂ before it.) If no later bucket is expected, all buckets are finished.
         """
         with self.memory.streams.on(device):
             with self._or_void():

@@ -18,7 +18,7 @@ from powersgd_triton.kernels.table_device import ELEMENTS, pointer_to, rollback_
 @triton.jit(do_not_specialize=["G_base", "M_base", "verdict", "factor_programs", "numel", "workers"])
 def _commit_kernel(
     G_base: tl.int64, G_at, M_base: tl.int64, M_at, following, basis, message, finite, verdict, blocks,
-    factor_programs, numel, workers,
+    factor_programs: tl.int64, numel: tl.int64, workers,
     G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, ADVANCE: tl.constexpr, FEEDBACK: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip

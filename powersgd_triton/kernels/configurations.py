@@ -140,7 +140,7 @@ def _table(
     }
 
 
-# Nothing is spilled, as benchmarks/kernel_report.py shows, but for 8 bytes in the further panels of bf16 on sm_120.
+# Nothing is spilled, as benchmarks/kernel_report.py shows, but for 8 bytes of some kernels on sm_120.
 # Up to rank 16, with three stages, two programs of a multiprocessor load 32 KiB ahead, as many as an H100 needs to
 # be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
 # splits each fp32 value into two of tf32 and is nearly as exact as fp32.
@@ -150,7 +150,7 @@ TABLES = {
     "sm_90": _table("tf32x3", (3, 3, 1)),
     "sm_100": _table("tf32x3", (4, 3, 2)),
     "sm_120": _table("tf32x3", (3, 3, 1)),
-    "gfx942": _table("ieee", (1, 1, 1), left=(8, 4), wire_warps=8, gram_warps=(2, 4, 4)),
+    "gfx942": _table("ieee", (1, 1, 1), left=(8, 4), wire_warps=8, gram_warps=(1, 1, 1)),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 

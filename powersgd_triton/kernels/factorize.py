@@ -31,8 +31,9 @@ def sum_of_parts(squares, parts, rows, columns, C: tl.constexpr):
     ok = (ranks < rows)[:, None] & (ranks < columns)[None, :]
     total = tl.zeros([C, C], tl.float64)
     # In the order of the chunks, so that the bits do not depend on which program adds them. The parts come from other
-    # multiprocessors: .cg reads them from the cache that all share.
-    for part in tl.range(0, parts, loop_unroll_factor=2):
+    # multiprocessors: .cg reads them from the cache that all share. As many are loaded at once as registers hold.
+    UNROLL: tl.constexpr = 2 if C > 16 else 8
+    for part in tl.range(0, parts, loop_unroll_factor=UNROLL):
         total += tl.load(squares + part * C * C + at, ok, 0.0, cache_modifier=".cg")
     return total
 
@@ -68,7 +69,10 @@ def _chances(left, inverse, noise, threshold):
 
 @triton.jit
 def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constexpr):
-    """transform = L⁻ᵀ with L Lᵀ = gram [C, C]; columns that are dead are zero. Returns 0 if no further pass is needed.
+    """transform = L⁻ᵀ with L Lᵀ = gram [C, C]; columns that are dead are zero.
+
+    Returns (number of columns that are dead, number of those that are not exact). If both are 0, no further pass is
+    needed.
 
     A column is dead if at most the share ``threshold`` of ``before`` is left of its squared norm. Rounding errors may
     be larger than that share, where little was left of an earlier column. Then it is not known what is left: the column
@@ -120,5 +124,9 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
     # it with it. So it dies only if little is left of what it is now, and not of the original.
     floor = tl.where(doubtful, noise.to(tl.float64) * norm, 1.0)
     tl.store(norms + ranks, tl.where(doubtful, norm / floor, 0.0), ranks < r)
-    enough = known & (noise < ENOUGH * share)
-    return tl.sum(tl.where((ranks < r) & ~enough, 1, 0), axis=0)
+    dead = ~known & ~unclear
+    exact_enough = known & (noise < ENOUGH * share)
+    return (
+        tl.sum(tl.where((ranks < r) & dead, 1, 0), axis=0),
+        tl.sum(tl.where((ranks < r) & ~dead & ~exact_enough, 1, 0), axis=0),
+    )

@@ -13,6 +13,7 @@ from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.factorize import arrives_last, diagonal_of, factorize, sum_of_parts
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.panels import PASSES, inner_products, panel_of_rows, squares_of
+from powersgd_triton.kernels.random_device import WINDOW, stream_of, window_of
 from powersgd_triton.kernels.table import DEAD_COLUMN, FactorTable
 from powersgd_triton.kernels.table_device import (
     PROGRESS,
@@ -21,6 +22,7 @@ from powersgd_triton.kernels.table_device import (
     PROGRESS_PASSES,
     chunks_of,
     factor_chunk,
+    key_of,
     rows_of,
 )
 
@@ -32,8 +34,9 @@ def _gram_kernel(
 ):  # fmt: skip
     """L⁻ᵀ with L Lᵀ = YᵀY [C, C] for a panel Y of A after the passes before this one. Grid: chunks.
 
-    Each program writes its chunk's part of YᵀY. The last one of a matrix adds the parts and factorizes. A third and a
-    fourth pass, which are rare, it makes by itself.
+    Each program writes its chunk's part of YᵀY. The last one of a matrix adds the parts and factorizes. If columns have
+    died in the second pass, it makes a third by itself, and a fourth if their replacements died. Up to rank 32 these
+    passes read few rows: those of the new directions.
 
     PROJECT is for panels after the first: Y = A_c − Σ_d X_d (X_dᵀ A_c) over the finished panels of X, and X_c = Y.
     """
@@ -52,6 +55,7 @@ def _gram_kernel(
     passes = attempt
     alone = attempt < 0
     working = attempt >= 0
+    renewed = attempt < 0
     while working:
         # X_c holds what all passes but the last one made of it.
         kept = passes * 0
@@ -82,6 +86,13 @@ def _gram_kernel(
                 tl.debug_barrier()
                 tl.store(X + offset + within, value, ok)
             gram = tl.dot(tl.trans(value), value, gram, out_dtype=tl.float64)
+        if not PROJECT:  # noqa: SIM102 — a constant, which decides what is compiled
+            if renewed:
+                # The others are orthonormal; their products are not to be summed over a few rows.
+                diagonal = tl.load(transforms + (passes - 1) * C * C + ranks * (C + 1), ranks < width, 1.0)
+                new = (diagonal == 0)[:, None] | (diagonal == 0)[None, :]
+                one = ((ranks[:, None] == ranks[None, :]) & (ranks < width)[None, :]).to(tl.float64)
+                gram = tl.where(new, gram, one)
         last = alone
         if not alone:
             tl.store(parts + chunk.to(tl.int64) * C * C + at, gram, (ranks < width)[:, None] & (ranks < width)[None, :])
@@ -108,14 +119,26 @@ def _gram_kernel(
                     tl.store(finite, 0)
             # All threads have read the norms of the pass before.
             tl.debug_barrier()
-            unfinished = factorize(gram, before, exact, threshold, width, transforms + passes * C * C, norms, C)
-            passes += 1
-            tl.store(state + PROGRESS_PASSES, passes)
-            tl.store(state + PROGRESS_FINISHED, (unfinished == 0).to(tl.int32))
+            dead, inexact = factorize(gram, before, exact, threshold, width, transforms + passes * C * C, norms, C)
+            unfinished = dead + inexact
+            # Further panels are projected against this one, which enlarges its error where little is left of them.
+            enough = (unfinished == 0) & ((passes > 0) | ((panel + 1) * C >= r))
+            tl.store(state + PROGRESS_PASSES, passes + 1)
+            tl.store(state + PROGRESS_FINISHED, enough.to(tl.int32))
             # The second pass has a launch of its own.
-            working = (unfinished > 0) & (attempt > 0) & (passes < PASSES)
+            working = (unfinished > 0) & (attempt > 0) & (passes + 1 < PASSES)
             alone = working
-            start, end = start * 0, rows_of(records, matrix)
+            n = rows_of(records, matrix)
+            # (A product keeps the type that these values have in the loop.)
+            start, end = start * 0, n
+            if not PROJECT:
+                renewed = inexact == 0
+                if renewed:
+                    # Only the columns that died are new, and their directions have few rows.
+                    stream = stream_of((key_of(records, matrix) + passes).to(tl.uint32), tl.load(number))
+                    start = window_of(n, stream)
+                    end = tl.minimum(start + WINDOW, n)
+            passes += 1
             tl.debug_barrier()
 
 

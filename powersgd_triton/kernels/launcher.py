@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 OLDEST, NEWEST = (3, 6), (3, 9)
 """Versions of Triton whose compiled kernels are launched as they are here."""
 
-KNOWN = OLDEST <= tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST
+KNOWN = torch.version.hip is None and OLDEST <= tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST
+"""Whether all is known that kernels are compiled for. On AMD, that includes whether a tensor is larger than 2 GiB."""
 
 HAS_DEVICE = torch.cuda.is_available()
 
@@ -51,8 +52,8 @@ def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *argumen
     """Launch a kernel, like ``kernel[grid](*arguments, **constants, **options)`` in less time.
 
     Triton launches a kernel itself for the first time with these constants and dtypes on a device, if a tensor does not
-    start at a multiple of 16 bytes, if a profiler has set hooks, while a CUDA graph is captured, and if its version is
-    not known.
+    start at a multiple of 16 bytes, if a profiler has set hooks, while a CUDA graph is captured, on AMD, and in
+    versions other than 3.6 to 3.9. What its knobs say about compiling counts when a kernel is launched first.
 
     Args:
         kernel: Function of ``triton.jit``. Its parameters are the arguments and then the constants. Numbers among the
@@ -117,5 +118,7 @@ def _observed(kernel: Any) -> bool:
     """Return whether something wants to know of launches that only Triton's own tell it."""
     hooks = triton.knobs.runtime
     if kernel.pre_run_hooks or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        return True
+    if getattr(hooks, "add_stages_inspection_hook", None) is not None:
         return True
     return HAS_DEVICE and torch.cuda.is_current_stream_capturing()

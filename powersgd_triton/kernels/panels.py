@@ -9,7 +9,7 @@ from torch import Tensor
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.factorize import arrives_last, sum_of_parts
 from powersgd_triton.kernels.launcher import run
-from powersgd_triton.kernels.random_device import random_values, stream_of
+from powersgd_triton.kernels.random_device import in_window, random_values, stream_of
 from powersgd_triton.kernels.table import FactorTable
 from powersgd_triton.kernels.table_device import (
     PROGRESS,
@@ -18,6 +18,7 @@ from powersgd_triton.kernels.table_device import (
     chunks_of,
     factor_chunk,
     key_of,
+    rows_of,
 )
 
 PASSES = tl.constexpr(4)
@@ -59,7 +60,9 @@ def panel_of_rows(
         if tl.sum(dead.to(tl.int32), axis=0) > 0:
             # The step's number is read here, since a launch that is replayed has the same arguments.
             stream = stream_of((key_of(records, matrix) + done).to(tl.uint32), tl.load(number))
-            value = tl.where(dead[None, :] & ok, random_values(within, stream).to(tl.float64), value)
+            some = (done == 0) | in_window(rows, rows_of(records, matrix), stream)
+            direction = tl.where(some[:, None], random_values(within, stream), 0.0)
+            value = tl.where(dead[None, :] & ok, direction.to(tl.float64), value)
     return value, within, ok
 
 
@@ -86,7 +89,7 @@ def inner_products(
 
 @triton.jit(do_not_specialize=["number", "chunks_number", "attempt", "panel", "panels"])
 def _inner_products_kernel(
-    A, X, parts, squares, progress, records, chunks, number, chunks_number, attempt, panel, panels,
+    A, X, parts, squares, progress, records, chunks, number, chunks_number: tl.int64, attempt, panel, panels,
     C: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """X_dᵀ A_c [C, C] for finished panels d < c of X, and in the first pass A_cᵀ A_c. Grid: (chunks, panels d).

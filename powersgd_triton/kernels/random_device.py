@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from powersgd_triton.ops import reference
+
+WINDOW = tl.constexpr(reference.WINDOW)
+
 
 @triton.jit
 def _mix(x):
@@ -18,6 +22,19 @@ def _mix(x):
 def stream_of(key, step):
     """The stream of random values of a matrix's key, uint32, in a step: all workers draw the same."""
     return _mix(_mix(key) ^ (step * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32))
+
+
+@triton.jit
+def in_window(rows, n, stream):
+    """Which rows of n a direction has that replaces a column after the first pass; see ``WINDOW`` of the reference."""
+    first = window_of(n, stream)
+    return (rows >= first) & (rows < first + WINDOW)
+
+
+@triton.jit
+def window_of(n, stream):
+    """The first of these rows, int32."""
+    return (stream % tl.maximum(n - (WINDOW - 1), 1).to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit

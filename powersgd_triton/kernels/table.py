@@ -41,6 +41,9 @@ ROLLBACK_BLOCK = 1 << 16
 MAX_CHUNKS = 64
 """One program adds the inner products of all chunks of a factor, so these must stay few."""
 
+MAX_SHARES = 64
+"""Programs among which a chunk is divided at most: each chunk has as many, and most need few."""
+
 CHUNK_ROWS = 64
 """Rows of a factor's chunk are a multiple of this."""
 
@@ -181,11 +184,12 @@ class BucketTable:
             TypeError: they are not all of one of the dtypes fp32, bf16, fp16.
             ValueError: they are on another device, not contiguous, or not of the table's sizes.
         """
+        # That of a tensor without elements is 0, wherever it lies.
         addresses = [tensor.data_ptr() for tensor in tensors]
-        base = addresses[0] if addresses else 0
+        base = next(filter(None, addresses), 0)
         dtype = tensors[0].dtype if tensors else torch.float32
         # Elements lie at multiples of their size, and distances are checked.
-        distances = tuple([address - base for address in addresses])
+        distances = tuple([address and address - base for address in addresses])
         key = (dtype, base % dtype.itemsize, distances)
         known = self._distances.pop(key, None)
         if known is None:
@@ -251,7 +255,7 @@ class BucketTable:
             self._tensor(FactorRow, records),
             self._tensor(ChunkRow, chunks, torch.int32),
             progress,
-            shares=max(1, highest // CHUNK_ROWS),
+            shares=min(MAX_SHARES, max(1, highest // CHUNK_ROWS)),
         )
 
     def _tensor(self, row: Any, rows: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int64) -> Tensor:

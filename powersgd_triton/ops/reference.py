@@ -22,6 +22,10 @@ PASSES = 4
 """Two passes orthogonalize independent columns ("twice is enough"). A third pass is needed if a column died in the
 second one, and a fourth if its replacement happened to be nearly dependent on the others."""
 
+WINDOW = 512
+"""Rows of a direction that replaces a column after the first pass. Elsewhere it is 0, so that only these rows have to
+be multiplied with the other columns. Which rows they are is random."""
+
 NOISE = 4 * 2.0**-53
 """Rounding error of an inner product relative to the vectors' norms: a few units, since errors of long sums cancel."""
 
@@ -258,21 +262,27 @@ def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int | Tensor, epsi
         inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
         Xt = torch.bmm(inverse.mT, Xt)
         if alive is not None:
-            Xt = torch.where(alive, Xt, random_directions(keys + attempt, step, *A.shape[1:]).mT.double())
+            new = random_directions(keys + attempt, step, A.shape[1], A.shape[2], None if attempt == 0 else WINDOW)
+            Xt = torch.where(alive, Xt, new.mT.double())
         if enough and one_pass_is_enough(inverse, diagonal).all() and (attempt > 0 or A.dtype == torch.float32):
             break
     out.copy_(Xt.mT)
 
 
-def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int) -> Tensor:
+def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, window: int | None = None) -> Tensor:
     """Uniform numbers in [−1, 1), [B, n, r] fp32: a function of (key, step, row, column) on any device.
 
-    ``keys`` is [B] int64. The numbers are counter-based: no generator's state changes, and all workers draw the same.
+    With ``window``, only so many rows are not 0; which ones depends on (key, step). ``keys`` is [B] int64. The numbers
+    are counter-based: no generator's state changes, and all workers draw the same.
     """
     counter = torch.arange(n * r, dtype=torch.int64, device=keys.device).view(1, n, r)
     # Keys are mixed separately from counters, so that no key's stream is a shifted copy of another key's stream.
     stream = _mix(_mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
-    return ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
+    values = ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
+    if window is None or n <= window:
+        return values
+    rows = torch.arange(n, device=keys.device).view(1, n, 1) - stream % (n - window + 1)
+    return torch.where((rows >= 0) & (rows < window), values, 0)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from powersgd_triton.kernels.columns import ProgressRow
 from powersgd_triton.kernels.gram import gram_triton
 from powersgd_triton.kernels.orthogonalize import _orthogonalize_kernel, grams_numel, orthogonalize_triton
-from powersgd_triton.ops.reference import DEAD_COLUMN, orthogonalize_reference, random_directions
+from powersgd_triton.ops.reference import DEAD_COLUMN, WINDOW, orthogonalize_reference, random_directions
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
 from tests.support.kernel_checks import compensate_project
@@ -196,6 +196,28 @@ def test_deficient_products(rank: int, device: torch.device):
     check(matrices, device)
 
 
+@pytest.mark.parametrize("rank", [8, 16, 32])
+def test_many_rows_and_columns_that_die_in_the_second_pass(rank: int, device: torch.device):
+    """They depend on a weak direction. The directions that replace them have few rows of these."""
+    n = WINDOW + 188
+    weak = [random(n, len(x), rank) * torch.tensor(x) @ random(len(x), rank, 9) for x in ([1, 1e-3], [1, 1e-2, 1e-5])]
+    for key, (A, P) in enumerate(zip(weak, check(weak, device), strict=True), start=1):
+        assert departure(by_reference(A, key)[None]) <= ORTHONORMAL
+        # What replaces a column in the second pass is 0 in most rows, before it is made orthogonal to the others.
+        assert P.isfinite().all()
+
+
+@pytest.mark.parametrize("share", [1.6e-3, 6e-4])
+def test_what_one_pass_leaves_does_not_grow_in_further_panels(share: float, device: torch.device):
+    """The last column of the first panel is weak, and the next panel lies almost in its direction."""
+    W = torch.linalg.qr(torch.randn(48, 33, dtype=torch.float64, generator=torch.Generator().manual_seed(10)))[0]
+    A = W.clone()
+    A[:, 31] = W[:, 0] + 1.8e-4 * W[:, 31]
+    direction = torch.linalg.qr(A[:, :32].float().double())[0][:, 31]
+    A[:, 32] = 1.8e-4 * (direction + share * W[:, 32])
+    check([A.float()], device)
+
+
 @pytest.mark.parametrize("rank", [2, 40])
 def test_columns_before_a_dead_one_keep_their_bits(rank: int, device: torch.device):
     A = random(50, rank)
@@ -265,7 +287,7 @@ def first_pass(matrices: Sequence[Tensor], device: torch.device, step: int, keys
         factors, A, number, 0.0, 0, 0, 1, bucket.launches.gram, X=A, parts=parts, squares=squares, finite=bucket.finite
     )
     _orthogonalize_kernel[(len(factors.chunks), 1)](
-        A, A, out.flat, squares, progress, factors.records, factors.chunks, number, 0, 1, KEEP=False,
+        A, A, out.flat, squares, progress, factors.records, factors.chunks, number, 0, 1,
         **launch.of_factors,
     )  # fmt: skip
     assert out.guarded()
