@@ -1,0 +1,57 @@
+"""Kernels find gradients and averages without an upload, once the first steps are over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import powersgd_triton
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.kernels import table
+
+CONFIG = PowerSGDConfig(rank=2, backend="triton")
+
+
+@pytest.fixture(autouse=True)
+def one_worker(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp():
+    model = nn.Sequential(nn.Linear(20, 16), nn.Linear(16, 12), nn.Linear(12, 1))
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    powersgd_triton.attach(replica, CONFIG)
+
+    def step() -> None:
+        replica.zero_grad()
+        replica(torch.randn(8, 20)).sum().backward()
+
+    check(step)
+
+
+def test_compressor():
+    shapes = {"weight": (16, 12), "odd": (7, 9), "bias": (7,)}
+    compressor = Compressor(CONFIG, shapes)
+    gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
+    check(lambda: compressor.decompress(compressor.compress(gradients)))
+
+
+def check(step: Callable[[], Any]) -> None:
+    uploads = []
+    for _ in range(2):
+        with mock.patch.object(table, "on_host", wraps=table.on_host) as on_host:
+            for _ in range(3):
+                step()
+        uploads.append(on_host.call_count)
+    assert uploads[0] > 0
+    assert uploads[1] == 0
