@@ -72,11 +72,10 @@ def _numel(bucket: Mapping[str, tuple[int, ...]]) -> int:
 
 
 class Counts:
-    """Launches, compiled kernels, uploads, and CPU seconds in a backend's stages, while it is current."""
+    """Launches, compiled kernels and uploads, while it is current."""
 
     def __init__(self) -> None:
         self.launches = self.compiled = self.uploads = 0
-        self.seconds = 0.0
 
     def __enter__(self) -> Counts:
         driver = triton.runtime.driver.active

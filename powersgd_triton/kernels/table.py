@@ -32,6 +32,8 @@ MAX_RANK = 256
 ARRIVALS = MAX_RANK // 32
 """Sums of one factor that are made at once: one for each panel of its columns."""
 
+PROGRESS_COLUMNS = len(ProgressRow._fields) - 1 + ARRIVALS
+
 COPY_BLOCK = 1024
 """Elements of a message that one program packs."""
 
@@ -248,9 +250,7 @@ class BucketTable:
             mine = [ChunkRow(index, row, min(rows, row + height)) for row in range(0, rows, height)]
             records.append(FactorRow(rows, r, offset, key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
-        progress = torch.zeros(
-            len(records), len(ProgressRow._fields) - 1 + ARRIVALS, dtype=torch.int32, device=self.device
-        )
+        progress = torch.zeros(len(records), PROGRESS_COLUMNS, dtype=torch.int32, device=self.device)
         return FactorTable(
             self._tensor(FactorRow, records),
             self._tensor(ChunkRow, chunks, torch.int32),

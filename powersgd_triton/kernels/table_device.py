@@ -24,7 +24,7 @@ from powersgd_triton.kernels.columns import (
     RollbackRow,
     TileRow,
 )
-from powersgd_triton.kernels.table import ARRIVALS
+from powersgd_triton.kernels.table import PROGRESS_COLUMNS
 
 WIDEST = tl.constexpr(16)
 """Bytes of the widest memory access."""
@@ -91,7 +91,7 @@ CHUNK_MATRIX = column(ChunkRow, "matrix")
 CHUNK_START = column(ChunkRow, "start")
 CHUNK_END = column(ChunkRow, "end")
 
-PROGRESS = tl.constexpr(len(ProgressRow._fields) - 1 + ARRIVALS)
+PROGRESS = tl.constexpr(PROGRESS_COLUMNS)
 PROGRESS_PASSES = column(ProgressRow, "passes")
 PROGRESS_FINISHED = column(ProgressRow, "finished")
 PROGRESS_ARRIVED = column(ProgressRow, "arrived")
