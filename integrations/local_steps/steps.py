@@ -21,7 +21,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import saved_facts
+from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
 from powersgd_triton.core.handle import FOUND, Folder, Handle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.tuning import refuse_auto
@@ -145,8 +145,9 @@ class LocalSteps(Handle):
             self.outer = (outer or averaging)(list(self._shared.values()))
             if not isinstance(self.outer, torch.optim.Optimizer):
                 raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.outer).__name__}")
-            common = {"every": self.every, "delay": self.delay, "outer": repr(self.outer)}
-            return engine, common, {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in tensors.items()}
+            own = {"every": self.every, "delay": self.delay, "outer": repr(self.outer), "states": optimizer is not None}
+            dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in tensors.items()}
+            return engine, own | common_facts(chosen, 0), dtypes | replicated_facts(chosen, self._shapes, engine.plan)
 
         self._device = next((tensor.device for _, tensor in self._held.tensors()), torch.device("cpu"))
         super().__init__(together("LocalSteps", prepare, communicator, self._device))
