@@ -232,7 +232,8 @@ def _check_apart(inner: dist.ProcessGroup, group: dist.ProcessGroup | None, wrap
     if {*workers} & {*exchanging} != {dist.get_rank()}:
         raise ValueError(
             f"{wrapper} averages gradients over the workers {workers} in every step, and LocalSteps averages what the "
-            f"workers {exchanging} have changed. They must have worker {dist.get_rank()} in common, and no other: {advice}"
+            f"workers {exchanging} have changed, where it expects worker {dist.get_rank()} and none of the others: "
+            f"{advice}"
         )
 
 
