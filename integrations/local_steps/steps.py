@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from powersgd_triton import checkpoint
 from powersgd_triton.checkpoint import StateDict, opened
+from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
@@ -200,10 +200,10 @@ class LocalSteps(Handle):
         self._average_exactly(flight.finite)
         self._flight = flight
         self.since = 0
-        if not self.delay:
-            self._land()
-        else:
+        if self.delay:
             self._send(flight, flight.fragments[:1])
+        else:
+            self._land()
 
     def _travel(self) -> None:
         """Advance the exchange under way by one step."""
@@ -212,23 +212,15 @@ class LocalSteps(Handle):
         flight.steps += 1
         if flight.steps >= self.delay:
             self._land()
-        elif flight.sent < len(flight.fragments):
-            self._send(flight, flight.fragments[flight.sent : flight.sent + 1])
         else:
-            self._engine.advance(finish=False)
+            self._send(flight, flight.fragments[flight.sent : flight.sent + 1])
 
     def _land(self) -> None:
         """Finish the exchange under way, if there is one, and go on from what it has changed."""
         flight = self._flight
         if flight is None:
             return
-        try:
-            self._send(flight, flight.fragments[flight.sent :])
-            self._engine.advance(finish=True)
-        except BaseException:
-            # The local parameters still have all changes. The next exchange sends them.
-            self._flight, self.since = None, self.since + flight.steps_before
-            raise
+        self._send(flight, flight.fragments[flight.sent :], finish=True)
         self._flight = None
         for name, parameter in self._shared.items():
             parameter.grad = _without_padding(flight.differences[name], parameter).to(parameter.device)
@@ -259,7 +251,9 @@ class LocalSteps(Handle):
                 start = self._start(name, tensor)
                 begun[name] = torch.where(finite.to(tensor.device), tensor.to(start.dtype), start)
                 tensor.copy_(begun[name])
-        return Flight(differences, self._fragments(), finite, begun, steps_before=self.since)
+        # A step that fails leaves factors' errors with the differences in them. Errors of codes stay as they were.
+        before = None if self.config.codes else self._engine.memory.save(self._engine.step, lambda error: error)
+        return Flight(differences, self._fragments(), finite, begun, before, steps_before=self.since)
 
     def _start(self, name: str, tensor: Tensor) -> Tensor:
         """Return θ as it was rounded into the local parameters."""
@@ -300,8 +294,23 @@ class LocalSteps(Handle):
             filled += size
         return fragments
 
-    def _send(self, flight: Flight, fragments: Sequence[list[str]]) -> None:
-        """Start averaging fragments of the differences in place."""
+    def _send(self, flight: Flight, fragments: Sequence[list[str]], *, finish: bool = False) -> None:
+        """Start averaging fragments of the differences in place, or advance those under way. With ``finish``, do all.
+
+        If that fails, the exchange has not been: the local parameters still have all changes, and the next one sends
+        them.
+        """
+        try:
+            self._start_fragments(flight, fragments)
+            if finish or not fragments:
+                self._engine.advance(finish=finish)
+        except BaseException:
+            self._flight, self.since = None, self.since + flight.steps_before
+            if flight.before is not None:
+                self._engine.adopt(flight.before, LoadReport())
+            raise
+
+    def _start_fragments(self, flight: Flight, fragments: Sequence[list[str]]) -> None:
         engine = self._engine
         for names in fragments:
             flight.sent += 1
@@ -458,9 +467,9 @@ class LocalSteps(Handle):
 
         def write() -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            checkpoint.save(without(state, COMMON), Path(folder) / self._file(own=True))
+            save_file(without(state, COMMON), Path(folder) / self._file(own=True))
             if self._place[0] == 0:
-                checkpoint.save(without(state, OWN), Path(folder) / self._file())
+                save_file(without(state, OWN), Path(folder) / self._file())
 
         self._together("save", write)
 
@@ -514,6 +523,7 @@ class Flight:
         fragments: Names of the tensors that travel together, in order.
         finite: Whether this worker's parameters were finite, as a scalar on the device.
         begun: With a delay, {name: local parameters when the exchange began}.
+        before: State of the engine before the exchange, if a failed exchange would change it.
         steps_before: Steps of the round.
         steps: Steps since the exchange began.
         sent: Number of fragments that were sent so far.
@@ -523,6 +533,7 @@ class Flight:
     fragments: list[list[str]]
     finite: Tensor
     begun: Tensors | None
+    before: SavedState | None
     steps_before: int
     steps: int = 0
     sent: int = 0

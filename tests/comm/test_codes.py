@@ -51,8 +51,8 @@ def test_nothing_is_lost(codes: str, workers: int, node_size: int, numel: int):
     means, left = average(given, codes, node_size)
     for mean in means[1:]:
         assert torch.equal(mean, means[0])
-    total = sum(tensor.double() for tensor in given)
-    kept = sum(tensor.double() for tensor in left) + workers * means[0].double()
+    total = torch.stack(given).double().sum(0)
+    kept = torch.stack(left).double().sum(0) + workers * means[0].double()
     assert torch.allclose(kept, total, rtol=0, atol=1e-6 * workers * float(total.abs().max()))
 
 
