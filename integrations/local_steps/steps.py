@@ -327,7 +327,9 @@ class LocalSteps(Handle):
         """Average buffers, and the optimizer's states if asked, over the workers that are finite."""
         tensors = [buffer for _, buffer in self._held.buffers()]
         if self._optimizer is not None:
-            states = [self._optimizer.state[p] for group in self._optimizer.param_groups for p in group["params"]]
+            # Frozen parameters have none.
+            known = self._optimizer.state
+            states = [known[p] for group in self._optimizer.param_groups for p in group["params"] if p in known]
             # The step of Adam, for example, is equal on all workers.
             tensors += [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
         if not tensors or self._engine.communicator.world_size == 1:
@@ -341,7 +343,7 @@ class LocalSteps(Handle):
         for tensor, average in zip(tensors, averages, strict=True):
             average = average if tensor.is_floating_point() else average.round()
             # If no worker is finite, nothing changes.
-            tensor.copy_(torch.where(share > 0, average.view(tensor.shape).to(tensor.device), tensor))
+            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self._device)))
 
     def _check(self) -> None:
         """Compare θ over the workers after each ``check_every`` exchanges."""

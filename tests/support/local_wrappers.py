@@ -122,7 +122,12 @@ class Setup:
         return torch.cat([real(tensor).reshape(-1).float() for tensor in full]).clone()
 
     def save(self) -> dict[str, Any]:
-        return copy.deepcopy(self.optimizer.state_dict())
+        """What users save themselves."""
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -194,14 +199,14 @@ def mean(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return total / dist.get_world_size(group)
 
 
-def owed(setup: Setup, sync: Any) -> Tensor:
+def owed(sync: Any) -> Tensor:
     """This worker's error, as ``Setup.flat`` is laid out. Zero where nothing is owed."""
-    errors, shared = sync.error(), sync.shared()
+    errors = sync.error()
     found = []
-    for name, theta in shared.items():
-        error = errors.get(name, torch.zeros_like(theta))
-        found.append(error[tuple(slice(size) for size in theta.shape)] if error.dim() == theta.dim() else error)
-    return torch.cat([error.reshape(-1) for error in found])
+    for name, shared in sync.shared().items():
+        padded = errors[name].view(sync._shapes[name]) if name in errors else torch.zeros_like(shared)
+        found.append(padded[tuple(slice(size) for size in shared.shape)].reshape(-1))
+    return torch.cat(found)
 
 
 def theta(sync: Any) -> Tensor:
