@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,22 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.integrations.local_steps import LocalSteps
+from powersgd_triton.integrations.names import is_deepspeed
 from tests.support.deepspeed_training import configuration
+from tests.support.distributed import folder
 
 WORKERS, NODE = 4, 2
+STEPS, EVERY = 9, 3
+TERNARY = PowerSGDConfig(codes="ternary")
+CONFIGS: dict[str, tuple[PowerSGDConfig | None, dict[str, Any]]] = {
+    "exact": (None, {}),
+    "ternary": (TERNARY, {}),
+    "int2, delay": (PowerSGDConfig(codes="int2"), {"delay": 2}),
+    "rank": (PowerSGDConfig(rank=2, min_compression_rate=0), {}),
+    "budget": (PowerSGDConfig(compression=2, replan_every=1, min_compression_rate=0), {}),
+}
 WIDTH, HIDDEN = 12, 19
 RATE, MOMENTUM = 0.1, 0.5
 
@@ -121,11 +134,17 @@ class Setup:
         full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         return torch.cat([real(tensor).reshape(-1).float() for tensor in full]).clone()
 
-    def save(self) -> dict[str, Any]:
+    def save(self, path: str) -> dict[str, Any]:
         """What users save themselves."""
+        if is_deepspeed(self.model):
+            self.model.save_checkpoint(path)
+            return {}
         return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, path: str, saved: dict[str, Any]) -> None:
+        if is_deepspeed(self.model):
+            assert self.model.load_checkpoint(path)[0] is not None
+            return
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
 
@@ -240,3 +259,63 @@ def watched() -> Iterator[list[tuple[int, ...]]]:
     """The workers of each collective that starts meanwhile."""
     with Watch() as watch:
         yield watch.groups
+
+
+def equals_averaging(kind: str, **options: Any) -> tuple[float, float, bool]:
+    """Largest difference from averaging by hand; what was learned; whether steps between exchanges stay in a node."""
+    expected = BUILD["ddp"](Net())
+    for first in range(0, STEPS, EVERY):
+        expected.train(range(first, first + EVERY))
+        for tensor in expected.masters():
+            real(tensor).copy_(mean(real(tensor), across()))
+    got = BUILD[kind](Net(seed=dist.get_rank(across())), **options)
+    sync = LocalSteps(got.model, None, EVERY, group=across())
+    untrained = got.whole()
+    inside = True
+    for first in range(0, STEPS, EVERY):
+        with watched() as groups:
+            got.train(range(first, first + EVERY - 1), sync)
+        own = set(dist.get_process_group_ranks(node()))
+        inside &= bool(groups) and all(own.issuperset(group) for group in groups)
+        got.train(range(first + EVERY - 1, first + EVERY), sync)
+    whole = got.whole()
+    return float((whole - expected.whole()).abs().max()), float((whole - untrained).abs().max()), inside
+
+
+def conserves(
+    kind: str, configs: Sequence[str] = tuple(CONFIGS), net: Callable[[], nn.Module] = Net, **options: Any
+) -> dict[str, tuple[float, bool]]:
+    """What is lost with each kind of message, and whether workers have the same bits."""
+    found = {}
+    for name in configs:
+        config, settings = CONFIGS[name]
+        setup = BUILD[kind](net(), **options)
+        begin = setup.flat()
+        sync = LocalSteps(setup.model, config, EVERY, group=across(), **settings)
+        changed = setup.train(range(STEPS - 1), sync)
+        sync.finish()
+        missing = mean(changed, setup.mean_over) - (begin - theta(sync)) - mean(owed(sync), setup.mean_over)
+        same = same_bits(theta(sync), setup.mean_over) and same_bits(setup.whole(), None)
+        found[name] = float(missing.abs().max()), same and torch.equal(setup.flat(), theta(sync))
+    return found
+
+
+def resumes(kind: str, **options: Any) -> dict[str, bool]:
+    """Whether a run that is killed in a round goes on with the bits of one that is not."""
+    found = {}
+    for name in ("ternary", "int2, delay"):
+        config, settings = CONFIGS[name]
+        first = BUILD[kind](Net(), **options)
+        sync = LocalSteps(first.model, config, EVERY, group=across(), **settings)
+        first.train(range(5), sync)
+        with folder(dist.get_rank()) as path:
+            saved = first.save(path)
+            sync.save(path)
+            first.train(range(5, STEPS), sync)
+            second = BUILD[kind](Net(seed=7), **options)
+            other = LocalSteps(second.model, config, EVERY, group=across(), **settings)
+            second.load(path, saved)
+            other.load(path)
+            second.train(range(5, STEPS), other)
+        found[name] = torch.equal(theta(sync), theta(other)) and torch.equal(first.flat(), second.flat())
+    return found

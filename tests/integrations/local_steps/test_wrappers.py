@@ -3,124 +3,56 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.agreement import DisagreementError
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
-from tests.support.distributed import folder
 from tests.support.local_wrappers import (
     BUILD,
+    EVERY,
     NODE,
+    STEPS,
+    TERNARY,
     WORKERS,
     Net,
     OddNet,
-    Setup,
     across,
+    conserves,
+    equals_averaging,
     in_ddp,
     in_fsdp2,
-    mean,
     mesh,
     node,
-    owed,
     real,
+    resumes,
     same_bits,
     theta,
     watched,
 )
 from tests.support.sharded_training import in_one_group, outcome
 
-STEPS, EVERY = 9, 3
-TERNARY = PowerSGDConfig(codes="ternary")
-CONFIGS: dict[str, tuple[PowerSGDConfig | None, dict[str, Any]]] = {
-    "exact": (None, {}),
-    "ternary": (TERNARY, {}),
-    "int2, delay": (PowerSGDConfig(codes="int2"), {"delay": 2}),
-    "rank": (PowerSGDConfig(rank=2, min_compression_rate=0), {}),
-    "budget": (PowerSGDConfig(compression=2, replan_every=1, min_compression_rate=0), {}),
-}
 LOST = 3e-6
 
 
-def start(kind: str, net: torch.nn.Module | None = None) -> Setup:
-    return BUILD[kind](net or Net())
-
-
-def equals_averaging(_worker: int, _world_size: int, *, kind: str) -> tuple[float, float, bool]:
-    """Largest difference from averaging by hand; what was learned; whether steps between exchanges stay in a node."""
-    expected = start(kind)
-    for first in range(0, STEPS, EVERY):
-        expected.train(range(first, first + EVERY))
-        for tensor in expected.masters():
-            real(tensor).copy_(mean(real(tensor), across()))
-    got = start(kind, Net(seed=dist.get_rank(across())))
-    sync = LocalSteps(got.model, None, EVERY, group=across())
-    untrained = got.whole()
-    inside = True
-    for first in range(0, STEPS, EVERY):
-        with watched() as groups:
-            got.train(range(first, first + EVERY - 1), sync)
-        own = set(dist.get_process_group_ranks(node()))
-        inside &= bool(groups) and all(own.issuperset(group) for group in groups)
-        got.train(range(first + EVERY - 1, first + EVERY), sync)
-    whole = got.whole()
-    return float((whole - expected.whole()).abs().max()), float((whole - untrained).abs().max()), inside
-
-
-def conserves(
-    _worker: int, _world_size: int, *, kind: str, odd: bool = False, **options: Any
-) -> dict[str, tuple[float, bool]]:
-    """What is lost with each kind of message, and whether workers have the same bits."""
-    found = {}
-    for name, (config, settings) in CONFIGS.items():
-        setup = BUILD[kind]((OddNet if odd else Net)(), **options)
-        begin = setup.flat()
-        sync = LocalSteps(setup.model, config, EVERY, group=across(), **settings)
-        changed = setup.train(range(STEPS - 1), sync)
-        sync.finish()
-        missing = mean(changed, setup.mean_over) - (begin - theta(sync)) - mean(owed(sync), setup.mean_over)
-        same = same_bits(theta(sync), setup.mean_over) and same_bits(setup.whole(), None)
-        found[name] = float(missing.abs().max()), same and torch.equal(setup.flat(), theta(sync))
-    return found
-
-
-def resumes(worker: int, _world_size: int, *, kind: str) -> dict[str, bool]:
-    """Whether a run that is killed in a round goes on with the bits of one that is not."""
-    found = {}
-    for name in ("ternary", "int2, delay"):
-        config, settings = CONFIGS[name]
-        first = start(kind)
-        sync = LocalSteps(first.model, config, EVERY, group=across(), **settings)
-        first.train(range(5), sync)
-        with folder(worker) as path:
-            saved = first.save()
-            sync.save(path)
-            first.train(range(5, STEPS), sync)
-            second = start(kind, Net(seed=7))
-            other = LocalSteps(second.model, config, EVERY, group=across(), **settings)
-            second.load(saved)
-            other.load(path)
-            second.train(range(5, STEPS), other)
-        found[name] = torch.equal(theta(sync), theta(other)) and torch.equal(first.flat(), second.flat())
-    return found
-
-
-def averages_states(_worker: int, _world_size: int, *, kind: str) -> bool:
-    setup = start(kind)
+def averages_states(kind: str) -> bool:
+    setup = BUILD[kind](Net())
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across(), optimizer=setup.optimizer)
     setup.train(range(EVERY), sync)
     buffers = [real(state["momentum_buffer"]).reshape(-1) for state in setup.optimizer.state.values()]
     return len(buffers) == 7 and same_bits(torch.cat(buffers), setup.mean_over)
 
 
-def trains_in_bf16(_worker: int, _world_size: int, *, kind: str) -> bool:
-    setup = start(kind, Net().bfloat16())
+def trains_in_bf16(kind: str) -> bool:
+    setup = BUILD[kind](Net().bfloat16())
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
     setup.train(range(STEPS), sync)
     return torch.equal(setup.flat(), theta(sync).bfloat16()) and same_bits(theta(sync), setup.mean_over)
@@ -148,8 +80,8 @@ def refuses(worker: int, _world_size: int) -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return "accepted"
 
-    def swapped() -> Any:
-        return in_ddp(Net()).model
+    def in_fsdp1() -> Any:
+        return FullyShardedDataParallel(nn.Linear(4, 4), process_group=node(), device_id=torch.device("cpu"))
 
     def alone() -> Any:
         return in_ddp(Net()).model if worker else "no model"
@@ -157,12 +89,12 @@ def refuses(worker: int, _world_size: int) -> dict[str, str]:
     found = {
         "DDP over all": attempt(lambda: DistributedDataParallel(Net())),
         "DDP over all, group": attempt(lambda: DistributedDataParallel(Net()), across()),
-        "DDP, group of the node": attempt(swapped, node()),
+        "DDP, group of the node": attempt(lambda: in_ddp(Net()).model, node()),
         "one worker": attempt(alone, across()),
         "HSDP": attempt(lambda: fully_shard(Net(), mesh=mesh()), across()),
         "FSDP2, no group": attempt(lambda: in_fsdp2(Net()).model),
-        "FSDP1": attempt(lambda: FullyShardedDataParallel(Net().requires_grad_(), process_group=node()), across()),
-        "inside": attempt(lambda: torch.nn.Sequential(in_ddp(Net()).model), across()),
+        "FSDP1": attempt(in_fsdp1, across()),
+        "inside": attempt(lambda: nn.Sequential(in_ddp(Net()).model), across()),
     }
     try:
         node_mpu(node(), node())
@@ -195,14 +127,22 @@ def accepts_compressed_gradients(_worker: int, _world_size: int) -> bool:
 
 
 KINDS = ("ddp", "fsdp2")
+
+
+def alone(_worker: int, _world_size: int, *, case: Any, **options: Any) -> Any:
+    return case(**options)
+
+
 CASES: dict[str, Any] = {
-    f"{case.__name__} {kind}": functools.partial(case, kind=kind)
+    f"{case.__name__} {kind}": functools.partial(alone, case=case, kind=kind)
     for case in (equals_averaging, conserves, resumes, averages_states, trains_in_bf16)
     for kind in KINDS
 }
 CASES |= {
-    "odd": functools.partial(conserves, kind="ddp", odd=True),
-    "offload": functools.partial(conserves, kind="fsdp2", offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "odd": functools.partial(alone, case=conserves, kind="ddp", net=OddNet),
+    "offload": functools.partial(
+        alone, case=conserves, kind="fsdp2", offload_policy=CPUOffloadPolicy(pin_memory=False)
+    ),
     "levels": ddp_gives_its_node,
     "refuses": refuses,
     "compressed": accepts_compressed_gradients,
@@ -257,7 +197,5 @@ def test_gradients_may_be_compressed_inside_a_node(found: Any) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(found: Any, name: str) -> None:
-    import re
-
     for texts in outcome(found, "refuses"):
         assert re.search(REFUSED[name], texts[name], re.DOTALL), texts[name]
