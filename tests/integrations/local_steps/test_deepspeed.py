@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
+from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.deepspeed_training import result, run_all
 from tests.support.distributed import run
 from tests.support.local_wrappers import (
@@ -104,12 +104,11 @@ def refuses() -> dict[str, str]:
         return "accepted"
 
     def everywhere() -> Any:
+        net = Net().requires_grad_()
         config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
-        return deepspeed.initialize(
-            model=Net(),
-            config=config | {"zero_allow_untested_optimizer": True},
-            optimizer=torch.optim.SGD(Net().requires_grad_().parameters(), lr=RATE),
-        )[0]
+        optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+        config["zero_allow_untested_optimizer"] = True
+        return deepspeed.initialize(model=net, config=config, optimizer=optimizer)[0]
 
     def compressed() -> Any:
         from powersgd_triton.integrations import deepspeed as adapter
