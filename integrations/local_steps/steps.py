@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
-from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.nodes import NodeGroup
+from powersgd_triton.comm.communicator import Communicator, travel_device
+from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
 from powersgd_triton.core.handle import FOUND, Folder, Handle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.tuning import refuse_auto
-from powersgd_triton.integrations.local_steps.held import Held, held, levels
+from powersgd_triton.integrations.local_steps.held import Held, held, levels, local
 from powersgd_triton.integrations.local_steps.saved import (
     COMMON,
     OWN,
@@ -52,9 +52,6 @@ FRAGMENT = 1 << 25
 
 LARGEST = 1e30
 """Magnitude of changes from which on they count as not finite, since sums of them might not be."""
-
-NOTHING = "nothing"
-"""Stands for the tensors of a worker whose shards are empty."""
 
 T = TypeVar("T")
 Tensors = dict[str, Tensor]
@@ -137,10 +134,16 @@ class LocalSteps(Handle):
                 raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
             if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+            if self._held.flat and config is not None and chosen.codes is None:
+                raise ValueError(
+                    "DeepSpeed's workers own parts of several parameters in a row, which are no matrices of low rank: "
+                    f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got {config}'
+                )
             tensors = dict(self._held.tensors())
-            if not tensors:
+            if not any(map(math.prod, self._shapes.values())):
                 raise ValueError("the model has no parameters that require gradients")
-            self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            if communicator.world_size > 1:
+                check_groups(communicator.group, communicator.node_group)
             engine = Engine(chosen, communicator, lambda: self._shapes, codes=True)
             self._shared = {
                 name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
@@ -153,7 +156,11 @@ class LocalSteps(Handle):
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in tensors.items()}
             return engine, own | common_facts(chosen, 0), dtypes | replicated_facts(chosen, self._shapes, engine.plan)
 
+        self._shapes = self._held.shapes
         self._device = next((tensor.device for _, tensor in self._held.tensors()), torch.device("cpu"))
+        if self._device.type == "cpu" and dist.is_initialized():
+            # Offloaded parameters are exchanged from the GPU, if the group is one of GPUs.
+            self._device = travel_device(communicator.group)
         super().__init__(together("LocalSteps", prepare, communicator, self._device))
         self._optimizer = optimizer
         # Steps since the last exchange began, and steps in all.
@@ -218,7 +225,7 @@ class LocalSteps(Handle):
         self._send(flight, flight.fragments[flight.sent :], finish=True)
         self._flight = None
         for name, parameter in self._shared.items():
-            parameter.grad = flight.differences[name].view_as(parameter)
+            parameter.grad = _without_padding(flight.differences[name], parameter).to(parameter.device)
         self.outer.step()
         self.outer.zero_grad()
         for name, tensor in self._held.tensors():
@@ -235,7 +242,8 @@ class LocalSteps(Handle):
         differences: Tensors = {}
         for name, tensor in self._held.tensors():
             start = self._start(name, tensor)
-            differences[name] = (start - tensor.to(start.dtype)).contiguous()
+            difference = (start - tensor.to(start.dtype)).to(self._device)
+            differences[name] = _padded(difference, self._shapes[name])
         finite = self._is_finite(differences.values())
         begun: Tensors | None = {} if self.delay else None
         for name, tensor in self._held.tensors():
@@ -243,7 +251,7 @@ class LocalSteps(Handle):
             difference.copy_(torch.where(finite, difference, 0))
             if begun is not None:
                 start = self._start(name, tensor)
-                begun[name] = torch.where(finite, tensor.to(start.dtype), start)
+                begun[name] = torch.where(finite.to(tensor.device), tensor.to(start.dtype), start)
                 tensor.copy_(begun[name])
         # A step that fails leaves factors' errors with the differences in them. Errors of codes stay as they were.
         before = None if self.config.codes else self._engine.memory.save(self._engine.step, lambda error: error)
@@ -309,11 +317,8 @@ class LocalSteps(Handle):
         for names in fragments:
             flight.sent += 1
             shapes = {name: self._shapes[name] for name in names}
-            # A worker without elements takes part in what the workers of its replica compare.
-            layout = engine.begin(tuple(names), shapes.copy, self._device, keys=names or [NOTHING], last=False)
+            layout = engine.begin(tuple(names), shapes.copy, self._device, last=False)
             differences = {name: flight.differences[name] for name in names}
-            if not differences:
-                continue
             if engine.compressing:
                 engine.average(layout, differences)
                 continue
@@ -324,9 +329,11 @@ class LocalSteps(Handle):
         """Average buffers, and the optimizer's states if asked, over the workers that are finite."""
         tensors = [buffer for _, buffer in self._held.buffers()]
         if self._optimizer is not None:
-            states = [self._optimizer.state[p] for group in self._optimizer.param_groups for p in group["params"]]
+            # Frozen parameters have none.
+            known = self._optimizer.state
+            states = [known[p] for group in self._optimizer.param_groups for p in group["params"] if p in known]
             # The step of Adam, for example, is equal on all workers.
-            tensors += [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
+            tensors += [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
         if not tensors or self._engine.communicator.world_size == 1:
             return
         # Integers and fp32 keep their values in fp64.
@@ -338,7 +345,7 @@ class LocalSteps(Handle):
         for tensor, average in zip(tensors, averages, strict=True):
             average = average if tensor.is_floating_point() else average.round()
             # If no worker is finite, nothing changes.
-            tensor.copy_(torch.where(share > 0, average.view(tensor.shape).to(tensor.device), tensor))
+            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self._device)))
 
     def _check(self) -> None:
         """Compare θ over the workers after each ``check_every`` exchanges."""
@@ -354,7 +361,8 @@ class LocalSteps(Handle):
     def _begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""
         tensors = [parameter.detach() for parameter in self._shared.values()]
-        for tensor in (*tensors, *(buffer for _, buffer in self._held.buffers())):
+        others = (self._held.buffers(), self._held.frozen())
+        for tensor in (*tensors, *(tensor for found in others for _, tensor in found)):
             sent = tensor.to(self._device).contiguous()
             self._engine.communicator.broadcast(sent)
             tensor.copy_(sent)
@@ -404,7 +412,8 @@ class LocalSteps(Handle):
         if self.since:
             differences = self._differences().differences
             for name, tensor in self._held.tensors():
-                parts[name] |= {"own": tensor.clone(), "changes": engine.communicator.mean(differences[name])}
+                changes = _without_padding(engine.communicator.mean(differences[name]), tensor)
+                parts[name] |= {"own": tensor.clone(), "changes": changes}
         mark = sum(int(fingerprint(part)) for each in parts.values() for key, part in each.items() if key in COMMON)
         this = SavedRound(self.steps, self.since, self._place, mark, parts, self.outer.state_dict())
         return pack(saved, this)
@@ -420,7 +429,7 @@ class LocalSteps(Handle):
         engine = self._engine
 
         def read() -> tuple[tuple[dict[str, Any], SavedRound], Facts, Facts]:
-            content, this = unpack(opened(state_dict), self._shapes)
+            content, this = unpack(opened(state_dict), {n: tuple(p.shape) for n, p in self._shared.items()})
             shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in this.parts.items()}
             return (content, this), {"steps": this.steps, "since": this.since}, shared
 
@@ -537,6 +546,20 @@ class Flight:
 def _no_rank(_name: str, _shape: tuple[int, ...]) -> int:
     """Return the rank of tensors that are averaged exactly."""
     return 0
+
+
+def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor with zeros at the ends of its dimensions, contiguous. The result may be ``tensor`` itself."""
+    if tensor.shape == shape:
+        return tensor.contiguous()
+    padded = tensor.new_zeros(shape)
+    _without_padding(padded, tensor).copy_(tensor)
+    return padded
+
+
+def _without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
+    """Return a view of the elements that ``_padded(tensor, shape)`` has from ``tensor``."""
+    return padded[tuple(slice(size) for size in tensor.shape)]
 
 
 def _split(buffer: Tensor, out: Mapping[str, Tensor]) -> None:
