@@ -81,7 +81,7 @@ def _train(worker: int, arm: Arm, seed: int, steps: int) -> Figures:
             nn.functional.cross_entropy(replica(images[batch]), labels[batch]).backward()
             optimizer.step()
             schedule.step()
-    return Figures(**validate(model, images, labels), bytes_per_step=traffic.sent / steps)
+    return Figures(**validate(model, images, labels), bytes_per_step=traffic.as_all_reduces / steps)
 
 
 def validate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:

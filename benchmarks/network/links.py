@@ -172,7 +172,7 @@ def _training(name: str, width: int, batch: int, corpus: Corpus) -> Callable[[],
     device = torch.device(settings.device)
     bucket_mb = ONE_BUCKET_MB if arm.method == "torch" else None
     replica: Any
-    replica, _, update = distribute(GPT(width), settings, arm, device, HookTimer(device), bucket_mb)
+    replica, _, update = distribute(GPT(width), settings, device, HookTimer(device), arm, bucket_mb)
     context = replica.no_sync if name == ALONE else contextlib.nullcontext
     generator = torch.Generator().manual_seed(settings.seed + 1 + dist.get_rank())
 

@@ -27,7 +27,7 @@ import torch
 from benchmarks.buckets import ddp_buckets
 from benchmarks.environment import commit
 from benchmarks.markdown import markdown_table
-from benchmarks.network.collectives import Call
+from powersgd_triton.demo.collectives import Call
 from benchmarks.network.stand_ins import META, CountedEngine, CountedWorker
 from benchmarks.network.traffic import Traffic
 from powersgd_triton import PowerSGDConfig

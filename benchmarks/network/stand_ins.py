@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.network.collectives import Call
+from powersgd_triton.demo.collectives import Call
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.layout.layout import Layout

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from benchmarks.network.collectives import Call
+from powersgd_triton.demo.collectives import Call
 from powersgd_triton.comm.cost import Network
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 
