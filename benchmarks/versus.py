@@ -1,22 +1,20 @@
-"""Loss against bytes on slow links: all-reduce, PowerSGD, local steps, DiLoCo, SparseLoCo and DeMo.
+"""Loss against bytes: a gradient each step, local steps, and other papers' methods, on one model with the same data.
 
-python benchmarks/versus.py run [--arms local:ternary+every5 diloco:fp32+every10+outer0.7+momentum0.9 …]
+python benchmarks/versus.py run [--arms local:ternary+every5 diloco:fp4+every10 … --seeds 0 1 2 --workers 4 --steps 600]
 python benchmarks/versus.py report
 
-``run`` adds the trainings that are missing to benchmarks/results/versus.json and can be interrupted. ``report`` prints
-tables and draws the plot. All arms train the demo's text model with AdamW on the same data (DeMo is its own optimizer).
+``run`` trains what is missing, the trainings of ``PLAN`` unless the command line names others, and adds it to
+benchmarks/results/versus.json. It can be interrupted. Trainings of these arms in loss-per-byte.json are not repeated.
+``report`` prints tables and draws the losses against the bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import json
-import platform
-import re
-import statistics
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,155 +22,256 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
-from torch import Tensor, nn
+from benchmarks import loss_per_byte, trainings
+from benchmarks.arms import METHODS, Arm, of_demo
+from benchmarks.markdown import markdown_table
+from benchmarks.trainings import RESULTS, Point
 
-from benchmarks import rivals
-from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.demo import train
-from powersgd_triton.demo.measure import HookTimer
-from powersgd_triton.demo.model import GPT
-from powersgd_triton.demo.run import train as train_in_processes
-
-RESULTS = Path(__file__).parent / "results"
 FILE, PICTURE = RESULTS / "versus.json", RESULTS / "versus.png"
-Record = dict[str, Any]
-
-OPTIONS: dict[str, set[str]] = {
-    "alone": set(),
-    "local": {"every", "outer", "delay"},
-    "diloco": {"every", "outer", "momentum"},
-    "sparseloco": {"every", "outer", "decay"},
-    "demo": {"rate", "decay"},
-}
-"""{method that the demo does not have: its options}. Those that every arm must give are the first of ``DEFAULTS``."""
+BUDGETS = (20, 50, 100, 200, 400)
+SLACK = 0.9
+"""An arm may send this much less than its budget says: a number of local steps or of entries is a whole number."""
+SHOWN_EXCESS = 40.0
+"""Percent above all-reduce up to which the picture shows losses."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
-    """A method of ``OPTIONS`` with its settings.
+class Trainings:
+    """Trainings of one model.
 
     Attributes:
-        method: Key of ``OPTIONS``.
-        message: What is sent: a kind of message, or how many entries of a chunk.
-        options: {name: number}.
+        model: Key of ``loss_per_byte.MODELS``.
+        workers, steps: Of each training.
+        arms: {arm: seeds}.
     """
 
-    method: str
-    message: str
-    options: dict[str, float]
+    model: str
+    workers: int
+    steps: int
+    arms: Mapping[str, Sequence[int]]
+
+
+THREE = (0, 1, 2)
+PLAN = [
+    Trainings(
+        "text",
+        2,
+        600,
+        {
+            **dict.fromkeys(("allreduce", "torch:4", "ours:19x", "ours:51.6x"), THREE),
+            # Rates and momenta at seed 0, then each method's best at more budgets.
+            **{f"diloco:fp32+every10+{outer}": (0,) for outer in ("outer0.7+momentum0.9", "outer0.1+momentum0.9")},
+            **{f"diloco:fp32+every10+outer{rate}+momentum0.5": (0,) for rate in (0.4, 0.5)},
+            **{f"sparseloco:512+every5+outer{rate}": (0,) for rate in (0.7, 1, 1.4)},
+            **{f"demo:32+rate{rate}": (0,) for rate in (0.001, 0.003)},
+            "demo:32+rate0.001+decay0.99": (0,),
+            "alone": (0,),
+            "allreduce+bf16": (0,),
+            "torch:1": (0,),
+            "ours:100x": (0,),
+        },
+    ),
+    Trainings("text", 4, 600, dict.fromkeys(("allreduce", "ours:19x"), (0,))),
+]
+
+
+def everything() -> list[trainings.Record]:
+    """All trainings so far, those of other programs included."""
+    return [*trainings.read(FILE), *trainings.read(loss_per_byte.FILE)]
+
+
+def run(wanted: Sequence[Trainings]) -> None:
+    """Train what is missing."""
+    for those in wanted:
+        for seed in sorted({seed for seeds in those.arms.values() for seed in seeds}):
+            arms = [arm for arm, seeds in those.arms.items() if seed in seeds]
+            train = loss_per_byte.MODELS[those.model].train
+            others = trainings.read(loss_per_byte.FILE)
+            trainings.run(FILE, those.model, train, arms, [seed], those.steps, those.workers, others)
+
+
+NAMES = {
+    "allreduce": "all-reduce",
+    "torch": "torch's hook",
+    "ours": "PowerSGD, each step",
+    "local exact": "local steps, exact",
+    "local low rank": "local steps, low rank",
+    "local codes": "local steps, codes",
+    "diloco": "DiLoCo",
+    "sparseloco": "SparseLoCo",
+    "demo": "DeMo",
+    "alone": "nothing sent",
+}
+COLOURS = {
+    "allreduce": "black",
+    "torch": "tab:gray",
+    "ours": "tab:blue",
+    "local exact": "tab:cyan",
+    "local low rank": "tab:green",
+    "local codes": "tab:red",
+    "diloco": "tab:orange",
+    "sparseloco": "tab:purple",
+    "demo": "tab:brown",
+}
+
+
+def family(arm: str) -> str:
+    """Return an arm's method, a key of ``NAMES``."""
+    gradients = of_demo(arm)
+    if gradients is not None:
+        return gradients.method
+    one = Arm.parse(arm)
+    if one.method != "local":
+        return one.method
+    low_rank = one.message.isdigit() or one.message.endswith("x")
+    return f"local {'low rank' if low_rank else 'exact' if one.message == 'exact' else 'codes'}"
+
+
+def label(arm: str) -> str:
+    """Return an arm's message and round, as short as it can be."""
+    gradients = of_demo(arm)
+    if gradients is not None:
+        return loss_per_byte.label(arm)
+    one = Arm.parse(arm)
+    return f"H = {one.options['every']:g}" if "every" in one.options else one.message
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All arms of one model, number of workers and number of steps.
+
+    Attributes:
+        points: Those that send most first.
+        whole: All-reduce in fp32.
+    """
+
+    points: Sequence[Point]
+    whole: Point
 
     @classmethod
-    def parse(cls, text: str) -> Arm:
-        """Parse an arm such as 'local:ternary+every5+outer0.8', 'diloco:fp32+every10+outer0.7+momentum0.9' or
-        'demo:8+rate0.001+decay0.999'.
+    def of(cls, model: str, workers: int, steps: int) -> Comparison | None:
+        """Return what is recorded, or None without an all-reduce."""
+        recorded = trainings.read(FILE)
+        same = {"model": model, "workers": workers, "steps": steps}
+        compared = {record["arm"] for record in recorded if same.items() <= record.items()}
+        compared |= {arm for those in PLAN if (those.model, those.workers) == (model, workers) for arm in those.arms}
+        found = [point for point in trainings.points(everything(), model, steps, workers) if point.arm in compared]
+        whole = next((point for point in found if point.arm == "allreduce"), None)
+        return None if whole is None else cls(found, whole)
 
-        Raises:
-            ValueError: The text is not such an arm.
+    def ratio(self, point: Point) -> float:
+        """Return how many times fewer bytes than all-reduce's it sends and receives."""
+        return self.whole.bytes_per_step / point.bytes_per_step if point.bytes_per_step else math.inf
+
+    def excess(self, point: Point) -> float:
+        """Return the percentage by which its loss is above all-reduce's, mean over seeds of both."""
+        excess = point.excess(self.whole)
+        return sum(excess) / len(excess) if excess else math.inf
+
+    def best(self, method: str, budget: float) -> Point | None:
+        """Return a method's best arm with so many times fewer bytes.
+
+        As rates are tuned at one seed, arms are compared at their first common seed, 0.
         """
-        found = re.fullmatch(r"([a-z]+)(?::([\w.]+))?((?:\+[a-z]+[\d.]+)*)", text)
-        options = dict(re.findall(r"\+([a-z]+)([\d.]+)", found[3])) if found else {}
-        if found is None or found[1] not in OPTIONS or not OPTIONS[found[1]] >= options.keys():
-            shown = "; ".join(f"{method} with {', '.join(sorted(names))}" for method, names in OPTIONS.items())
-            raise ValueError(f"expected METHOD:MESSAGE+OPTIONnumber… ({shown}); got {text!r}")
-        return cls(found[1], found[2] or "", {name: float(value) for name, value in options.items()})
+        those = [
+            point
+            for point in self.points
+            if family(point.arm) == method and self.ratio(point) >= SLACK * budget and 0 in point.losses
+        ]
+        return min(those, key=lambda point: point.losses[0], default=None)
+
+    def curve(self, method: str) -> list[Point]:
+        """Return a method's Pareto front by seed 0."""
+        those = [point for point in self.points if family(point.arm) == method and 0 in point.losses]
+        return [one for one in those if one is self.best(method, self.ratio(one) / SLACK)]
+
+    def budgets(self) -> str:
+        """Markdown: each method's best arm with so many times fewer bytes."""
+        lines = [["method", *(f"{budget}×" for budget in BUDGETS)], ["---"] * (len(BUDGETS) + 1)]
+        for method, name in NAMES.items():
+            best = [self.best(method, budget) for budget in BUDGETS]
+            if method in ("allreduce", "alone") or not any(best):
+                continue
+            lines.append([name, *(self._cell(point, budget) for point, budget in zip(best, BUDGETS, strict=True))])
+        return markdown_table(lines)
+
+    def _cell(self, point: Point | None, budget: float) -> str:
+        if point is None:
+            return "–"
+        rivals = [self.best(method, budget) for method in NAMES if method != "alone"]
+        first = min((one for one in rivals if one is not None), key=self.excess)
+        shown = point.above(self.whole)
+        return f"{f'**{shown}**' if first is point else shown} ({self.ratio(point):.0f}×, {label(point.arm)})"
 
 
-def prepare(
-    model: GPT, settings: train.Settings, device: torch.device, timer: HookTimer, arm: str
-) -> train.Prepared:  # fmt: skip
-    """Make a model ready for training in an arm's way, as ``train_worker`` wants it."""
-    if arm.split(":")[0].split("+")[0] in train.METHODS:
-        return train.distribute(model, settings, device, timer, train.Arm.parse(arm, default_rank=16))
-    one = Arm.parse(arm)
-    options = one.options
-    if one.method == "demo":
-        demo = rivals.DeMo(
-            list(model.parameters()),
-            options["rate"],
-            int(one.message),
-            options.get("decay", 0.999),
-            train.WEIGHT_DECAY,
-        )
-        return model, model, train.stepping(demo, settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=train.WEIGHT_DECAY)
-    if one.method == "alone":
-        return model, model, train.stepping(optimizer, settings)
-    if one.method == "local":
-        return model, model, train.stepping(optimizer, settings, _local_steps(model, settings, one))
-    mean: rivals.Mean
-    if one.method == "sparseloco":
-        mean = rivals.SparseMean(int(one.message), options.get("decay", 0.95))
-    else:
-        mean = {"fp32": rivals.exact_mean, "fp4": rivals.mean_in_4_bits}[one.message]
-    rounds = rivals.Rounds(model, int(options["every"]), mean, options.get("outer", 1.0), options.get("momentum", 0.0))
-    return model, model, train.stepping(optimizer, settings, rounds)
+def draw(found: Comparison) -> None:
+    """Draw losses above all-reduce's against bytes: a line through each method's best arms, the others faint."""
+    import matplotlib
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
 
-def _local_steps(model: nn.Module, settings: train.Settings, arm: Arm) -> Any:
-    """Return a function that counts a step of ours, and ends the training after the last one."""
-    from powersgd_triton.integrations.local_steps import LocalSteps
-
-    outer = None
-    if "outer" in arm.options:
-
-        def outer(shared: list[Tensor]) -> torch.optim.Optimizer:
-            return torch.optim.SGD(shared, lr=arm.options["outer"])
-
-    config = None
-    if arm.message.endswith("x"):
-        config = PowerSGDConfig(compression=float(arm.message[:-1]))
-    elif arm.message.isdigit():
-        config = PowerSGDConfig(rank=int(arm.message))
-    elif arm.message != "exact":
-        config = PowerSGDConfig.from_dict({"codes": arm.message})
-    delay = {"delay": int(arm.options["delay"])} if "delay" in arm.options else {}
-    sync = LocalSteps(model, config, every=int(arm.options["every"]), outer=outer, **delay)
-
-    def then(steps: int) -> None:
-        sync.step()
-        if steps == settings.steps:
-            sync.finish()
-
-    return then
-
-
-def run(arms: list[str], seeds: list[int], steps: int, workers: int) -> None:
-    """Train what the file does not have yet."""
-    for arm, seed in ((arm, seed) for seed in seeds for arm in arms):
-        common = {"arm": arm, "model": "text", "seed": seed, "steps": steps, "workers": workers}
-        if any(common.items() <= record.items() for record in read()):
+    figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
+    for method, colour in COLOURS.items():
+        those = [point for point in found.points if family(point.arm) == method and math.isfinite(found.excess(point))]
+        if not those:
             continue
-        settings = train.Settings(steps, workers, "cpu", seed)
-        result = train_in_processes(settings, arm, functools.partial(prepare, arm=arm))
-        curve = [round(statistics.fmean(result.losses[i : i + 10]), 4) for i in range(0, steps, 10)]
-        figures = {
-            "loss": result.validation_loss,
-            "bytes_per_step": result.bytes_per_step,
-            "sent": result.sent,
-            "received": result.received,
-            "curve": curve,
-        }
-        versions = {"torch": torch.__version__, "machine": platform.machine()}
-        FILE.write_text(json.dumps([*read(), {**common, **figures, **versions}], indent=1) + "\n")
-        print(f"{arm}, seed {seed}: loss {result.validation_loss:.4f}, {result.bytes_per_step:,.0f} bytes", flush=True)
+        marks: dict[str, Any] = {"color": colour, "markersize": 5, "marker": "o", "linestyle": ""}
+        axes.plot(*_places(found, those), **{**marks, "alpha": 0.3})
+        curve = found.curve(method)
+        axes.plot(*_places(found, curve), **{**marks, "linestyle": "-", "linewidth": 2, "label": NAMES[method]})
+        for point in curve:
+            if 0 <= found.excess(point) < SHOWN_EXCESS:
+                text: dict[str, Any] = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 9, "color": colour}
+                axes.annotate(label(point.arm), (found.ratio(point), found.excess(point)), **text)
+    for point in found.points:
+        if not point.bytes_per_step and math.isfinite(found.excess(point)):
+            axes.axhline(found.excess(point), color="black", linestyle=":", linewidth=1, label=NAMES["alone"])
+    axes.set(xscale="log", ylim=(-1, SHOWN_EXCESS))
+    ticks = [1, 2, 5, 10, 20, 50, 100, 200, 400, 1000]
+    axes.set_xticks(ticks, [f"{tick}×" for tick in ticks])
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel("times fewer bytes than all-reduce in fp32, sent and received", fontsize=12)
+    axes.set_ylabel("validation loss above all-reduce's, %", fontsize=12)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=11, loc="upper left")
+    figure.savefig(PICTURE, dpi=120)
+    plt.close(figure)
 
 
-def read() -> list[Record]:
-    """All trainings so far."""
-    records: list[Record] = json.loads(FILE.read_text()) if FILE.exists() else []
-    return records
+def _places(found: Comparison, those: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [found.ratio(point) for point in those], [found.excess(point) for point in those]
+
+
+def report() -> None:
+    """Print the tables of all trainings, and draw those of the text model with two workers."""
+    kinds = {(record["model"], record["workers"], record["steps"]) for record in trainings.read(FILE)}
+    for model, workers, steps in sorted(kinds, reverse=True):
+        found = Comparison.of(model, workers, steps)
+        if found is None:
+            continue
+        decimals = loss_per_byte.MODELS[model].decimals
+        print(f"## {model}, {workers} workers, {steps} steps\n\n{found.budgets()}\n")
+        print(f"{trainings.table(found.points, decimals)}\n")
+        if (model, workers, steps) == ("text", 2, 600):
+            draw(found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
-    parser.add_argument("--arms", nargs="+")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--workers", type=int, default=2)
-    arguments = parser.parse_args()
-    run(arguments.arms, arguments.seeds, arguments.steps, arguments.workers)
+    parser.add_argument("--model", choices=list(loss_per_byte.MODELS), default="text")
+    parser.add_argument("--arms", nargs="+", help=f"as of the demo, or {', '.join(METHODS)} (default: PLAN)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="with --arms (default: 0)")
+    parser.add_argument("--steps", type=int, default=600, help="with --arms (default: 600)")
+    parser.add_argument("--workers", type=int, default=2, help="with --arms (default: 2)")
+    given = parser.parse_args()
+    if given.command == "report":
+        report()
+    elif given.arms:
+        run([Trainings(given.model, given.workers, given.steps, dict.fromkeys(given.arms, given.seeds))])
+    else:
+        run(PLAN)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from powersgd_triton.config import AUTO
 from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
 from powersgd_triton.demo.model import CONTEXT, GPT, WIDTH, next_token_loss
 from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, ZERO_STAGES, gradient_bytes, shard
+from powersgd_triton.demo.progress import Progress
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
 from powersgd_triton.demo.workers import process_group
 from powersgd_triton.demo.zero import configuration, make_engine
@@ -316,39 +316,3 @@ def validation_loss(model: nn.Module, corpus: Corpus, device: torch.device) -> f
         inputs, targets = sample_batch(corpus.validation, VALIDATION_BATCH, CONTEXT, generator)
         losses.append(next_token_loss(model, inputs.to(device), targets.to(device)).item())
     return statistics.fmean(losses)
-
-
-class Progress:
-    """Shows a progress bar with loss and bytes on a terminal, and prints ten lines elsewhere.
-
-    Args:
-        title: Title of the bar.
-        steps: Number of steps.
-        shown: Whether this worker shows progress.
-    """
-
-    def __init__(self, title: str, steps: int, *, shown: bool) -> None:
-        self._title, self._steps, self._shown = title, steps, shown
-        self._done = 0
-        self._bar: Any = None
-        if shown and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=steps, desc=f"{title:<16}", unit="step", mininterval=0.5)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self, loss: float, bytes_sent: float) -> None:
-        """Count a finished step."""
-        self._done += 1
-        figures = f"loss {loss:.3f}, {bytes_sent / 1e6:.1f} MB sent"
-        if self._bar is not None:
-            self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update()
-        elif self._shown and self._done * 10 // self._steps > (self._done - 1) * 10 // self._steps:
-            print(f"{self._title:<16} step {self._done}/{self._steps}: {figures}", file=sys.stderr, flush=True)

@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.buckets import ddp_buckets
 from benchmarks.network import two_levels
-from powersgd_triton.demo.collectives import Call, counting
 from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
 from benchmarks.network.traffic import Traffic
 from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.cost import Network, factor_seconds
 from powersgd_triton.demo import model as text_model
+from powersgd_triton.demo.collectives import Call, counting
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.layout.layout import Layout
 from tests.support.distributed import run
