@@ -17,24 +17,32 @@ from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import GPT
 
 DEFAULT_RANK = 16
-METHODS: dict[str, dict[str, float | None]] = {
+MESSAGES = {
+    "alone": "",
+    "local": r"exact|ternary|int[248]|[1-9]\d*|\d+(\.\d+)?x",
+    "diloco": "fp32|fp4",
+    "sparseloco": r"[1-9]\d*",
+    "demo": r"[1-9]\d*",
+}
+"""{method that the demo does not have: pattern of what it sends}: for ``local`` also a rank, or a budget as in 20x; for
+the last two how many entries of a chunk."""
+OPTIONS: dict[str, dict[str, float | None]] = {
     "alone": {},
     "local": {"every": None, "outer": 1.0, "delay": 0.0},
     "diloco": {"every": None, "outer": 0.7, "momentum": 0.9},
     "sparseloco": {"every": None, "outer": 1.0, "decay": 0.95},
     "demo": {"rate": 1e-3, "decay": 0.999},
 }
-"""{method that the demo does not have: {option: default}}. An option without a default must be given."""
+"""{method: {option: default}}. An option without a default must be given."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A method of ``METHODS`` with its settings.
+    """A method of ``MESSAGES`` with its settings.
 
     Attributes:
-        method: Key of ``METHODS``.
-        message: What is sent. For ``local``: exact, a code's name, a rank, or a budget as in 20x. For ``diloco``: fp32
-            or fp4. For ``sparseloco`` and ``demo``: how many entries of a chunk.
+        method: Key of ``MESSAGES``.
+        message: What is sent.
         options: {name: number}, defaults included.
     """
 
@@ -51,21 +59,25 @@ class Arm:
         """
         found = re.fullmatch(r"([a-z]+)(?::(\w+(?:\.\d+x)?))?((?:\+[a-z]+\d+(?:\.\d+)?)*)", text)
         method, message = (found[1], found[2] or "") if found else ("", "")
-        given = {name: float(value) for name, value in re.findall(r"\+([a-z]+)([\d.]+)", text)}
-        options = {**METHODS.get(method, {}), **given}
-        if method not in METHODS or options.keys() != METHODS[method].keys() or None in options.values():
-            raise ValueError(f"expected an arm of the demo, or one as {Arm.forms()}; got {text!r}")
+        options = dict(OPTIONS.get(method, {}))
+        options.update((name, float(value)) for name, value in re.findall(r"\+([a-z]+)([\d.]+)", text))
+        if (
+            method not in MESSAGES
+            or not re.fullmatch(MESSAGES[method], message)
+            or options.keys() != OPTIONS[method].keys()
+            or None in options.values()
+        ):
+            raise ValueError(f"expected an arm of the demo, or one as {cls.forms()}; got {text!r}")
         return cls(method, message, {name: value for name, value in options.items() if value is not None})
 
     @staticmethod
     def forms() -> str:
         """Return how arms are written."""
-        return ", ".join(
-            method
-            + ":MESSAGE" * bool(options)
-            + "".join(f"+{name}{default or 'H'}" for name, default in options.items())
-            for method, options in METHODS.items()
-        )
+        options = {
+            method: "".join(f"+{name}{'H' if value is None else format(value, 'g')}" for name, value in those.items())
+            for method, those in OPTIONS.items()
+        }
+        return ", ".join(f"{method}:({form}){options[method]}" if form else method for method, form in MESSAGES.items())
 
 
 def of_demo(arm: str) -> train.Arm | None:

@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import loss_per_byte, trainings
-from benchmarks.arms import METHODS, Arm, of_demo
+from benchmarks.arms import MESSAGES, Arm, of_demo
 from benchmarks.markdown import markdown_table
 from benchmarks.trainings import RESULTS, Point
 
@@ -261,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "report"])
     parser.add_argument("--model", choices=list(loss_per_byte.MODELS), default="text")
-    parser.add_argument("--arms", nargs="+", help=f"as of the demo, or {', '.join(METHODS)} (default: PLAN)")
+    parser.add_argument("--arms", nargs="+", help=f"as of the demo, or {', '.join(MESSAGES)} (default: PLAN)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="with --arms (default: 0)")
     parser.add_argument("--steps", type=int, default=600, help="with --arms (default: 600)")
     parser.add_argument("--workers", type=int, default=2, help="with --arms (default: 2)")
