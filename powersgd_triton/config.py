@@ -37,6 +37,9 @@ WIRE_DTYPES = {
 }
 RANK_LIMITS = ("max_rank", "max_overhead")
 """The fields that go with a budget only."""
+CODES = ("ternary", "int2", "int4", "int8")
+NOT_WITH_CODES = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_dtype")
+"""Fields that say how factors are made or sent, or how errors are kept. Codes have no factors and errors in fp32."""
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0, "explore_every": 0}
 """The integer fields, with the smallest value of each."""
 
@@ -76,7 +79,7 @@ def _check_number(name: str, value: Any, kind: str = "a number") -> None:
 class PowerSGDConfig:
     """How gradients are compressed. Immutable, keyword-only, and validated on construction.
 
-    Give at most one of ``rank``, ``compression`` and ``bytes_per_step``.
+    Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``codes``.
 
     Args:
         rank: Rank of the approximation: the number of columns of the factors P and Q. An n × m matrix uses
@@ -88,6 +91,9 @@ class PowerSGDConfig:
         bytes_per_step: The same budget as a number of bytes, counted so that an all-reduce of B bytes counts B. Both
             budgets count 4 bytes for an element that is averaged exactly, and each compression of the gradients as
             one step.
+        codes: Send whole tensors in few bits in place of factors, as "ternary" (−s, 0 and s; 1.7 bits an element),
+            "int2", "int4" or "int8", each with one bf16 scale for 128 elements. For ``integrations.local_steps`` only:
+            for a gradient in each step, factors lose less for the same bytes.
         replan_every: Number of steps between two plans, counted from ``start_iter``. A plan is measured at the end of a
             step and takes effect after the next step. 0 keeps the first plan, which gives all matrices about the same
             rank.
@@ -134,6 +140,7 @@ class PowerSGDConfig:
     rank: int | RankFunction | None = None
     compression: float | str | None = None
     bytes_per_step: int | None = None
+    codes: str | None = None
     replan_every: int = 50
     max_rank: int | None = None
     max_overhead: float | None = None
@@ -153,6 +160,7 @@ class PowerSGDConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
+        self._check_codes()
         self._check_rank()
         for name, minimum in INTEGERS.items():
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
@@ -192,6 +200,19 @@ class PowerSGDConfig:
             # Kept as a name, so that configurations compare equal and can be written as JSON.
             object.__setattr__(self, "error_dtype", str(ERROR_DTYPES[name]).removeprefix("torch."))
 
+    def _check_codes(self) -> None:
+        """Validate the codes; raises as ``__post_init__`` does."""
+        if self.codes is None:
+            return
+        if self.codes not in CODES:
+            raise ValueError(f"codes must be None or one of {', '.join(CODES)}; got {self.codes!r}")
+        for name in NOT_WITH_CODES:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"codes send whole tensors, so {name} has no use beside them; got codes={self.codes!r} and "
+                    f"{name}={getattr(self, name)!r}"
+                )
+
     def _check_rank(self) -> None:
         """Validate the rank or the budget; raises as ``__post_init__`` does."""
         given = [name for name in ("rank", "compression", "bytes_per_step") if getattr(self, name) is not None]
@@ -207,20 +228,21 @@ class PowerSGDConfig:
             object.__setattr__(self, "bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
         if self.max_rank is not None:
             object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, 1))
-        if not given:
+        if not given and self.codes is None:
             object.__setattr__(self, "rank", DEFAULT_RANK)
         if self.planned and self.max_rank is None:
             object.__setattr__(self, "max_rank", DEFAULT_MAX_RANK)
         for name in RANK_LIMITS:
             if not self.planned and getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name} limits planned ranks: give it with compression or bytes_per_step; got rank={self.rank!r}"
+                    f"{name} limits planned ranks: give it with compression or bytes_per_step; got "
+                    + (f"rank={self.rank!r}" if self.codes is None else f"codes={self.codes!r}")
                 )
         if self.max_overhead is not None:
             _check_number("max_overhead", self.max_overhead)
             if not 0 < self.max_overhead < 1:
                 raise ValueError(f"max_overhead is a share of a step between 0 and 1; got {self.max_overhead}")
-        if self.rank is None and not self.error_feedback:
+        if self.planned and not self.error_feedback:
             raise ValueError(f"{given[0]} plans ranks from the error buffers: it needs error_feedback=True")
         if self.rank is not None and not callable(self.rank):
             kind = "an int or a function (name, shape) → int"
@@ -229,7 +251,7 @@ class PowerSGDConfig:
     @property
     def planned(self) -> bool:
         """Whether ranks are planned under a byte budget."""
-        return self.rank is None
+        return self.rank is None and self.codes is None
 
     @property
     def measures(self) -> bool:

@@ -23,6 +23,8 @@ ENABLED = "enabled"
 PARAMETERS = "parameters"
 NODE_GROUP = "node_group"
 DEFAULT_PARAMETERS = "int2"
+# In ternary codes, a bf16 copy can stop following: the scale may be too small to change the block's largest elements.
+PARAMETER_FORMATS = [name for name in DIFFERENCES if name != "ternary"]
 """Format in which parameters are sent, where DeepSpeed gathers them after a step."""
 OLDEST = Version("0.16")
 FP16_UNSCALED_AT_STAGE_0 = Version("0.18.3")
@@ -89,8 +91,8 @@ def read_section(section: Any) -> Section:
     if not isinstance(enabled, bool):
         problems.append(f"{ENABLED} must be true or false; got {enabled!r}")
     parameters = section.get(PARAMETERS, DEFAULT_PARAMETERS)
-    if parameters not in (None, *DIFFERENCES):
-        problems.append(f"{PARAMETERS} must be null or one of {', '.join(DIFFERENCES)}; got {parameters!r}")
+    if parameters not in (None, *PARAMETER_FORMATS):
+        problems.append(f"{PARAMETERS} must be null or one of {', '.join(PARAMETER_FORMATS)}; got {parameters!r}")
     node_group = section.get(NODE_GROUP)
     if node_group not in (None, AUTO):
         problems.append(f'{NODE_GROUP} must be null or "{AUTO}"; got {node_group!r}')

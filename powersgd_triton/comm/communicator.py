@@ -135,6 +135,12 @@ class Communicator:
         work: dist.Work = gather(gathered.view(-1), tensor.view(-1), group=self.group, async_op=True)
         return work
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor with that of the first worker."""
+        if self.world_size > 1 and tensor.numel():
+            first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+            dist.broadcast(tensor, first, group=self.group)
+
     def minimum(self, tensor: Tensor) -> None:
         """Replace each element of a contiguous tensor by its minimum over the workers."""
         if self.world_size > 1:

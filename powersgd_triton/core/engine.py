@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from powersgd_triton.comm.codes import average_in_codes
 from powersgd_triton.comm.communicator import Communicator, Work, wait
 from powersgd_triton.comm.exchange import Schedule, share_of_sum, sum_over_workers, waits
 from powersgd_triton.config import PowerSGDConfig
@@ -49,10 +50,12 @@ class Engine:
         device: Device of the gradients. None if it is not known before they come.
         buckets: Number of buckets of a step, if the adapter knows it and they are not joined. A budget counts their
             messages.
+        codes: Whether the adapter can send tensors in codes.
 
     Raises:
         TypeError: ``config`` is not a configuration.
-        ValueError: The configuration's budget is too small for the tensors.
+        ValueError: The configuration's budget is too small for the tensors, or it has codes that the adapter cannot
+            send.
 
     Attributes:
         memory: Errors and bases by name.
@@ -72,9 +75,16 @@ class Engine:
         tensors: Callable[[], Tensors],
         device: torch.device | None = None,
         buckets: int | None = None,
+        *,
+        codes: bool = False,
     ) -> None:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+        if config.codes is not None and not codes:
+            raise ValueError(
+                f"codes are for local steps, powersgd_triton.integrations.local_steps; got codes={config.codes!r} for "
+                "gradients, which lose less as factors of as many bytes: give rank or compression"
+            )
         self.tensors = tensors
         self.plan, self.step = RankPlan(config), Step()
         if config.planned:
@@ -223,6 +233,25 @@ class Engine:
         # Reconstruct: Ĝ = P̂ Q̄ᵀ. The step ends after its last bucket is written; see ``average`` and ``end_step``.
         write(backend)
 
+    def run_coded(self, layout: Layout, gradients: Mapping[str, Tensor], done: Callable[[], None] | None) -> Schedule:
+        """Average one bucket's whole tensors in codes, in place, as ``run`` does with factors. Then call ``done``."""
+        step, mark = self.step, self.clock.mark
+        sent = layout.sent_numel(self.config, step.iteration)
+        self.numel[0] += layout.numel
+        self.numel[1] += sent
+        self.sent += 4 * sent
+        mark(PROJECT)
+        M = self.memory.compensated(layout, gradients, step)
+        mark(MESSAGES)
+        mean = yield from average_in_codes(M, self.config, self.communicator)
+        mark(COMMIT)
+        self.memory.keep(layout, M, step)
+        mark(RECONSTRUCT)
+        for segment in layout.segments:
+            gradients[segment.name].view(-1).copy_(mean[segment.offset : segment.offset + segment.numel])
+        if done is not None:
+            done()
+
     def average(
         self,
         layout: Layout,
@@ -242,6 +271,9 @@ class Engine:
             done: Function to call when the averages are written.
         """
         step, device = self.step, next(iter(gradients.values())).device
+        if self.config.codes is not None:
+            self._advance(self.run_coded(layout, gradients, done), device)
+            return
         if ranges is not None and step.loss_scale is not None:
             # An average may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
             step.uneven |= any(gradient.dtype == torch.float16 for gradient in gradients.values())
@@ -308,6 +340,20 @@ class Engine:
                 while self.step.last is not False and self._under_way:
                     self._under_way.extend(self._go_on(*self._under_way.popleft()))
             if self.step.last:
+                self.end_step()
+
+    def advance(self, *, finish: bool) -> None:
+        """Advance the buckets under way by one collective each, or finish them and the step.
+
+        It is for steps whose buckets travel while something else is computed: ``begin`` was told that none is the last.
+        """
+        assert self.peers.device is not None, "a bucket was begun"
+        with self.memory.streams.on(self.peers.device):
+            with self._or_void():
+                self._advance_older()
+                while finish and self._under_way:
+                    self._under_way.extend(self._go_on(*self._under_way.popleft()))
+            if finish:
                 self.end_step()
 
     def _advance_older(self) -> None:

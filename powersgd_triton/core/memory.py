@@ -26,6 +26,21 @@ from powersgd_triton.ranks.plan import RankPlan
 logger = logging.getLogger("powersgd_triton")
 
 
+@dataclasses.dataclass(frozen=True)
+class Remaining:
+    """The error of a tensor that no bucket compresses. A step adds it to the gradient.
+
+    Attributes:
+        error: E [n, m].
+        verdict: Verdict of the step that added it. None if no step has.
+        rest: What remains if that step is applied. None for nothing.
+    """
+
+    error: Tensor
+    verdict: Tensor | None = None
+    rest: Tensor | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class Matrix:
     """One compressed tensor.
@@ -66,8 +81,8 @@ class Memory:
         # The backend of the bucket that each tensor was in last.
         self._backends: dict[str, Backend] = {}
         self.loaded = SavedState()
-        # Errors of tensors that are no longer compressed, each with the verdict of the step that added it, if any.
-        self._remaining: dict[str, tuple[Tensor, Tensor | None]] = {}
+        # Of tensors that are no longer compressed, or that are sent in codes.
+        self._remaining: dict[str, Remaining] = {}
         # Errors that belong to other rows from now on, which may be another worker's: (first row, rows).
         self._moving: dict[str, list[tuple[int, Tensor]]] = {}
         self._workspace: Workspace = {}
@@ -118,15 +133,42 @@ class Memory:
         for segment in layout.segments:
             self.sizes[segment.name] = (segment.n, segment.m, segment.rank)
             self._backends[segment.name] = backend
+        self._release(layout, device)
+        return backend
+
+    def _release(self, layout: Layout, device: torch.device) -> None:
+        """Let the loaded errors of bypass tensors be added to their gradients."""
         for segment in layout.bypass:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
             later = not self._plan.exact and compressed_rank(segment.shape, self._config, segment.name)
             if segment.name in self.loaded.matrices and not later:
                 parts = self.loaded.matrices[segment.name]
                 if "error" in parts and self._config.error_feedback:
-                    self._remaining[segment.name] = parts["error"].to(device), None
+                    self._remaining[segment.name] = Remaining(parts["error"].to(device))
                 del self.loaded.matrices[segment.name]
-        return backend
+
+    def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
+        """Return M = G + E of tensors that are sent in codes, flat, in fp32."""
+        self._release(layout, next(iter(gradients.values())).device)
+        self._remaining_errors(step)
+        M = torch.cat([gradients[segment.name].reshape(-1).float() for segment in layout.segments])
+        for segment in layout.segments:
+            self.sizes[segment.name] = (segment.n, segment.m, 0)
+            known = self._remaining.get(segment.name)
+            if known is not None:
+                M[segment.offset : segment.offset + segment.numel] += known.error.view(-1)
+        return M
+
+    def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
+        """Keep what codes have left of M as the errors, unless the step turns out not to be applied."""
+        if not self._config.error_feedback:
+            return
+        verdict = step.verdict(M.device)
+        for segment in layout.segments:
+            rest = M[segment.offset : segment.offset + segment.numel].view(segment.n, segment.m)
+            known = self._remaining.get(segment.name)
+            error = torch.zeros((), device=M.device).expand_as(rest) if known is None else known.error
+            self._remaining[segment.name] = Remaining(error, verdict, rest)
 
     def _known(self, layout: Layout) -> Backend | None:
         """Return the backend of the bucket with this layout if it had all of its tensors in their last steps."""
@@ -261,7 +303,7 @@ class Memory:
         are added again in the next step.
         """
         self._remaining_errors(step)
-        waiting = {name for name, (_, verdict) in self._remaining.items() if verdict is None}
+        waiting = {name for name, known in self._remaining.items() if known.verdict is None}
         names = [segment.name for segment in layout.bypass if segment.name in waiting] if waiting else []
         if not names:
             return gradients
@@ -270,8 +312,8 @@ class Memory:
         # Copy all gradients of the bucket, so that they keep one dtype.
         sums = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradients.items()}
         for name in names:
-            error = self._remaining[name][0]
-            self._remaining[name] = error, step.verdict(device)
+            error = self._remaining[name].error
+            self._remaining[name] = Remaining(error, step.verdict(device))
             sums[name] = sums[name] + (error if scale is None else error * scale).view(sums[name].shape)
         return sums
 
@@ -280,19 +322,20 @@ class Memory:
         return bool(self.loaded.matrices or self._remaining_errors(step))
 
     def _remaining_errors(self, step: Step) -> dict[str, Tensor]:
-        """Return the remaining errors. Drop those that an applied step added. Read each verdict only once."""
+        """Return the remaining errors, without what applied steps have sent of them. Read each verdict only once."""
         applied: dict[int, bool] = {}
-        for name, (error, verdict) in list(self._remaining.items()):
-            if verdict is None or step.decides(verdict):
+        for name, known in list(self._remaining.items()):
+            if known.verdict is None or step.decides(known.verdict):
                 continue
             # Tensors of one step share a verdict, and reading it waits for the device.
-            if id(verdict) not in applied:
-                applied[id(verdict)] = bool(verdict)
-            if applied[id(verdict)]:
+            if id(known.verdict) not in applied:
+                applied[id(known.verdict)] = bool(known.verdict)
+            left = known.rest if applied[id(known.verdict)] else known.error
+            if left is None:
                 del self._remaining[name]
             else:
-                self._remaining[name] = error, None
-        return {name: error for name, (error, _) in self._remaining.items()}
+                self._remaining[name] = Remaining(left)
+        return {name: known.error for name, known in self._remaining.items()}
 
     def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
         """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""
@@ -300,7 +343,8 @@ class Memory:
             if matrix.bucket.applied is verdict:
                 matrix.bucket.applied = copy
         self._remaining = {
-            name: (error, copy if decided is verdict else decided) for name, (error, decided) in self._remaining.items()
+            name: dataclasses.replace(known, verdict=copy) if known.verdict is verdict else known
+            for name, known in self._remaining.items()
         }
 
     @on_its_streams

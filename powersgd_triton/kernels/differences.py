@@ -1,7 +1,8 @@
-"""Differences between a flat tensor and its copies, in 8, 4 or 2 bits an element, as ``ops/differences.py`` defines.
+"""Differences between a flat tensor and its copies, in few bits an element, as ``ops/differences.py`` defines.
 
-A program works on some blocks of 128 elements as [blocks, parts, elements of a part]. The parts share bytes: byte j of
-a block holds element j of each part.
+A program works on some groups of 128-element blocks that share bytes: one block, or five with ternary codes. It works
+on one block of each group at a time, as [groups, parts, elements of a part]. The parts of a block share bytes too: byte
+j of a group holds element j of each part.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code
-from powersgd_triton.layout.wire_format import BLOCK, WireFormat
+from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO, WireFormat
 
-BLOCKS = 16
 WARPS = 4
+LARGEST = tl.constexpr(LARGEST_BF16)
+ZERO = tl.constexpr(TERNARY_ZERO * BLOCK)
 
 
 @triton.jit
-def _places(BITS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Numbers of this program's blocks [BLOCKS], and places of their elements [BLOCKS, PARTS, BLOCK // PARTS]."""
-    PARTS: tl.constexpr = 8 // BITS
-    WIDTH: tl.constexpr = 16 * BITS
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    element = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return block, block.to(tl.int64)[:, None, None] * (PARTS * WIDTH) + element[None, :, :]
+def _groups(numel, BLOCKS: tl.constexpr, GROUPS: tl.constexpr):
+    """Numbers of this program's groups [GROUPS], and which of them exist."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    return group, group * (128 * BLOCKS) < numel
+
+
+@triton.jit
+def _places(block, BITS: tl.constexpr):
+    """Places of the blocks' elements [GROUPS, PARTS, BLOCK // PARTS]."""
+    element = tl.arange(0, 8 // BITS)[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
+    return block[:, None, None] * 128 + element[None, :, :]
 
 
 @triton.jit
@@ -37,75 +43,138 @@ def _finite(x):
 
 
 @triton.jit
-def _encode_difference_kernel(
-    target, base, scales, codes, numel, BITS: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """Scales and codes of target − base. Grid: groups of BLOCKS blocks."""
-    block, place = _places(BITS, BLOCKS)
-    ok = place < numel
-    x = tl.load(target + place, ok, 0.0).to(tl.float32) - _finite(tl.load(base + place, ok, 0.0))
-    size = tl.abs(x)
-    largest = tl.max(tl.max(tl.where(size < float("inf"), size, float("inf")), axis=2), axis=1)
-    bits = bf16_bits(tl.div_rn(largest, tl.full([BLOCKS], LEVELS, tl.float32)))
-    bits = tl.where(largest < float("inf"), bits, BF16_NAN).to(tl.int16)
-    ok = block * 128 < numel
-    tl.store(scales + block, bits, ok)
-    # The scale as it is stored, since that is what the codes are multiplied by.
-    scale = from_bf16_bits(bits)[:, None, None]
-    if BITS == 2:
-        code = (x >= -2 * scale).to(tl.int32) + (x >= 0).to(tl.int32) + (x >= 2 * scale).to(tl.int32)
-    else:
-        code = nearest_code(x, scale, LEVELS).to(tl.int32) + 2 ** (BITS - 1)
-    code = tl.where(scale == scale, code, 0)
-    shift = tl.arange(0, 8 // BITS) * BITS
-    both = tl.sum(code << shift[None, :, None], axis=1)
-    byte = tl.arange(0, 16 * BITS)
-    tl.store(codes + block.to(tl.int64)[:, None] * (16 * BITS) + byte[None, :], both.to(tl.uint8), ok[:, None])
+def _sum(x, GROUPS: tl.constexpr):
+    """Sums of [GROUPS, 1, 128]: of neighbours, then of neighbours among these sums, and so on."""
+    for k in tl.static_range(7):
+        x = tl.sum(tl.reshape(x, [GROUPS, 64 // 2**k, 2]), axis=2)
+    return tl.reshape(x, [GROUPS])
 
 
 @triton.jit
-def _apply_difference_kernel(scales, codes, base, numel, size, distance, BITS: tl.constexpr, BLOCKS: tl.constexpr):
-    """base += scales · codes. Grid: groups of BLOCKS blocks × copies."""
-    block, place = _places(BITS, BLOCKS)
-    copy = tl.program_id(1).to(tl.int64)
-    some = block * 128 < numel
-    scale = from_bf16_bits(tl.load(scales + copy * (size // 2) + block, some, 0))[:, None, None]
-    byte = tl.arange(0, 16 * BITS)
-    offsets = block.to(tl.int64)[:, None] * (16 * BITS) + byte[None, :]
-    both = tl.load(codes + copy * size + offsets, some[:, None], 0).to(tl.int32)
-    shift = tl.arange(0, 8 // BITS) * BITS
-    code = (both[:, None, :] >> shift[None, :, None]) & (2**BITS - 1)
-    if BITS == 2:
+def _ternary(x, counts, GROUPS: tl.constexpr):
+    """The blocks' scales, and the magnitudes up to which elements are 0. A block has ``counts`` elements."""
+    # Sums of 128ths cannot overflow.
+    magnitude = tl.abs(x) * (1 / 128)
+    zero = tl.div_rn(_sum(magnitude, GROUPS), counts) * ZERO
+    kept = tl.abs(x) > zero[:, None, None]
+    number = tl.maximum(tl.sum(tl.sum(kept.to(tl.int32), axis=2), axis=1), 1)
+    scale = tl.div_rn(_sum(tl.where(kept, magnitude, 0.0), GROUPS), number.to(tl.float32)) * 128
+    # A larger mean would be infinite in bf16.
+    return tl.where(zero < float("inf"), tl.minimum(scale, LARGEST), float("inf")), zero[:, None, None]
+
+
+@triton.jit
+def _value(code, scale, NUMBERS: tl.constexpr):
+    """What codes stand for."""
+    if NUMBERS == 4:
         code = 2 * code - 3
     else:
-        code = code - 2 ** (BITS - 1)
-    ok = place < numel
-    base += copy * distance
-    x = _finite(tl.load(base + place, ok, 0.0)) + code.to(tl.float32) * scale
-    if base.dtype.element_ty == tl.bfloat16:
+        code = code - NUMBERS // 2
+    return code.to(tl.float32) * scale
+
+
+@triton.jit
+def _store(pointers, x, ok):
+    """Store fp32 values, rounded to nearest."""
+    if pointers.dtype.element_ty == tl.bfloat16:
         # Triton's interpreter truncates where GPUs round.
         x = bf16_bits(x).to(tl.bfloat16, bitcast=True)
-    tl.store(base + place, x.to(base.dtype.element_ty), ok)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), ok)
 
 
-def encode_triton(target: Tensor, base: Tensor, width: WireFormat, out: Tensor) -> None:
+@triton.jit
+def _encode_difference_kernel(
+    target, base, scales, codes, numel, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Scales and codes of target − base; target −= what they stand for, if SUBTRACT. Grid: sets of GROUPS groups."""
+    group, some = _groups(numel, BLOCKS, GROUPS)
+    shift = tl.arange(0, 8 // BITS) * BITS
+    both = tl.zeros([GROUPS, 16 * BITS], tl.int32)
+    for k in tl.static_range(BLOCKS):
+        block = group * BLOCKS + k
+        place = _places(block, BITS)
+        ok = place < numel
+        own = tl.load(target + place, ok, 0.0).to(tl.float32)
+        x = own
+        if base is not None:
+            x -= _finite(tl.load(base + place, ok, 0.0))
+        if BLOCKS > 1:
+            # Padding must not lower the mean.
+            counts = tl.minimum(tl.maximum(numel - block * 128, 1), 128).to(tl.float32)
+            size, zero = _ternary(x, counts, GROUPS)
+        else:
+            size = tl.abs(x)
+            size = tl.max(tl.max(tl.where(size < float("inf"), size, float("inf")), axis=2), axis=1)
+            size = tl.div_rn(size, tl.full([GROUPS], LEVELS, tl.float32))
+        bits = tl.where(size < float("inf"), bf16_bits(size), BF16_NAN).to(tl.int16)
+        tl.store(scales + block, bits, some)
+        # The scale as it is stored, since that is what the codes are multiplied by.
+        scale = from_bf16_bits(bits)[:, None, None]
+        if BLOCKS > 1:
+            code = (x >= -zero).to(tl.int32) + (x > zero).to(tl.int32)
+        elif BITS == 2:
+            code = (x >= -2 * scale).to(tl.int32) + (x >= 0).to(tl.int32) + (x >= 2 * scale).to(tl.int32)
+        else:
+            code = nearest_code(x, scale, LEVELS).to(tl.int32) + NUMBERS // 2
+        code = tl.where(scale == scale, code, 0)
+        both += tl.sum(code << shift[None, :, None], axis=1) * NUMBERS**k
+        if SUBTRACT:
+            _store(target + place, own - _value(code, scale, NUMBERS), ok)
+    byte = group[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
+    tl.store(codes + byte, both.to(tl.uint8), some[:, None])
+
+
+@triton.jit
+def _apply_difference_kernel(
+    scales, codes, base, numel, size, distance, weight,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """base += weight · (scales · codes). Grid: sets of GROUPS groups × copies."""
+    group, some = _groups(numel, BLOCKS, GROUPS)
+    copy = tl.program_id(1).to(tl.int64)
+    base += copy * distance
+    byte = group[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
+    both = tl.load(codes + copy * size + byte, some[:, None], 0).to(tl.int32)
+    shift = tl.arange(0, 8 // BITS) * BITS
+    for k in tl.static_range(BLOCKS):
+        block = group * BLOCKS + k
+        scale = from_bf16_bits(tl.load(scales + copy * (size // 2) + block, some, 0))[:, None, None]
+        code = ((both // NUMBERS**k)[:, None, :] >> shift[None, :, None]) % NUMBERS
+        place = _places(block, BITS)
+        ok = place < numel
+        x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale, NUMBERS) * weight
+        _store(base + place, x, ok)
+
+
+def _launch(width: WireFormat, numel: int) -> tuple[int, dict[str, int]]:
+    """Return the number of programs for each copy, and keywords of both kernels."""
+    # Small programs, in which a thread still has 16 bytes of adjacent elements in bf16.
+    groups = 16 if width.blocks == 1 else 8
+    constants = {"BITS": width.bits, "NUMBERS": width.numbers, "BLOCKS": width.blocks, "GROUPS": groups}
+    programs = triton.cdiv(width.difference_blocks(numel), width.blocks * groups)
+    return programs, {**constants, "num_warps": WARPS, **NUMERICS}
+
+
+def encode_triton(target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False) -> None:
     """out = scales and codes of target − base, with the bits of ``encode_reference``, which describes the arguments."""
     numel = target.numel()
     codes, _ = width.difference_bytes(numel)
     if numel:
-        _encode_difference_kernel[(triton.cdiv(numel, BLOCKS * BLOCK),)](
+        programs, keywords = _launch(width, numel)
+        _encode_difference_kernel[(programs,)](
             target, base, out[:codes].view(torch.int16), out[codes:], numel,
-            BITS=width.bits, LEVELS=width.levels, BLOCKS=BLOCKS, num_warps=WARPS, **NUMERICS,
+            SUBTRACT=subtract, LEVELS=width.levels, **keywords,
         )  # fmt: skip
 
 
-def apply_triton(content: Tensor, width: WireFormat, base: Tensor) -> None:
-    """base += scales · codes, with the bits of ``apply_reference``, which describes the arguments."""
+def apply_triton(content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0) -> None:
+    """base += weight · scales · codes, with the bits of ``apply_reference``, which describes the arguments."""
     copies, numel = base.shape
     codes, size = width.difference_bytes(numel)
     if numel:
+        programs, keywords = _launch(width, numel)
         flat = content.view(-1)
-        _apply_difference_kernel[(triton.cdiv(numel, BLOCKS * BLOCK), copies)](
-            flat.view(torch.int16), flat[codes:], base, numel, size, base.stride(0),
-            BITS=width.bits, BLOCKS=BLOCKS, num_warps=WARPS, **NUMERICS,
-        )  # fmt: skip
+        _apply_difference_kernel[(programs, copies)](
+            flat.view(torch.int16), flat[codes:], base, numel, size, base.stride(0), weight, **keywords
+        )

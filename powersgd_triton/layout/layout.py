@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig, whole_number
-from powersgd_triton.layout.wire_format import FORMATS, WireFormat
+from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, FORMATS, SCALE_BYTES, WireFormat
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
         TypeError: The rank function returned something other than an int.
         ValueError: The rank function returned a negative number.
     """
-    if len(shape) < 2:
+    if len(shape) < 2 or config.codes is not None:
         return 0
     n, m = matrix_shape(shape)
     if config.planned:
@@ -72,6 +72,14 @@ def matrix_bytes(n: int, m: int, rank: int, config: PowerSGDConfig) -> float:
     """Return the bytes of a matrix's factors, with their scales, in an average step."""
     width = wire_format(config)
     return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
+
+
+def whole_bytes(numel: int, config: PowerSGDConfig) -> float:
+    """Return the bytes of elements that are not compressed as factors: in codes with their scales, or in fp32."""
+    if config.codes is None:
+        return 4 * numel
+    width = DIFFERENCES[config.codes]
+    return numel * (width.bits / (8 * width.blocks) + SCALE_BYTES / BLOCK)
 
 
 def wire_format(config: PowerSGDConfig) -> WireFormat:
@@ -253,6 +261,8 @@ class Layout:
 
     def sent_numel(self, config: PowerSGDConfig, iteration: int) -> int:
         """Return the elements sent in step ``iteration``. Narrow factors count as the fp32 elements of equal bytes."""
+        if config.codes is not None:
+            return -(-DIFFERENCES[config.codes].difference_bytes(self.numel)[1] // 4)
         width = wire_format(config)
         left = sum(len(g.segments) * width.factor_bytes(g.n, g.rank) for g in self.groups)
         right = sum(len(g.segments) * width.factor_bytes(g.m, g.rank) for g in self.groups)

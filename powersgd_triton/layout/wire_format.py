@@ -14,23 +14,40 @@ ALIGNMENT = 16
 LARGE_CHUNK = 4096
 """Bytes from which the size of a chunk is a multiple of 16."""
 
+TERNARY_ZERO = 0.7
+"""Share of a block's mean magnitude up to which a ternary code is 0."""
+
+LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
+
 
 @dataclasses.dataclass(frozen=True)
 class WireFormat:
     """A width of factors, or of differences, in messages.
 
     Attributes:
-        name: Name of a torch dtype, int4 or int2.
-        bits: Bits of an entry.
+        name: Name of a torch dtype, int4, int2 or ternary.
+        bits: Bits of an entry, or of as many entries as ``blocks`` says.
         scaled: Whether each 128 entries of a column share a bf16 scale.
             The scale is not fp16, in which scales of columns below 1e-6 would have few bits or be zero.
         levels: Largest magnitude of a block in units of its scale.
+        blocks: Number of blocks that share their bytes: each byte holds a ternary code of each of them.
     """
 
     name: str
     bits: int
     scaled: bool
     levels: int = 1
+    blocks: int = 1
+
+    @property
+    def numbers(self) -> int:
+        """Number of different codes."""
+        return 2**self.bits if self.blocks == 1 else 3
+
+    @property
+    def together(self) -> int:
+        """Number of codes in a byte. The first one is its lowest digit to base ``numbers``."""
+        return self.blocks * (8 // self.bits)
 
     def code_bytes(self, rows: int, rank: int) -> int:
         """Return the bytes of the codes of at most 128 rows. Two 4-bit codes of a column share a byte."""
@@ -49,11 +66,15 @@ class WireFormat:
         whole, rest = divmod(size, self.factor_bytes(BLOCK, rank))
         return whole * BLOCK + max(0, rest - scales) // self.code_bytes(step, rank) * step
 
+    def difference_blocks(self, numel: int) -> int:
+        """Return the number of blocks of a flat tensor, with those that fill up the last bytes."""
+        return -(-numel // (BLOCK * self.blocks)) * self.blocks
+
     def difference_bytes(self, numel: int) -> tuple[int, int]:
         """Return (offset of the codes, bytes) of a flat tensor's differences: [scales | codes], in whole blocks."""
-        blocks = -(-numel // BLOCK)
+        blocks = self.difference_blocks(numel)
         codes = -(-SCALE_BYTES * blocks // ALIGNMENT) * ALIGNMENT
-        return codes, codes + -(-blocks * BLOCK * self.bits // 8 // ALIGNMENT) * ALIGNMENT
+        return codes, codes + -(-blocks // self.blocks * BLOCK * self.bits // 8 // ALIGNMENT) * ALIGNMENT
 
 
 FORMATS = {
@@ -72,8 +93,10 @@ DIFFERENCES = {
     # Codes −3, −1, 1 and 3, which with 4 levels are the middles of four equal parts of [−largest, largest]. There is no
     # code 0: −1, 0 and 1 follow a parameter worse.
     "int2": WireFormat("int2", 2, True, 4),
+    # Codes −1, 0 and 1. 3⁵ = 243, so a byte holds five.
+    "ternary": WireFormat("ternary", 8, True, 1, blocks=5),
 }
-"""Formats of differences. Factors need more than 2 bits."""
+"""Formats of differences and of whole tensors. Factors need more than 2 bits."""
 
 
 @dataclasses.dataclass(frozen=True)

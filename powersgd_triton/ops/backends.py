@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,19 @@ Workspace = dict[tuple[str, torch.device], Tensor]
 Buckets share it: an engine works on one stream, so the kernels of one stage end before those of the next one start.
 """
 
-Encode = Callable[[Tensor, Tensor, WireFormat, Tensor], None]
-Apply = Callable[[Tensor, WireFormat, Tensor], None]
+
+class Encode(Protocol):
+    """``encode_reference``, or what writes the same bytes."""
+
+    def __call__(
+        self, target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False
+    ) -> None: ...
+
+
+class Apply(Protocol):
+    """``apply_reference``, or what writes the same bits."""
+
+    def __call__(self, content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0) -> None: ...
 
 
 def select_backend(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, matrix_bytes
+from powersgd_triton.layout.layout import Layout, matrix_bytes, whole_bytes
 from powersgd_triton.ranks.planner import Spectrum, budget
 
 
@@ -45,6 +46,8 @@ class RankReport:
         whole_step: Bytes that each worker sends in a whole step (without compression, with it), with DeepSpeed.
         budget: Bytes that a step may send. None without a budget.
         max_rank: Largest rank that may be planned. None without a budget.
+        codes: Format of whole tensors, if they are sent in codes. Their rank is 0.
+        every: Steps from one exchange to the next. With local steps, bytes are those of an exchange.
     """
 
     tensors: tuple[ReportedTensor, ...]
@@ -53,6 +56,8 @@ class RankReport:
     whole_step: tuple[float, float] | None = None
     budget: float | None = None
     max_rank: int | None = None
+    codes: str | None = None
+    every: int = 1
 
     @classmethod
     def of(
@@ -69,13 +74,16 @@ class RankReport:
                 segment.name,
                 segment.shape,
                 segment.rank,
-                matrix_bytes(segment.n, segment.m, segment.rank, config) if segment.rank else 4 * segment.numel,
+                matrix_bytes(segment.n, segment.m, segment.rank, config)
+                if segment.rank
+                else whole_bytes(segment.numel, config),
                 spectra[segment.name].share if segment.rank and segment.name in spectra else None,
             )
             for segment in layout.segments
         ]
         allowed = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
-        return cls(tuple(rows), exchanges or {}, node_workers, budget=allowed, max_rank=config.max_rank)
+        limits: dict[str, Any] = {"budget": allowed, "max_rank": config.max_rank}
+        return cls(tuple(rows), exchanges or {}, node_workers, codes=config.codes, **limits)
 
     @property
     def bytes_per_step(self) -> float:
@@ -101,7 +109,7 @@ class RankReport:
             (
                 tensor.name,
                 " × ".join(map(str, tensor.shape)) or "scalar",
-                str(tensor.rank or "exact"),
+                str(tensor.rank or self.codes or "exact"),
                 f"{tensor.bytes_per_step:,.0f}",
                 "" if tensor.energy_sent is None else f"{100 * tensor.energy_sent:.0f}%",
             )
@@ -109,6 +117,11 @@ class RankReport:
         ]
         rows.append(("all", "", "", f"{self.bytes_per_step:,.0f}", fewer(self.compression)))
         lines = aligned([header, *rows], "<<>>>")
+        if self.every > 1:
+            lines.append(
+                f"This is sent every {self.every} steps: {self.bytes_per_step / self.every:,.0f} bytes a step "
+                f"({fewer(self.compression * self.every)})"
+            )
         if self.unused:
             lines.append(
                 f"Ranks are limited to {self.max_rank} columns. This leaves {self.unused:,.0f} of the budget's "

@@ -1,4 +1,4 @@
-"""Differences in 8, 4 and 2 bits: how far a copy is from its original, and how it recovers."""
+"""Differences in few bits: how far a copy is from its original, how it recovers, and what is added and subtracted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from powersgd_triton.ops.differences import apply_reference, encode_reference
 from tests.support.kernel_cases import INF, NAN, UNWRITTEN, over_dtypes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [1, 127, 128, 129, 5000]
+# Around a block, and around the five blocks that share ternary codes' bytes.
+SIZES = [1, 127, 128, 129, 639, 640, 641, 5000]
 CPU = torch.device("cpu")
+TERNARY = DIFFERENCES["ternary"]
+LINEAR = {name: width for name, width in DIFFERENCES.items() if width != TERNARY}
 widths = pytest.mark.parametrize("width", DIFFERENCES.values(), ids=DIFFERENCES)
+linear = pytest.mark.parametrize("width", LINEAR.values(), ids=LINEAR)
+"""Formats whose codes are as far apart as their scales, so that a copy follows within a scale."""
 
 
 def follow(target: Tensor, copies: Tensor, width: WireFormat, steps: int = 1) -> Tensor:
@@ -58,7 +63,7 @@ def heavy_tailed(numel: int, seed: int = 0) -> Tensor:
     return x * x.abs() ** 3
 
 
-@widths
+@linear
 @pytest.mark.parametrize("numel", SIZES)
 @over_dtypes("dtype", DTYPES)
 def test_one_step_ends_within_a_code(width: WireFormat, numel: int, dtype: torch.dtype):
@@ -68,7 +73,7 @@ def test_one_step_ends_within_a_code(width: WireFormat, numel: int, dtype: torch
     assert bool((left <= step(width) * scales + rounding(copies[0], target)).all())
 
 
-@widths
+@linear
 @over_dtypes("dtype", DTYPES)
 def test_repeated_steps_end_at_the_copys_rounding(width: WireFormat, dtype: torch.dtype):
     """A step leaves at most step / levels of a block's largest difference, and adds a rounding of the copy."""
@@ -110,9 +115,11 @@ def test_a_target_that_is_not_finite_makes_its_block_nan_until_it_recovers(
     assert bool(spoiled[BLOCK : 2 * BLOCK].all())
     assert bool(spoiled[3 * BLOCK :].all())
     assert int(spoiled.sum()) == BLOCK + 5
-    scales = follow(target, copies, width)
-    left = (target.double() - copies[0].double()).abs()
-    assert bool((left <= step(width) * scales + rounding(copies[0], target)).all())
+    follow(target, copies, width)
+    # Blocks that were NaN follow from 0.
+    expected = torch.zeros_like(copies)
+    follow(target, expected, width)
+    assert torch.equal(copies[0, spoiled], expected[0, spoiled])
 
 
 @widths
@@ -137,7 +144,7 @@ def test_a_difference_beyond_fp32_recovers(width: WireFormat):
     torch.testing.assert_close(copies[0], target, rtol=2.0**-22, atol=0)
 
 
-@widths
+@linear
 def test_denormal_differences(width: WireFormat):
     """Scales below bf16's normal numbers have few bits. What is left is at most what has no scale."""
     target = heavy_tailed(5000) * 2.0**-130
@@ -167,11 +174,11 @@ def test_rows_of_a_wider_tensor_are_applied_alone(width: WireFormat, dtype: torc
 @pytest.mark.parametrize("numel", SIZES)
 def test_message_is_scales_then_codes(width: WireFormat, numel: int):
     """Each in whole blocks and aligned; what aligns them is not written."""
-    blocks, numbers = -(-numel // BLOCK), 2**width.bits
+    blocks, numbers = (numel + 639) // 640 * 5 if width == TERNARY else -(-numel // BLOCK), width.numbers
     offset, size = width.difference_bytes(numel)
     assert offset % ALIGNMENT == size % ALIGNMENT == 0
     assert SCALE_BYTES * blocks <= offset < SCALE_BYTES * blocks + ALIGNMENT
-    code_bytes = blocks * BLOCK * width.bits // 8
+    code_bytes = blocks // 5 * BLOCK if width == TERNARY else blocks * BLOCK * width.bits // 8
     assert code_bytes <= size - offset < code_bytes + ALIGNMENT
     content = torch.full((size + 1,), UNWRITTEN, dtype=torch.uint8)
     target, copy = heavy_tailed(numel), torch.zeros(1, numel)
@@ -179,16 +186,113 @@ def test_message_is_scales_then_codes(width: WireFormat, numel: int):
     written = torch.zeros(size + 1, dtype=torch.bool)
     written[: SCALE_BYTES * blocks] = written[offset : offset + code_bytes] = True
     assert bool((content[~written] == UNWRITTEN).all())
-    # Bytes hold elements one part of a block apart; the first has the lowest bits.
-    part = 16 * width.bits
+    # Bytes hold elements one part of a block apart, or five blocks' elements; the first is the lowest digit.
+    part, group = (BLOCK, 5 * BLOCK) if width == TERNARY else (16 * width.bits, BLOCK)
     expected = []
     for i, scale in enumerate(scales_of(content, numel).tolist()):
-        block, place = divmod(i, BLOCK)
-        byte = int(content[offset + block * part + place % part])
+        whole, place = divmod(i, group)
+        byte = int(content[offset + whole * part + place % part])
         number = byte // numbers ** (place // part) % numbers
         expected.append(scale * (2 * number - 3 if width.bits == 2 else number - numbers // 2))
     apply_reference(content[None, :size], width, copy)
     assert copy[0].tolist() == torch.tensor(expected).tolist()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_ternary_codes_of_each_block(numel: int):
+    """Against fp64: elements near the border between 0 and ±1 may have either code."""
+    target, content = heavy_tailed(numel), torch.zeros(TERNARY.difference_bytes(numel)[1], dtype=torch.uint8)
+    decoded = torch.zeros(1, numel)
+    encode_reference(target, None, TERNARY, content)
+    apply_reference(content[None], TERNARY, decoded)
+    parts = zip(
+        target.double().split(BLOCK), decoded[0].split(BLOCK), scales_of(content, numel).split(BLOCK), strict=True
+    )
+    for block, got, scale in parts:
+        border = 0.7 * block.abs().mean()
+        assert bool((got[block.abs() <= border * (1 - 2.0**-20)] == 0).all())
+        assert bool((got[block.abs() > border * (1 + 2.0**-20)] != 0).all())
+        kept = got != 0
+        assert torch.equal(got[kept].double(), scale[kept] * block[kept].sign())
+        # Rounded to the 8 bits of bf16.
+        torch.testing.assert_close(scale[0], block[kept].abs().mean(), rtol=2.0**-8, atol=0)
+
+
+def test_ternary_error_on_gaussian_values():
+    target, decoded = (
+        torch.randn(1000 * BLOCK, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(1, 1000 * BLOCK),
+    )
+    follow(target, decoded, TERNARY)
+    error = float((target - decoded[0]).square().sum() / target.square().sum())
+    assert 0.185 < error < 0.195
+
+
+@pytest.mark.parametrize("largest", [torch.finfo(torch.float32).max, 2.0**-120, 2.0**-149])
+@pytest.mark.parametrize("numel", [1, 3, BLOCK])
+def test_ternary_scales_of_the_largest_and_the_smallest_values(largest: float, numel: int):
+    """Neither sums nor scales overflow, and what is too small for a scale in bf16 is 0."""
+    target = torch.full((numel,), largest)
+    scales = follow(target, torch.zeros(1, numel), TERNARY)
+    expected = min(largest, (2 - 2.0**-7) * 2.0**127) if largest >= 2.0**-133 else 0.0
+    assert scales.tolist() == [expected] * numel
+
+
+@widths
+def test_a_single_element_among_zeros(width: WireFormat):
+    target = torch.zeros(5 * BLOCK)
+    target[2 * BLOCK + 77] = -3.0
+    copies = torch.zeros(1, 5 * BLOCK)
+    scales = follow(target, copies, width)
+    assert int((scales != 0).sum()) == BLOCK
+    assert bool(((target - copies[0]).abs() <= step(width) * scales).all())
+    # Its own mean magnitude is the scale.
+    assert width != TERNARY or torch.equal(copies[0], target)
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+def test_no_base_stands_for_zeros(width: WireFormat, dtype: torch.dtype):
+    target = heavy_tailed(700).to(dtype)
+    contents = torch.zeros(2, width.difference_bytes(700)[1], dtype=torch.uint8)
+    encode_reference(target, None, width, contents[0])
+    encode_reference(target, torch.zeros(700), width, contents[1])
+    assert torch.equal(*contents)
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+def test_weights(width: WireFormat, dtype: torch.dtype):
+    """The product is rounded to fp32, then the sum, then to the base's dtype."""
+    numel, weight = 700, 1 / 3
+    base, content = (
+        heavy_tailed(numel, 1).to(dtype),
+        torch.zeros(1, width.difference_bytes(numel)[1], dtype=torch.uint8),
+    )
+    encode_reference(heavy_tailed(numel), None, width, content[0])
+    decoded, got = torch.zeros(1, numel), base.clone()[None]
+    apply_reference(content, width, decoded)
+    apply_reference(content, width, got, weight)
+    assert torch.equal(got[0], (base.float() + decoded[0] * torch.tensor(weight)).to(dtype))
+
+
+@widths
+@over_dtypes("dtype", DTYPES)
+def test_what_was_sent_is_subtracted(width: WireFormat, dtype: torch.dtype):
+    """The same as taking it back with weight −1; and nothing is lost."""
+    numel = 700
+    target = heavy_tailed(numel).to(dtype)
+    left, expected = target.clone(), target.clone()
+    contents = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
+    encode_reference(left, None, width, contents[0], subtract=True)
+    encode_reference(target, None, width, contents[1])
+    assert torch.equal(*contents)
+    apply_reference(contents[:1], width, expected[None], -1.0)
+    assert torch.equal(left, expected)
+    decoded = torch.zeros(1, numel)
+    apply_reference(contents[:1], width, decoded)
+    whole = left.double() + decoded[0].double()
+    assert bool(((whole - target.double()).abs() <= rounding(left, target)).all())
 
 
 @widths

@@ -1,0 +1,151 @@
+"""Saved states of local steps: what they add to a saved state of the engine, and its checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton import checkpoint
+from powersgd_triton.core.saved_state import listing
+
+KEY = "local_steps"
+OUTER = "outer_"
+"""Begins the names of the outer optimizer's tensors."""
+
+OWN = ("own", "own_error")
+"""Parts that belong to one worker: its parameters, unless they are θ, and its error."""
+
+COMMON = ("shared", "changes")
+"""Parts that are equal on all workers: θ, and the mean of θ − local parameters, if a round was begun."""
+
+Matrices = dict[str, dict[str, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRound:
+    """What a saved state says of the round under way.
+
+    Attributes:
+        steps, since: As in ``LocalSteps``.
+        worker: (index, number) of the worker that saved it.
+        mark: Tells it from other saved states. Equal on all workers.
+        parts: {name: {"shared": θ, "changes": mean of θ − local parameters, "own", "own_error"}}.
+        outer: State of the outer optimizer, with tensors and in the order of the parameters.
+    """
+
+    steps: int
+    since: int
+    worker: tuple[int, int]
+    mark: int
+    parts: Matrices
+    outer: dict[str, Any]
+
+
+def pack(saved: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
+    """Return an engine's saved state together with that of a round, as tensors by name and plain values."""
+    matrices: Matrices = {name: dict(parts) for name, parts in saved["matrices"].items()}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, (name, parts) in enumerate(this.parts.items()):
+        matrices[name] = {**matrices.get(name, {}), **parts}
+        for key, value in this.outer["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                matrices[name][OUTER + key] = value.detach().clone()
+            else:
+                numbers.setdefault(name, {})[key] = value
+    state = {"state": numbers, "param_groups": this.outer["param_groups"]}
+    rest = {"steps": this.steps, "since": this.since, "worker": list(this.worker), "mark": this.mark, "outer": state}
+    return {**saved, "matrices": matrices, KEY: rest}
+
+
+def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], SavedRound]:
+    """Return what ``pack`` has joined.
+
+    Args:
+        state: Result of ``pack``.
+        shapes: {name: shape} of the tensors of the model that loads it.
+
+    Raises:
+        ValueError: It is not a saved state of local steps, or belongs to another model.
+    """
+    if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
+        raise ValueError("expected a saved state of LocalSteps; got something else, such as the state of an adapter")
+    rest, matrices = state[KEY], state["matrices"]
+    if set(matrices) != set(shapes):
+        raise ValueError(
+            "the saved state belongs to another model; parameters missing from it: "
+            f"{listing(shapes.keys() - matrices)}; only in it: {listing(matrices.keys() - shapes.keys())}"
+        )
+    engine: Matrices = {}
+    parts: Matrices = {}
+    outer: dict[int, dict[str, Any]] = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        saved = dict(matrices[name])
+        outer[index] = dict(rest["outer"]["state"].get(name, {}))
+        parts[name] = {key: saved.pop(key) for key in (*COMMON, *OWN) if key in saved}
+        for key in [key for key in saved if key.startswith(OUTER)]:
+            outer[index][key.removeprefix(OUTER)] = saved.pop(key)
+        for key in ("shared", "changes", "own"):
+            part = parts[name].get(key)
+            if part is None and key != "shared":
+                continue
+            if not isinstance(part, Tensor) or tuple(part.shape) != shape or not bool(part.isfinite().all()):
+                found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+                raise ValueError(f"{key!r} of {name!r} must be a finite tensor of shape {shape}; got {found}")
+        if saved:
+            engine[name] = saved
+    state_of_outer = {"state": {k: v for k, v in outer.items() if v}, "param_groups": rest["outer"]["param_groups"]}
+    worker = (int(rest["worker"][0]), int(rest["worker"][1]))
+    this = SavedRound(rest["steps"], rest["since"], worker, rest["mark"], parts, state_of_outer)
+    return {**{key: value for key, value in state.items() if key != KEY}, "matrices": engine}, this
+
+
+def without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return a saved state without some parts of its tensors."""
+    dropped = set(keys)
+    matrices = {name: {k: parts[k] for k in parts.keys() - dropped} for name, parts in state["matrices"].items()}
+    return {**state, "matrices": matrices}
+
+
+def joined(common: Path, own: Path) -> dict[str, Any]:
+    """Read a saved state from its files. ``own`` may be missing, if it was saved by another number of workers.
+
+    Raises:
+        ValueError: They do not belong together.
+        OSError: A file cannot be read.
+    """
+    state = checkpoint.load(common)
+    if not own.exists():
+        return state
+    mine = checkpoint.load(own)
+    if state.get(KEY, {}).get("mark") != mine.get(KEY, {}).get("mark"):
+        raise ValueError(
+            f"{own.name} and {common.name} in {common.parent} were not saved together, for example because saving was "
+            "interrupted: load an older checkpoint, or remove the files of single workers, so that all start from the "
+            "mean of what they had"
+        )
+    matrices = {name: {**parts, **mine["matrices"].get(name, {})} for name, parts in state["matrices"].items()}
+    return {**state, "matrices": matrices, KEY: mine[KEY]}
+
+
+def with_errors(engine: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
+    """Return the engine's saved state with this worker's own errors in place of the mean."""
+    matrices = {name: dict(parts) for name, parts in engine["matrices"].items()}
+    for name, parts in this.parts.items():
+        if "own_error" in parts:
+            matrices.setdefault(name, {})["error"] = parts["own_error"]
+    return {**engine, "matrices": matrices}
+
+
+def start(this: SavedRound, name: str, dtype: torch.dtype, *, own: bool) -> Tensor:
+    """Return the local parameters with which a worker goes on: its own, or θ − the mean changes."""
+    parts = this.parts[name]
+    if own and "own" in parts:
+        return parts["own"]
+    shared = parts["shared"]
+    # As θ was rounded into the parameters when the round began.
+    return shared.to(dtype).to(shared.dtype) - parts["changes"] if "changes" in parts else shared

@@ -1,0 +1,115 @@
+"""Average whole tensors over the workers in a few bits an element, on one level or on two."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.comm.exchange import ALL_GATHER, ALL_TO_ALL
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
+from powersgd_triton.ops.backends import difference_codec
+
+Average = Generator[Work, None, Tensor]
+"""Yields each collective that it starts, as a ``Schedule`` does, and returns the average."""
+
+
+def coded_exchange(workers: int) -> str:
+    """Return how codes are summed over the workers.
+
+    Either way, each worker sends and receives as many bytes as it has codes of its own, about twice for many workers.
+    With an all-to-all, each worker owns a part of the tensors. It receives this part from all workers, sums it, and
+    sends the sum to all, in codes again. With an all-gather, both of two workers receive what the other one has sent,
+    and nothing is rounded a second time.
+    """
+    return ALL_GATHER if workers == 2 else ALL_TO_ALL
+
+
+def average_in_codes(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Average:
+    """Return the mean of all workers' M. M keeps what this worker has not sent yet.
+
+    What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
+    Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding.
+
+    Args:
+        M: [numel], fp32 and contiguous. All workers have the same number of elements.
+        config: Configuration with the codes.
+        communicator: The workers. If those of a node share a network card, they sum M within the node first, and each
+            of them averages its own part of the sum over the nodes.
+    """
+    inside = communicator.inside
+    if inside is None:
+        return (yield from _average(M, config, communicator))
+    rows = _rows(M, inside.world_size)
+    received = torch.empty_like(rows)
+    yield inside.all_to_all(received, rows)
+    own = received.sum(0)
+    mean = yield from _average(own, config, communicator.across)
+    mean /= inside.world_size
+    yield inside.all_gather(rows, mean)
+    # What is left of the node's sum lies with the worker that has sent this part.
+    each, first = len(own), inside.index * len(own)
+    M.zero_()
+    M[first : first + each] = own[: max(0, len(M) - first)]
+    return rows.view(-1)[: len(M)]
+
+
+def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Average:
+    workers, worker = communicator.world_size, communicator.index
+    mean = torch.zeros_like(M)
+    if workers == 1 or not M.numel():
+        mean.copy_(M)
+        M.zero_()
+        return mean
+    assert config.codes is not None
+    width, (encode, apply) = DIFFERENCES[config.codes], difference_codec(config, M.device, M.dtype)
+
+    def add(content: Tensor, part: Tensor, weight: float) -> None:
+        apply(content.unsqueeze(0), width, part.unsqueeze(0), weight)
+
+    def new(*rows: int) -> Tensor:
+        # Not empty: the ends of shorter parts are sent too.
+        return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
+
+    if coded_exchange(workers) == ALL_GATHER:
+        _, size = width.difference_bytes(len(M))
+        gathered, sent = new(workers), new()
+        encode(M, None, width, sent, True)
+        yield communicator.all_gather(gathered, sent)
+        for content in gathered:
+            add(content, mean, 1 / workers)
+        return mean
+    # In whole groups of blocks that share bytes.
+    unit = BLOCK * width.blocks
+    parts = list(zip(_parts(M, workers, unit), _parts(mean, workers, unit), strict=True))
+    own, _ = parts[worker]
+    _, size = width.difference_bytes(len(parts[0][0]))
+    sent, received, mine, gathered = new(workers), new(workers), new(), new(workers)
+    for other, (part, _) in enumerate(parts):
+        if other != worker:
+            encode(part, None, width, sent[other], True)
+    yield communicator.all_to_all(received, sent)
+    # A worker's own contribution to its part is not rounded, since it is not sent.
+    for other, content in enumerate(received):
+        if other != worker:
+            add(content, own, 1.0)
+    encode(own, None, width, mine, True)
+    yield communicator.all_gather(gathered, mine)
+    for content, (_, average) in zip(gathered, parts, strict=True):
+        add(content, average, 1 / workers)
+    return mean
+
+
+def _parts(flat: Tensor, owners: int, unit: int) -> list[Tensor]:
+    """Divide a tensor into a part for each owner, a multiple of ``unit``. The last parts may be shorter, or empty."""
+    each = -(-len(flat) // (owners * unit)) * unit
+    return [flat[index * each : (index + 1) * each] for index in range(owners)]
+
+
+def _rows(flat: Tensor, workers: int) -> Tensor:
+    """Return a copy as rows of equal length, one for each worker, with zeros at the end."""
+    each = -(-len(flat) // workers)
+    return torch.nn.functional.pad(flat, (0, workers * each - len(flat))).view(workers, each)

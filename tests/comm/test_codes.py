@@ -1,0 +1,81 @@
+"""Averages of whole tensors in codes: nothing is lost, and all workers get the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.comm.codes import average_in_codes
+from powersgd_triton.config import CODES
+from tests.support.lockstep import Line, communicate
+
+
+def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+    """Each worker's average, and what is left of its tensor."""
+    workers, config = len(given), PowerSGDConfig(codes=codes)
+    lines = [Line(index, workers) for index in range(workers)]
+    groups: list[list[Line]] = [lines]
+    if node_size > 1:
+        nodes = workers // node_size
+        insides = [[Line(index, node_size) for index in range(node_size)] for _ in range(nodes)]
+        across = [[Line(node, nodes) for node in range(nodes)] for _ in range(node_size)]
+        for worker, line in enumerate(lines):
+            node, index = divmod(worker, node_size)
+            line.inside, line.across = insides[node][index], across[index][node]
+        groups = [*insides, *across]
+    left = [tensor.clone() for tensor in given]
+    running = {w: average_in_codes(left[w], config, line) for w, line in enumerate(lines)}
+    means: dict[int, Tensor] = {}
+    while running:
+        for worker, schedule in list(running.items()):
+            try:
+                next(schedule)
+            except StopIteration as end:
+                means[worker] = end.value
+                del running[worker]
+        for group in groups:
+            communicate(group)
+    return [means[worker] for worker in range(workers)], left
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize(("workers", "node_size"), [(1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize("numel", [1, 127, 641, 5000])
+def test_nothing_is_lost(codes: str, workers: int, node_size: int, numel: int):
+    torch.manual_seed(numel + workers)
+    given = [torch.randn(numel) * 10 ** torch.empty(numel).uniform_(-3, 1) for _ in range(workers)]
+    means, left = average(given, codes, node_size)
+    for mean in means[1:]:
+        assert torch.equal(mean, means[0])
+    total = torch.stack(given).double().sum(0)
+    kept = torch.stack(left).double().sum(0) + workers * means[0].double()
+    assert torch.allclose(kept, total, rtol=0, atol=1e-6 * workers * float(total.abs().max()))
+
+
+def test_one_worker_sends_everything():
+    (mean,), (left,) = average([torch.arange(5.0)], "ternary")
+    assert torch.equal(mean, torch.arange(5.0))
+    assert not left.any()
+
+
+def test_no_elements():
+    means, left = average([torch.empty(0)] * 3, "int4")
+    assert all(tensor.numel() == 0 for tensor in [*means, *left])
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_repeated_averages_follow_the_mean(workers: int):
+    """With error feedback, what arrives lags behind what was given by a few rounds, however many there are."""
+    torch.manual_seed(0)
+    given = [torch.randn(2000) for _ in range(workers)]
+    owed = [torch.zeros(2000) for _ in range(workers)]
+    arrived = torch.zeros(2000)
+    for _ in range(50):
+        means, owed = average([tensor + error for tensor, error in zip(given, owed, strict=True)], "ternary")
+        arrived += means[0]
+    expected = 50 * torch.stack(given).mean(0)
+    assert torch.linalg.vector_norm(arrived - expected) < 0.1 * torch.linalg.vector_norm(expected)
