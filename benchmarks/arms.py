@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import rivals
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.demo import run, train
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import GPT
+from powersgd_triton.integrations.local_steps import LocalSteps
 
 DEFAULT_RANK = 16
 MESSAGES = {
@@ -133,9 +134,7 @@ def between_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], Non
 
 
 def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None]:
-    from powersgd_triton.integrations.local_steps import LocalSteps
-
-    def outer(shared: list[Tensor]) -> torch.optim.Optimizer:
+    def outer(shared: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(shared, lr=arm.options["outer"])
 
     config = None
@@ -144,10 +143,8 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
     elif arm.message.isdigit():
         config = PowerSGDConfig(rank=int(arm.message))
     elif arm.message != "exact":
-        config = PowerSGDConfig.from_dict({"codes": arm.message})
-    delay = {"delay": int(arm.options["delay"])} if arm.options["delay"] else {}
-    every, rate = int(arm.options["every"]), arm.options["outer"]
-    sync = LocalSteps(model, config, every=every, outer=None if rate == 1 else outer, **delay)
+        config = PowerSGDConfig(codes=arm.message)
+    sync = LocalSteps(model, config, int(arm.options["every"]), outer, delay=int(arm.options["delay"]))
 
     def then(done: int) -> None:
         sync.step()
