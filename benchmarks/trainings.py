@@ -7,6 +7,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -139,29 +140,29 @@ def points(records: Iterable[Record], name: str, steps: int, workers: int) -> li
     return sorted(found, key=lambda point: -point.bytes_per_step)
 
 
-def front(found: Sequence[Point]) -> list[Point]:
-    """Those that no other one beats in both bytes and loss."""
+def front(found: Sequence[Point], loss: Callable[[Point], float] = attrgetter("loss")) -> list[Point]:
+    """Those that no other one beats in both bytes and loss. ``loss`` returns the loss that is compared."""
     return [
         point
         for point in found
-        if not any(other.loss < point.loss and other.bytes_per_step <= point.bytes_per_step for other in found)
+        if not any(loss(other) < loss(point) and other.bytes_per_step <= point.bytes_per_step for other in found)
     ]
 
 
-def table(found: Sequence[Point], decimals: int) -> str:
-    """Markdown; the front's losses in bold."""
+def table(found: Sequence[Point], decimals: int, best: Sequence[Point] | None = None) -> str:
+    """Markdown; the losses of the best ones in bold, by default of the front."""
     whole = next((point for point in found if point.arm == "allreduce"), None)
     accurate = any(point.accuracies for point in found)
     header = ["arm", "bytes a step and worker", "", "validation loss", "above all-reduce", "seeds"]
     lines = [header[:5] + ["accuracy"] * accurate + header[5:]]
     lines.append(["---"] * len(lines[0]))
-    best = {point.arm for point in front(found)}
+    bold = {point.arm for point in (front(found) if best is None else best)}
     for point in found:
         ratio = (
             "" if whole is None or not point.bytes_per_step else f"{whole.bytes_per_step / point.bytes_per_step:.1f}×"
         )
         above = "" if whole is None else point.above(whole)
-        loss = f"**{point.loss:.{decimals}f}**" if point.arm in best else f"{point.loss:.{decimals}f}"
+        loss = f"**{point.loss:.{decimals}f}**" if point.arm in bold else f"{point.loss:.{decimals}f}"
         if len(point.losses) > 1:
             loss += f" ± {statistics.stdev(point.losses.values()):.{decimals}f}"
         accuracy = [f"{statistics.fmean(point.accuracies):.2f}%" if point.accuracies else ""] * accurate

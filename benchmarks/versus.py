@@ -1,11 +1,11 @@
 """Loss against bytes: a gradient each step, local steps, and other papers' methods, on one model with the same data.
 
 python benchmarks/versus.py run [--arms local:ternary+every5 diloco:fp4+every10 … --seeds 0 1 2 --workers 4 --steps 600]
-python benchmarks/versus.py report
+python benchmarks/versus.py report [--write]
 
 ``run`` trains what is missing, the trainings of ``PLAN`` unless the command line names others, and adds it to
 benchmarks/results/versus.json. It can be interrupted. Trainings of these arms in loss-per-byte.json are not repeated.
-``report`` prints tables and draws the losses against the bytes.
+``report`` prints tables, or replaces those of docs/versus.md, and draws the losses against the bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from benchmarks.markdown import markdown_table
 from benchmarks.trainings import RESULTS, Point
 
 FILE, PICTURE = RESULTS / "versus.json", RESULTS / "versus.png"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "versus.md"
+BEGIN, END = "<!-- versus: begin -->\n", "<!-- versus: end -->"
 BUDGETS = (20, 50, 100, 200, 400)
 SLACK = 0.9
 """An arm may send this much less than its budget says: a number of local steps or of entries is a whole number."""
@@ -133,7 +135,12 @@ def label(arm: str) -> str:
     if gradients is not None:
         return loss_per_byte.label(arm)
     one = Arm.parse(arm)
-    return f"H = {one.options['every']:g}" if "every" in one.options else one.message
+    return f"{one.message}, H = {one.options['every']:g}" if "every" in one.options else one.message
+
+
+def tuned(point: Point) -> float:
+    """Return the loss at seed 0, by which arms are chosen, as rates are tuned there."""
+    return point.losses.get(0, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,21 +176,13 @@ class Comparison:
         return sum(excess) / len(excess) if excess else math.inf
 
     def best(self, method: str, budget: float) -> Point | None:
-        """Return a method's best arm with so many times fewer bytes.
+        """Return a method's best arm with so many times fewer bytes."""
+        those = [point for point in self.of_method(method) if self.ratio(point) >= SLACK * budget]
+        return min(those, key=tuned, default=None)
 
-        As rates are tuned at one seed, arms are compared at their first common seed, 0.
-        """
-        those = [
-            point
-            for point in self.points
-            if family(point.arm) == method and self.ratio(point) >= SLACK * budget and 0 in point.losses
-        ]
-        return min(those, key=lambda point: point.losses[0], default=None)
-
-    def curve(self, method: str) -> list[Point]:
-        """Return a method's Pareto front by seed 0."""
-        those = [point for point in self.points if family(point.arm) == method and 0 in point.losses]
-        return [one for one in those if one is self.best(method, self.ratio(one) / SLACK)]
+    def of_method(self, method: str) -> list[Point]:
+        """Return a method's arms that can be compared with others."""
+        return [point for point in self.points if family(point.arm) == method and math.isfinite(tuned(point))]
 
     def budgets(self) -> str:
         """Markdown: each method's best arm with so many times fewer bytes."""
@@ -213,17 +212,17 @@ def draw(found: Comparison) -> None:
 
     figure, axes = plt.subplots(figsize=(10, 6), layout="constrained")
     for method, colour in COLOURS.items():
-        those = [point for point in found.points if family(point.arm) == method and math.isfinite(found.excess(point))]
+        those = found.of_method(method)
         if not those:
             continue
         marks: dict[str, Any] = {"color": colour, "markersize": 5, "marker": "o", "linestyle": ""}
         axes.plot(*_places(found, those), **{**marks, "alpha": 0.3})
-        curve = found.curve(method)
+        curve = trainings.front(those, tuned)
         axes.plot(*_places(found, curve), **{**marks, "linestyle": "-", "linewidth": 2, "label": NAMES[method]})
         for point in curve:
             if 0 <= found.excess(point) < SHOWN_EXCESS:
                 text: dict[str, Any] = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 9, "color": colour}
-                axes.annotate(label(point.arm), (found.ratio(point), found.excess(point)), **text)
+                axes.annotate(label(point.arm).split(", ")[-1], (found.ratio(point), found.excess(point)), **text)
     for point in found.points:
         if not point.bytes_per_step and math.isfinite(found.excess(point)):
             axes.axhline(found.excess(point), color="black", linestyle=":", linewidth=1, label=NAMES["alone"])
@@ -243,18 +242,31 @@ def _places(found: Comparison, those: Sequence[Point]) -> tuple[list[float], lis
     return [found.ratio(point) for point in those], [found.excess(point) for point in those]
 
 
-def report() -> None:
-    """Print the tables of all trainings, and draw those of the text model with two workers."""
+def report() -> str:
+    """Return the tables of all trainings, and draw those of the text model with two workers."""
     kinds = {(record["model"], record["workers"], record["steps"]) for record in trainings.read(FILE)}
-    for model, workers, steps in sorted(kinds, reverse=True):
+    parts = []
+    # The text model first, few workers first.
+    for model, workers, steps in sorted(kinds, key=lambda kind: (kind[0] != "text", *kind)):
         found = Comparison.of(model, workers, steps)
         if found is None:
             continue
-        decimals = loss_per_byte.MODELS[model].decimals
-        print(f"## {model}, {workers} workers, {steps} steps\n\n{found.budgets()}\n")
-        print(f"{trainings.table(found.points, decimals)}\n")
         if (model, workers, steps) == ("text", 2, 600):
             draw(found)
+        title = f"### {model.capitalize()}, {workers} workers, {steps:,} steps"
+        best = trainings.front([point for point in found.points if math.isfinite(tuned(point))], tuned)
+        table = trainings.table(found.points, loss_per_byte.MODELS[model].decimals, best)
+        parts += [title, found.budgets(), "All arms:", table]
+    return "\n\n".join(parts) + "\n"
+
+
+def replaced(page: str, tables: str) -> str:
+    """Return a page with other tables between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"expected {BEGIN.strip()} and then {END} in the page; they are missing")
+    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
 
 
 def main() -> None:
@@ -265,9 +277,13 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="with --arms (default: 0)")
     parser.add_argument("--steps", type=int, default=600, help="with --arms (default: 600)")
     parser.add_argument("--workers", type=int, default=2, help="with --arms (default: 2)")
+    parser.add_argument("--write", action="store_true", help="with report, replace the tables in docs/versus.md")
     given = parser.parse_args()
     if given.command == "report":
-        report()
+        tables = report()
+        print(tables)
+        if given.write:
+            PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
     elif given.arms:
         run([Trainings(given.model, given.workers, given.steps, dict.fromkeys(given.arms, given.seeds))])
     else:

@@ -167,7 +167,7 @@ def test_families_and_labels() -> None:
     assert [versus.family(text) for text in texts] == [
         *("allreduce", "ours", "local exact", "local low rank", "local codes", "alone")
     ]
-    assert [versus.label(text) for text in texts] == ["", "19×", "H = 5", "H = 2", "H = 5", ""]
+    assert [versus.label(text) for text in texts] == [*("", "19×", "exact, H = 5", "20x, H = 2", "ternary, H = 5", "")]
 
 
 @pytest.fixture
@@ -201,13 +201,23 @@ def test_a_budget_has_each_methods_best(
     monkeypatch.setattr(sys, "argv", ["versus.py", "report"])
     versus.main()
     printed = capsys.readouterr().out
-    assert "| DiLoCo | +30.0 ± 10.0% (20×, H = 20) | – | – | – | – |" in printed
+    assert "| DiLoCo | +30.0 ± 10.0% (20×, fp32, H = 20) | – | – | – | – |" in printed
     # 92 times fewer bytes are as good as 100 times, but not as 200 times.
-    cell = "**+10.0%** (92×, H = 5)"
+    cell = "**+10.0%** (92×, ternary, H = 5)"
     assert f"| local steps, codes | {cell} | {cell} | {cell} | – | – |" in printed
     assert "SparseLoCo" not in printed
     assert "| alone | 0 |  | **1.160** | +16.0% | 1 |" in printed
     assert versus.PICTURE.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_of_the_page_are_replaced() -> None:
+    page = versus.PAGE.read_text(encoding="utf-8")
+    before, after = page.split(versus.BEGIN)[0], page.split(versus.END)[1]
+    written = versus.replaced(page, "| new |")
+    assert written == f"{before}{versus.BEGIN}\n| new |\n{versus.END}{after}"
+    assert versus.replaced(written, "| new |") == written
+    with pytest.raises(ValueError, match="they are missing"):
+        versus.replaced("# A page", "| new |")
 
 
 def test_only_what_no_file_has_is_trained(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
