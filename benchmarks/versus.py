@@ -33,7 +33,7 @@ BEGIN, END = "<!-- versus: begin -->\n", "<!-- versus: end -->"
 BUDGETS = (20, 50, 100, 200, 400)
 SLACK = 0.9
 """An arm may send this much less than its budget says: a number of local steps or of entries is a whole number."""
-SHOWN_EXCESS = 40.0
+SHOWN_EXCESS = 30.0
 """Percent above all-reduce up to which the picture shows losses."""
 
 
