@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,36 +44,36 @@ class Trainings:
     Attributes:
         model: Key of ``loss_per_byte.MODELS``.
         workers, steps: Of each training.
-        arms: {arm: seeds}.
+        seeds: Each arm is trained with each of them.
+        arms: As on the command line.
     """
 
     model: str
     workers: int
     steps: int
-    arms: Mapping[str, Sequence[int]]
+    seeds: Sequence[int]
+    arms: Sequence[str]
 
 
-THREE = (0, 1, 2)
+EACH_STEP = ["allreduce", "ours:19x"]
+CODED = [f"local:ternary+every{every}+outer0.8" for every in (2, 5, 10, 20)]
+EXACT = "local:exact+every5+outer0.8"
+# The best rates of the tuning below.
+BEST = [f"diloco:fp4+every{every}+outer0.5+momentum0.5" for every in (12, 25, 50)]
+BEST += ["sparseloco:512+every5+outer1", "sparseloco:256+every6+outer1", "demo:32+rate0.001"]
+TUNING = [f"diloco:fp32+every10+outer{rate}+momentum0.9" for rate in (0.1, 0.7)]
+TUNING += [f"diloco:fp32+every10+outer{rate}+momentum0.5" for rate in (0.4, 0.5)]
+TUNING += [f"sparseloco:512+every5+outer{rate}" for rate in (0.7, 1.4)]
+TUNING += ["demo:32+rate0.0003", "demo:32+rate0.003", "demo:32+rate0.001+decay0.99"]
+MORE = ["alone", "allreduce+bf16", "torch:1", "ours:100x", "local:20x+every5+outer0.8", EXACT]
+MORE += [f"sparseloco:{message}+outer1" for message in ("256+every3", "512+every2", "64+every15")]
 PLAN = [
-    Trainings(
-        "text",
-        2,
-        600,
-        {
-            **dict.fromkeys(("allreduce", "torch:4", "ours:19x", "ours:51.6x"), THREE),
-            # Rates and momenta at seed 0, then each method's best at more budgets.
-            **{f"diloco:fp32+every10+{outer}": (0,) for outer in ("outer0.7+momentum0.9", "outer0.1+momentum0.9")},
-            **{f"diloco:fp32+every10+outer{rate}+momentum0.5": (0,) for rate in (0.4, 0.5)},
-            **{f"sparseloco:512+every5+outer{rate}": (0,) for rate in (0.7, 1, 1.4)},
-            **{f"demo:32+rate{rate}": (0,) for rate in (0.001, 0.003)},
-            "demo:32+rate0.001+decay0.99": (0,),
-            "alone": (0,),
-            "allreduce+bf16": (0,),
-            "torch:1": (0,),
-            "ours:100x": (0,),
-        },
-    ),
-    Trainings("text", 4, 600, dict.fromkeys(("allreduce", "ours:19x"), (0,))),
+    Trainings("text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *BEST]),
+    Trainings("text", 2, 600, range(1), [*TUNING, *MORE]),
+    Trainings("text", 4, 600, range(1), [*EACH_STEP, *CODED[:3], EXACT]),
+    Trainings("text", 8, 600, range(1), [*EACH_STEP, CODED[1]]),
+    Trainings("text", 2, 3000, range(1), [*EACH_STEP, CODED[2]]),
+    Trainings("digits", 2, 300, range(5), ["allreduce", "ours:40x", "ours:100x", *CODED, EXACT]),
 ]
 
 
@@ -84,12 +84,10 @@ def everything() -> list[trainings.Record]:
 
 def run(wanted: Sequence[Trainings]) -> None:
     """Train what is missing."""
-    for those in wanted:
-        for seed in sorted({seed for seeds in those.arms.values() for seed in seeds}):
-            arms = [arm for arm, seeds in those.arms.items() if seed in seeds]
-            train = loss_per_byte.MODELS[those.model].train
-            others = trainings.read(loss_per_byte.FILE)
-            trainings.run(FILE, those.model, train, arms, [seed], those.steps, those.workers, others)
+    others = trainings.read(loss_per_byte.FILE)
+    for one in wanted:
+        train = loss_per_byte.MODELS[one.model].train
+        trainings.run(FILE, one.model, train, one.arms, one.seeds, one.steps, one.workers, others)
 
 
 NAMES = {
@@ -161,7 +159,8 @@ class Comparison:
         recorded = trainings.read(FILE)
         same = {"model": model, "workers": workers, "steps": steps}
         compared = {record["arm"] for record in recorded if same.items() <= record.items()}
-        compared |= {arm for those in PLAN if (those.model, those.workers) == (model, workers) for arm in those.arms}
+        kind = model, workers, steps
+        compared |= {arm for one in PLAN if (one.model, one.workers, one.steps) == kind for arm in one.arms}
         found = [point for point in trainings.points(everything(), model, steps, workers) if point.arm in compared]
         whole = next((point for point in found if point.arm == "allreduce"), None)
         return None if whole is None else cls(found, whole)
@@ -285,7 +284,7 @@ def main() -> None:
         if given.write:
             PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
     elif given.arms:
-        run([Trainings(given.model, given.workers, given.steps, dict.fromkeys(given.arms, given.seeds))])
+        run([Trainings(given.model, given.workers, given.steps, given.seeds, given.arms)])
     else:
         run(PLAN)
 

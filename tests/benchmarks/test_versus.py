@@ -231,12 +231,12 @@ def test_only_what_no_file_has_is_trained(files: Path, monkeypatch: pytest.Monke
 
     model = loss_per_byte.MODELS["text"]
     monkeypatch.setitem(loss_per_byte.MODELS, "text", dataclasses.replace(model, train=train))
-    wanted = versus.Trainings("text", 2, 600, {"allreduce": (0, 1), "alone": (0,)})
+    wanted = versus.Trainings("text", 2, 600, [0, 1], ["allreduce", "alone"])
     for _ in range(2):
         versus.run([wanted])
-    assert trained == [("alone", 0), ("allreduce", 1)]
+    assert trained == [("alone", 0), ("allreduce", 1), ("alone", 1)]
     with pytest.raises(ValueError, match="expected an arm"):
-        versus.run([versus.Trainings("text", 2, 600, {"nothing": (0,)})])
+        versus.run([versus.Trainings("text", 2, 600, [0], ["nothing"])])
 
 
 @pytest.mark.slow
