@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from benchmarks import loss_against_size, loss_per_byte
+from benchmarks import loss_against_size, loss_per_byte, trainings
 from benchmarks.network import links_report, programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton import PowerSGDConfig
@@ -172,7 +172,7 @@ def _training(name: str, width: int, batch: int, corpus: Corpus) -> Callable[[],
     device = torch.device(settings.device)
     bucket_mb = ONE_BUCKET_MB if arm.method == "torch" else None
     replica: Any
-    replica, _, update = distribute(GPT(width), settings, arm, device, HookTimer(device), bucket_mb)
+    replica, _, update = distribute(GPT(width), settings, device, HookTimer(device), arm, bucket_mb)
     context = replica.no_sync if name == ALONE else contextlib.nullcontext
     generator = torch.Generator().manual_seed(settings.seed + 1 + dist.get_rank())
 
@@ -230,14 +230,14 @@ def train(models: Sequence[str], arms: Sequence[str], steps: int) -> None:
     """Train the arms whose losses are not recorded yet."""
     for model in models:
         width, batch = MODELS[model]
-        trained = functools.partial(loss_per_byte.train_text, width=width, batch=batch)
-        loss_per_byte.run(losses_name(model), trained, arms, [0], steps, WORKERS)
+        trained = functools.partial(trainings.train_text, width=width, batch=batch)
+        trainings.run(loss_per_byte.FILE, losses_name(model), trained, arms, [0], steps, WORKERS)
 
 
 def curves(model: str, steps: int) -> dict[str, list[float]]:
-    """Return {arm: training losses}, each the mean of ``loss_per_byte.CURVE_STEPS`` steps."""
+    """Return {arm: training losses}, each the mean of ``trainings.CURVE_STEPS`` steps."""
     common = {"model": losses_name(model), "seed": 0, "steps": steps, "workers": WORKERS}
-    found = {one["arm"]: one["curve"] for one in loss_per_byte.read() if common.items() <= one.items()}
+    found = {one["arm"]: one["curve"] for one in trainings.read(loss_per_byte.FILE) if common.items() <= one.items()}
     return {arm: found[arm] for arm in TRAINED if arm in found}
 
 
@@ -253,10 +253,10 @@ def report(steps: int) -> None:
         panels[model] = panel
         print(f"{model} parameters\n\n{links_report.steps_table(panel, ALONE, TABLE_RATES)}\n")
         if FP32 in panel.curves:
-            print(f"{links_report.losses_table(panel, FP32, loss_per_byte.CURVE_STEPS, TABLE_RATES)}\n")
+            print(f"{links_report.losses_table(panel, FP32, trainings.CURVE_STEPS, TABLE_RATES)}\n")
     print(links_report.crossovers_table(panels, OURS, (FP32, BF16)))
     print(f"\n{links_report.predictions_table(rows)}")
-    links_report.draw(panels, FEW_ARMS, OURS, (FP32, BF16), TABLE_RATES, loss_per_byte.CURVE_STEPS, PICTURE)
+    links_report.draw(panels, FEW_ARMS, OURS, (FP32, BF16), TABLE_RATES, trainings.CURVE_STEPS, PICTURE)
 
 
 def _rate(text: str) -> float | None:

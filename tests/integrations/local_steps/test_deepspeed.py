@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
+from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.deepspeed_training import result, run_all
 from tests.support.distributed import run
 from tests.support.local_wrappers import (
