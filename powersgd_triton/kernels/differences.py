@@ -30,10 +30,12 @@ def _groups(numel, BLOCKS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _places(block, BITS: tl.constexpr):
-    """Places of the blocks' elements [GROUPS, PARTS, BLOCK // PARTS]."""
+def _places(block, numel, BITS: tl.constexpr):
+    """Places of the blocks' elements [GROUPS, PARTS, BLOCK // PARTS], which of them exist, and how many [GROUPS]."""
     element = tl.arange(0, 8 // BITS)[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
-    return block[:, None, None] * 128 + element[None, :, :]
+    # In 32 bits: masks of 64-bit places take many registers.
+    counts = tl.minimum(numel - block * 128, 128).to(tl.int32)
+    return block[:, None, None] * 128 + element[None, :, :], element[None, :, :] < counts[:, None, None], counts
 
 
 @triton.jit
@@ -96,16 +98,14 @@ def _encode_difference_kernel(
     # Not unrolled: that takes up to three times as many registers.
     for k in range(BLOCKS):
         block = group * BLOCKS + k
-        place = _places(block, BITS)
-        ok = place < numel
+        place, ok, counts = _places(block, numel, BITS)
         own = tl.load(target + place, ok, 0.0).to(tl.float32)
         x = own
         if base is not None:
             x -= _finite(tl.load(base + place, ok, 0.0))
         if BLOCKS > 1:
             # Padding must not lower the mean.
-            counts = tl.minimum(tl.maximum(numel - block * 128, 1), 128).to(tl.float32)
-            size, zero = _ternary(x, counts, GROUPS)
+            size, zero = _ternary(x, tl.maximum(counts, 1).to(tl.float32), GROUPS)
         else:
             size = tl.abs(x)
             size = tl.max(tl.max(tl.where(size < float("inf"), size, float("inf")), axis=2), axis=1)
@@ -146,8 +146,7 @@ def _apply_difference_kernel(
         scale = from_bf16_bits(tl.load(scales + copy * (size // 2) + block, some, 0))[:, None, None]
         code = (both[:, None, :] >> shift[None, :, None]) % NUMBERS
         both = both // NUMBERS
-        place = _places(block, BITS)
-        ok = place < numel
+        place, ok, _ = _places(block, numel, BITS)
         x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale, NUMBERS) * weight
         _store(base + place, x, ok)
 

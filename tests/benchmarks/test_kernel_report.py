@@ -101,8 +101,8 @@ def test_kernels_are_compiled_as_in_a_launch(report: Report):
 
 
 def test_nothing_is_spilled(report: Report):
-    # Two registers of some kernels on sm_120, with any number of warps.
-    allowed = {"sm_120": 8}
+    # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned.
+    allowed = {"sm_80": 8, "sm_120": 8}
     spilled = [
         (row["architecture"], row["kernel"], row["variant"])
         for row in report.rows
