@@ -10,7 +10,7 @@ PYTHON_FRAMEWORKS := .venv-frameworks/bin/python
 INSTALLED_FRAMEWORKS := .venv-frameworks/.installed
 FRAMEWORKS := --constraint constraints.txt --constraint constraints-frameworks.txt
 
-.PHONY: demo demo-deepspeed test test-all test-frameworks faults frameworks check docs bench bench-gpu clean
+.PHONY: demo demo-deepspeed test test-all test-frameworks faults frameworks check docs bench bench-gpu versus clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -58,6 +58,11 @@ bench: $(INSTALLED)
 # Without an installation: python3 -m pytest benchmarks -m gpu. With tests and traces: benchmarks/gpu_session.sh.
 bench-gpu: $(INSTALLED)
 	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m gpu --record gpu
+
+# Trains what benchmarks/results/versus.json lacks, in minutes for each training, and rewrites docs/versus.md's tables.
+versus: $(INSTALLED)
+	$(PYTHON) benchmarks/versus.py run
+	$(PYTHON) benchmarks/versus.py report --write
 
 clean:
 	rm -rf .venv .venv-frameworks build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -12,8 +12,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import arms
 from powersgd_triton.demo.measure import Traffic
-from powersgd_triton.demo.train import Arm, communication
+from powersgd_triton.demo.train import communication
 from powersgd_triton.demo.workers import process_group, run_workers
 
 WIDTHS = (64, 256, 256, 256, 256, 10)
@@ -39,11 +40,11 @@ class Figures:
     bytes_per_step: float
 
 
-def train_arms(arms: Sequence[Arm], seed: int, steps: int, workers: int) -> list[Figures]:
+def train_arms(chosen: Sequence[str], seed: int, steps: int, workers: int) -> list[Figures]:
     """Train each arm, one after the other in the same fresh processes.
 
     Args:
-        arms: ways of averaging gradients.
+        chosen: arms.
         seed: of the model and the batches. Which images are for validation does not depend on it.
         steps: of each training.
         workers: processes.
@@ -52,24 +53,30 @@ def train_arms(arms: Sequence[Arm], seed: int, steps: int, workers: int) -> list
         TimeoutError: the workers did not finish in a generous time.
         torch.multiprocessing.ProcessException: a worker failed.
     """
-    task = functools.partial(_train_all, arms=arms, seed=seed, steps=steps, workers=workers)
-    return run_workers(task, workers, timeout=900 + 0.5 * steps * len(arms))[0]
+    task = functools.partial(_train_all, chosen=chosen, seed=seed, steps=steps, workers=workers)
+    return run_workers(task, workers, timeout=900 + 0.5 * steps * len(chosen))[0]
 
 
 def _train_all(
-    worker: int, arms: Sequence[Arm], seed: int, steps: int, workers: int, store_path: str
+    worker: int, chosen: Sequence[str], seed: int, steps: int, workers: int, store_path: str
 ) -> list[Figures]:  # fmt: skip
     with process_group(worker, workers, torch.device("cpu"), store_path):
-        return [_train(worker, arm, seed, steps) for arm in arms]
+        return [_train(worker, arm, seed, steps) for arm in chosen]
 
 
-def _train(worker: int, arm: Arm, seed: int, steps: int) -> Figures:
+def _train(worker: int, arm: str, seed: int, steps: int) -> Figures:
     images, labels = images_and_labels()
     torch.manual_seed(seed)
     model = perceptron()
-    # One bucket, since torch's hook cannot do more on gloo.
-    replica = DistributedDataParallel(model, bucket_cap_mb=1024)
-    replica.register_comm_hook(*communication(arm, model))
+    replica: nn.Module = model
+    then = None
+    gradients = arms.of_demo(arm)
+    if gradients is None:
+        then = arms.between_steps(model, arms.Arm.parse(arm), steps)
+    else:
+        # One bucket, since torch's hook cannot do more on gloo.
+        replica = DistributedDataParallel(model, bucket_cap_mb=1024)
+        replica.register_comm_hook(*communication(gradients, model))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     generator = torch.Generator().manual_seed(seed + 1 + worker)
@@ -81,7 +88,9 @@ def _train(worker: int, arm: Arm, seed: int, steps: int) -> Figures:
             nn.functional.cross_entropy(replica(images[batch]), labels[batch]).backward()
             optimizer.step()
             schedule.step()
-    return Figures(**validate(model, images, labels), bytes_per_step=traffic.sent / steps)
+            if then is not None:
+                then(schedule.last_epoch)
+    return Figures(**validate(model, images, labels), bytes_per_step=traffic.as_all_reduces / steps)
 
 
 def validate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:

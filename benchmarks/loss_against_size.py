@@ -24,7 +24,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import loss_per_byte
+from benchmarks import loss_per_byte, trainings
 from benchmarks.markdown import markdown_table
 
 STEPS, WORKERS = 300, 2
@@ -40,7 +40,7 @@ LEVELS = (1.0, 2.0, 5.0)
 """Percent above all-reduce's loss."""
 EXTRAPOLATED = (768, 2048, 4096)
 """Widths of GPT-2, and of models of about 1 B and 7 B parameters."""
-PICTURE = loss_per_byte.RESULTS / "loss-against-size.png"
+PICTURE = trainings.RESULTS / "loss-against-size.png"
 
 
 def name(width: int) -> str:
@@ -68,16 +68,18 @@ class Size:
     @classmethod
     def of(cls, width: int) -> Size | None:
         """Return it for a width, or None if nothing is recorded that can be compared."""
-        points = {point.arm: point for point in loss_per_byte.points(name(width), STEPS, WORKERS)}
+        points = {
+            point.arm: point
+            for point in trainings.points(trainings.read(loss_per_byte.FILE), name(width), STEPS, WORKERS)
+        }
         whole = points.get("allreduce")
         if whole is None:
             return None
         excess, errors, seeds = {}, {}, 0
         for point in points.values():
-            shared = point.losses.keys() & whole.losses.keys()
-            if point is whole or point.kind != "budget" or not shared:
+            above = point.excess(whole)
+            if point is whole or loss_per_byte.kind(point.arm) != "budget" or not above:
                 continue
-            above = [100 * (point.losses[seed] / whole.losses[seed] - 1) for seed in shared]
             compression, seeds = whole.bytes_per_step / point.bytes_per_step, max(seeds, len(above))
             excess[compression] = statistics.fmean(above)
             if len(above) > 1:
@@ -166,9 +168,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "run":
         for width in arguments.widths:
-            train = functools.partial(loss_per_byte.train_text, width=width)
+            train = functools.partial(trainings.train_text, width=width)
             arms, seeds = arguments.arms or WIDTHS[width], arguments.seeds or SEEDS.get(width, (0,))
-            loss_per_byte.run(name(width), train, arms, seeds, STEPS, WORKERS)
+            trainings.run(loss_per_byte.FILE, name(width), train, arms, seeds, STEPS, WORKERS)
         return
     sizes = [size for width in arguments.widths if (size := Size.of(width)) is not None and size.excess]
     print(table(sizes))

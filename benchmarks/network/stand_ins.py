@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.network.collectives import Call
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.demo.collectives import Call
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.shares import Shares
 from powersgd_triton.layout.wire_format import WirePlan

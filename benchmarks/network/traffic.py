@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from benchmarks.network.collectives import Call
 from powersgd_triton.comm.cost import Network
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
+from powersgd_triton.demo.collectives import Call
 
 KINDS = {"all_reduce": ALL_REDUCE, "all_to_all_single": ALL_TO_ALL}
 """{function of ``torch.distributed``: kind of a collective}. The others are all-gathers."""

@@ -94,7 +94,7 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.network.collectives import counting
+    from powersgd_triton.demo.collectives import counting
 
     torch.set_num_threads(1)
     # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
@@ -111,7 +111,7 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
     import torch.distributed as dist
     from deepspeed.comm.comm import comms_logger
 
-    from benchmarks.network.collectives import logged_bytes
+    from powersgd_triton.demo.collectives import logged_bytes
     from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
     from powersgd_triton.demo.text import read_corpus, sample_batch
     from powersgd_triton.demo.zero import make_engine

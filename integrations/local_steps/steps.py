@@ -25,7 +25,7 @@ from powersgd_triton.core.facts import common_facts, replicated_facts, saved_fac
 from powersgd_triton.core.handle import FOUND, Folder, Handle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.tuning import refuse_auto
-from powersgd_triton.integrations.local_steps.held import held, levels, local
+from powersgd_triton.integrations.local_steps.held import Held, held, levels, local
 from powersgd_triton.integrations.local_steps.saved import (
     COMMON,
     OWN,
@@ -115,11 +115,14 @@ class LocalSteps(Handle):
         delay: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        # If a worker refuses its model, the others must not wait for it.
-        self._held = together("LocalSteps", lambda: (held(model, group), {}, {}), Communicator(group))
-        node_group = levels(self._held, group, node_group)
-        whole = None if node_group is not None and self._held.node is not None else group
-        communicator = Communicator(whole, self._held.shards, node_group=node_group)
+        def find() -> tuple[tuple[Held, Communicator], Facts, Facts]:
+            found = held(model, group)
+            nodes = levels(found, group, node_group)
+            whole = None if nodes is not None and found.node is not None else group
+            return (found, Communicator(whole, found.shards, node_group=nodes)), {}, {}
+
+        # The other workers would wait for one that has refused its model.
+        self._held, communicator = together("LocalSteps", find, Communicator(group))
 
         def prepare() -> tuple[Engine, Facts, Facts]:
             self.every, self.delay = whole_number("every", every, 1), whole_number("delay", delay)
@@ -192,7 +195,6 @@ class LocalSteps(Handle):
         if self.since:
             self._exchange()
             self._land()
-        # With a delay, nothing was changed while this exchange travelled.
 
     def _exchange(self) -> None:
         """Begin an exchange. Without a delay, finish it."""
@@ -281,8 +283,8 @@ class LocalSteps(Handle):
     def _fragments(self) -> list[list[str]]:
         """Divide the tensors into fragments that travel one after the other."""
         sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
-        total = sum(sizes.values())
-        most = min(FRAGMENT, -(-total // (self.delay - 1))) if self.delay > 1 else total if self.delay else FRAGMENT
+        # With a delay, the next one leaves in the next step, so that the host never waits for the one before.
+        most = -(-sum(sizes.values()) // max(1, self.delay - 1)) if self.delay else FRAGMENT
         fragments: list[list[str]] = [[]]
         filled = 0
         for name, size in sizes.items():

@@ -8,68 +8,69 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.comm import exchange
-from powersgd_triton.ops.wire import Wire
+from powersgd_triton.demo import collectives
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
-# {collective: (position, name) of the argument with the data that this worker sends}.
-_SENT_ARGUMENT = {
-    "all_reduce": (0, "tensor"),
-    "all_gather": (1, "tensor"),
-    "reduce_scatter": (1, "input_list"),
-    "reduce_scatter_tensor": (1, "input"),
-    "reduce_scatter_single": (1, "input"),
-}
-
 
 class Traffic:
-    """Counts the bytes that this process passes to collectives, and those of narrow messages.
-
-    The exchange of a narrow message replaces one all-reduce and counts like one, whichever collectives it takes.
+    """Counts the bytes that this process sends and receives in collectives, each as a ring sends it.
 
     Args:
-        collectives: Names of the collectives to count. Default: all.
+        names: Names of the collectives to count besides those of narrow messages. Default: all. The caller names
+            reduce-scatters without the all-gathers after them, which carry parameters, so a reduce-scatter counts
+            like a whole all-reduce then.
+
+    Attributes:
+        sent, received: Bytes.
+        as_all_reduces: Bytes on a scale on which an all-reduce of B bytes counts B on any number of workers.
     """
 
-    def __init__(self, collectives: Collection[str] | None = None) -> None:
-        self.sent = 0
-        counted = _SENT_ARGUMENT if collectives is None else collectives
-        # Older versions of torch lack some of them.
-        self._names = [name for name in counted if hasattr(dist, name)]
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names = names
+        self._in_exchange = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.sent = self.received = 0
+        self.as_all_reduces = 0.0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count calls of the functions of ``torch.distributed`` inside this block."""
-        originals = {name: getattr(dist, name) for name in self._names}
-        for name, original in originals.items():
-            setattr(dist, name, self._counted(original, *_SENT_ARGUMENT[name]))
         exchange_parts = exchange.exchange_parts
 
-        def counted_exchange(wire: Wire, *args: Any) -> exchange.Schedule:
-            self.sent += len(wire.plan.chunks) * wire.plan.size
-            yield from exchange_parts(wire, *args)
+        def marked(*args: Any) -> exchange.Schedule:
+            schedule = exchange_parts(*args)
+            while True:
+                # Only while it starts a collective: other ones may start before the next part of the exchange.
+                self._in_exchange = True
+                try:
+                    work = next(schedule)
+                except StopIteration:
+                    return
+                finally:
+                    self._in_exchange = False
+                yield work
 
-        setattr(exchange, "exchange_parts", counted_exchange)  # noqa: B010
+        setattr(exchange, "exchange_parts", marked)  # noqa: B010
         try:
-            yield
+            with collectives.counting(self._note):
+                yield
         finally:
             setattr(exchange, "exchange_parts", exchange_parts)  # noqa: B010
-            for name, original in originals.items():
-                setattr(dist, name, original)
 
-    def _counted(self, collective: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            sent = kwargs[keyword] if keyword in kwargs else args[position]
-            tensors = [sent] if isinstance(sent, Tensor) else sent
-            self.sent += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            return collective(*args, **kwargs)
-
-        return counted
+    def _note(self, call: collectives.Call) -> None:
+        if self._names is not None and call.name not in self._names and not self._in_exchange:
+            return
+        halves = 2 if self._names is not None and call.name.startswith("reduce_scatter") else 1
+        self.sent += call.sent
+        self.received += call.received
+        self.as_all_reduces += halves * call.as_all_reduce
 
 
 class HookTimer:
@@ -96,11 +97,12 @@ class HookTimer:
 
         return timed_hook
 
-    def median_ms(self) -> float:
-        """Return the median over steps."""
-        return statistics.median(
+    def median_ms(self) -> float | None:
+        """Return the median over steps. None if the hook was not called."""
+        times = [
             max(_elapsed_ms(start, end) for end in completions) for start, completions in self._steps if completions
-        )
+        ]
+        return statistics.median(times) if times else None
 
 
 def _cuda_now() -> torch.cuda.Event:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from powersgd_triton.demo import report
 from powersgd_triton.demo.parallelism import PARALLELISMS, ZERO_STAGES, check_workers
-from powersgd_triton.demo.train import MODES, Arm, Result, Settings, train_worker
+from powersgd_triton.demo.train import MODES, Arm, Prepare, Result, Settings, distribute, train_worker
 from powersgd_triton.demo.workers import run_workers
 
 BUDGETED = "ours:20x"
@@ -78,13 +78,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def train_arm(settings: Settings, arm: Arm) -> Result:
-    """Train one arm in new processes. Losses are averaged over workers, other figures are those of worker 0.
+    """Train one arm as ``train`` does."""
+    return train(settings, str(arm), functools.partial(distribute, arm=arm))
+
+
+def train(settings: Settings, title: str, prepare: Prepare) -> Result:
+    """Train in new processes. Losses are averaged over workers, other figures are those of worker 0.
+
+    Args:
+        settings: Settings that all arms share.
+        title: Name of the training in its progress bar.
+        prepare: As for ``train_worker``. It must be possible to pickle it.
 
     Raises:
         TimeoutError: The workers did not finish in time.
         torch.multiprocessing.ProcessException: A worker failed.
     """
-    task = functools.partial(train_worker, settings=settings, arm=arm)
+    task = functools.partial(train_worker, settings=settings, title=title, prepare=prepare)
     results = run_workers(task, settings.workers, timeout=900 + 3 * settings.steps)
     losses = [statistics.fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
     return dataclasses.replace(results[0], losses=losses)

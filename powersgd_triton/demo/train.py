@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +22,7 @@ from powersgd_triton.config import AUTO
 from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
 from powersgd_triton.demo.model import CONTEXT, GPT, WIDTH, next_token_loss
 from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, ZERO_STAGES, gradient_bytes, shard
+from powersgd_triton.demo.progress import Progress
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
 from powersgd_triton.demo.workers import process_group
 from powersgd_triton.demo.zero import configuration, make_engine
@@ -132,20 +133,30 @@ class Settings:
         return LEARNING_RATE * WIDTH / self.width
 
 
+Prepared = tuple[nn.Module, nn.Module, Callable[[Tensor], None]]
+"""(model to train, model to validate, function that takes a training step for a loss)."""
+Prepare = Callable[[GPT, Settings, torch.device, "HookTimer"], Prepared]
+"""Makes a model ready for training with other workers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Result:
     """One worker's figures for one arm.
 
     Attributes:
         losses: Training loss of each step, in nats per token.
-        bytes_sent: Bytes passed to collectives up to and including each step.
+        bytes_sent: Bytes in collectives up to and including each step, on a scale on which an all-reduce of B bytes
+            counts B.
+        sent, received: Bytes that this worker sends and receives in a step, as a ring sends them. Means over steps.
         validation_loss: Loss after training, in nats per token.
         gradient_bytes: Bytes of gradients that a worker would send in a step without compression.
-        hook_ms, step_ms: Medians over steps. ``hook_ms`` is None if the model is sharded.
+        hook_ms, step_ms: Medians over steps. ``hook_ms`` is None if there is no hook.
     """
 
     losses: list[float]
-    bytes_sent: list[int]
+    bytes_sent: list[float]
+    sent: float
+    received: float
     validation_loss: float
     gradient_bytes: int
     hook_ms: float | None
@@ -159,24 +170,25 @@ class Result:
     @property
     def compression(self) -> float:
         """Bytes that a worker would send without compression, divided by bytes sent."""
-        return self.gradient_bytes / self.bytes_per_step
+        return self.gradient_bytes / self.bytes_per_step if self.bytes_per_step else math.inf
 
 
-def train_worker(worker: int, settings: Settings, arm: Arm, store_path: str) -> Result:
+def train_worker(worker: int, settings: Settings, title: str, prepare: Prepare, store_path: str) -> Result:
     """Train together with the other workers, which all call this function. Return this worker's figures.
 
     Args:
         worker: Index of this process.
         settings: Settings that all arms share.
-        arm: Way of averaging gradients.
+        title: Name of the training in its progress bar.
+        prepare: Decides how the workers average, for example ``distribute`` with an arm.
         store_path: A file that does not exist yet. The workers find each other through it.
     """
     device = torch.device(settings.device, worker) if settings.device == "cuda" else torch.device(settings.device)
     with process_group(worker, settings.workers, device, store_path):
-        return _train(worker, settings, arm, device)
+        return _train(worker, settings, title, prepare, device)
 
 
-def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> Result:
+def _train(worker: int, settings: Settings, title: str, prepare: Prepare, device: torch.device) -> Result:
     corpus = read_corpus()
     torch.manual_seed(settings.seed)
     model = GPT(settings.width).to(device)
@@ -184,13 +196,13 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
     traffic, timer = Traffic(GRADIENT_COLLECTIVES.get(settings.parallelism)), HookTimer(device)
     generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
     losses: list[float] = []
-    bytes_sent: list[int] = []
+    bytes_sent: list[float] = []
     seconds: list[float] = []
     # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
     with traffic.counting():
-        replica, validated, update = distribute(model, settings, arm, device, timer)
-        traffic.sent = 0
-        with Progress(str(arm), settings.steps, shown=worker == 0) as progress:
+        replica, validated, update = prepare(model, settings, device, timer)
+        traffic.reset()
+        with Progress(title, settings.steps, shown=worker == 0) as progress:
             for _ in range(settings.steps):
                 begin = time.perf_counter()
                 inputs, targets = sample_batch(corpus.training, settings.batch, CONTEXT, generator)
@@ -198,14 +210,16 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
                 update(loss)
                 losses.append(loss.item())
                 seconds.append(time.perf_counter() - begin)
-                bytes_sent.append(traffic.sent)
-                progress.update(losses[-1], traffic.sent)
+                bytes_sent.append(traffic.as_all_reduces)
+                progress.update(losses[-1], traffic.as_all_reduces)
     return Result(
         losses=losses,
         bytes_sent=bytes_sent,
+        sent=traffic.sent / settings.steps,
+        received=traffic.received / settings.steps,
         validation_loss=validation_loss(validated, corpus, device),
         gradient_bytes=gradients,
-        hook_ms=timer.median_ms() if settings.parallelism == "ddp" else None,
+        hook_ms=timer.median_ms(),
         step_ms=statistics.median(seconds) * 1e3,
     )
 
@@ -213,20 +227,20 @@ def _train(worker: int, settings: Settings, arm: Arm, device: torch.device) -> R
 def distribute(
     model: GPT,
     settings: Settings,
-    arm: Arm,
     device: torch.device,
     timer: HookTimer,
+    arm: Arm,
     bucket_mb: float | None = ONE_BUCKET_MB,
-) -> tuple[nn.Module, nn.Module, Callable[[Tensor], None]]:
-    """Return (model to train, model to validate, function that takes a training step for a loss).
+) -> Prepared:
+    """Average gradients in an arm's way.
 
     ``bucket_mb`` is the size of DDP's buckets. None is DDP's default.
     """
-
-    def factor(step: int) -> float:
-        return learning_rate_factor(step, settings.steps)
-
     if settings.parallelism in ZERO_STAGES:
+
+        def factor(step: int) -> float:
+            return learning_rate_factor(step, settings.steps)
+
         engine = make_engine(model, configuration(ZERO_STAGES[settings.parallelism], arm.options), device, factor)
 
         def update_engine(loss: Tensor) -> None:
@@ -243,15 +257,24 @@ def distribute(
     else:
         replica = validated = shard(model, settings.parallelism, arm.options, device)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return replica, validated, stepping(optimizer, settings)
+
+
+def stepping(
+    optimizer: torch.optim.Optimizer, settings: Settings, then: Callable[[int], None] | None = None
+) -> Callable[[Tensor], None]:
+    """Return a function that takes a training step for a loss. It calls ``then`` with the number of steps so far."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
 
     def update(loss: Tensor) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
+        if then is not None:
+            then(schedule.last_epoch)
 
-    return replica, validated, update
+    return update
 
 
 def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
@@ -293,39 +316,3 @@ def validation_loss(model: nn.Module, corpus: Corpus, device: torch.device) -> f
         inputs, targets = sample_batch(corpus.validation, VALIDATION_BATCH, CONTEXT, generator)
         losses.append(next_token_loss(model, inputs.to(device), targets.to(device)).item())
     return statistics.fmean(losses)
-
-
-class Progress:
-    """Shows a progress bar with loss and bytes on a terminal, and prints ten lines elsewhere.
-
-    Args:
-        title: Title of the bar.
-        steps: Number of steps.
-        shown: Whether this worker shows progress.
-    """
-
-    def __init__(self, title: str, steps: int, *, shown: bool) -> None:
-        self._title, self._steps, self._shown = title, steps, shown
-        self._done = 0
-        self._bar: Any = None
-        if shown and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=steps, desc=f"{title:<16}", unit="step", mininterval=0.5)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self, loss: float, bytes_sent: int) -> None:
-        """Count a finished step."""
-        self._done += 1
-        figures = f"loss {loss:.3f}, {bytes_sent / 1e6:.1f} MB sent"
-        if self._bar is not None:
-            self._bar.set_postfix_str(figures, refresh=False)
-            self._bar.update()
-        elif self._shown and self._done * 10 // self._steps > (self._done - 1) * 10 // self._steps:
-            print(f"{self._title:<16} step {self._done}/{self._steps}: {figures}", file=sys.stderr, flush=True)

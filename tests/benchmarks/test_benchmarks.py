@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import digits, loss_per_byte, tune
+from benchmarks import digits, loss_per_byte, trainings, tune
 from benchmarks.shapes import GPU_GRADIENT_SETS, count_parameters
 from benchmarks.targets import targets
 from benchmarks.tracing import WINDOW, read_trace
@@ -157,7 +157,8 @@ def test_digits_that_are_missing_are_trained_and_their_bytes_counted(losses: Pat
     steps = 3
     before = {**loss_record("digits", "torch:4", 0, 0.5, 1e4), "steps": steps}
     losses.write_text(json.dumps([before]))
-    loss_per_byte.run("digits", loss_per_byte.train_digits, ["allreduce", "torch:4", "ours:1"], [0], steps, 2)
+    arms = ["allreduce", "torch:4", "ours:1"]
+    trainings.run(losses, "digits", trainings.train_digits, arms, [0], steps, 2)
     kept, whole, compressed = json.loads(losses.read_text())
     assert kept == before
     assert [whole["arm"], compressed["arm"]] == ["allreduce", "ours:1"]
@@ -199,16 +200,16 @@ def test_report_has_a_table_and_a_panel_for_each_model(
 
 
 def test_arms_are_told_apart_in_the_picture() -> None:
-    points = {arm: loss_per_byte.Point(arm, {0: 1.0}, [], 1.0) for arm in ("allreduce", "torch:4", "ours:2.5x+int8")}
-    points |= {arm: loss_per_byte.Point(arm, {0: 1.0}, [], 1.0) for arm in ("ours:8", "ours:8+alternating+bf16")}
-    assert {arm: (point.width, point.kind, point.label) for arm, point in points.items()} == {
+    arms = ["allreduce", "torch:4", "ours:2.5x+int8", "ours:8", "ours:8+alternating+bf16"]
+    found = {arm: (loss_per_byte.width(arm), loss_per_byte.kind(arm), loss_per_byte.label(arm)) for arm in arms}
+    assert found == {
         "allreduce": ("allreduce", "rank", ""),
         "torch:4": ("torch", "rank", "4"),
         "ours:2.5x+int8": ("int8", "budget", "2.5×"),
         "ours:8": ("fp32", "rank", "8"),
         "ours:8+alternating+bf16": ("bf16", "alternating", "8"),
     }
-    assert {point.width for point in points.values()} <= loss_per_byte.COLOURS.keys()
+    assert {width for width, _, _ in found.values()} <= loss_per_byte.COLOURS.keys()
 
 
 @pytest.mark.parametrize("name", loss_per_byte.MODELS)

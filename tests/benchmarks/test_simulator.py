@@ -15,13 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.buckets import ddp_buckets
 from benchmarks.network import two_levels
-from benchmarks.network.collectives import Call, counting
 from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
 from benchmarks.network.traffic import Traffic
 from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.cost import Network, factor_seconds
 from powersgd_triton.demo import model as text_model
+from powersgd_triton.demo.collectives import Call, counting
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.layout.layout import Layout
 from tests.support.distributed import run
@@ -62,7 +62,7 @@ def counted_steps(worker: int, world_size: int) -> dict[Any, list[Call]]:
             calls: list[Call] = []
             for _ in range(2):
                 calls.clear()
-                with counting(calls):
+                with counting(calls.append):
                     compressor.decompress(compressor.compress({n: torch.randn(shape) for n, shape in SHAPES.items()}))
             found[nodes, node_size, name] = calls
     return found
@@ -85,7 +85,7 @@ def counted_ddp(worker: int, world_size: int) -> tuple[list[Call], list[list[tup
         for _ in range(3):
             calls.clear()
             buckets.clear()
-            with counting(calls):
+            with counting(calls.append):
                 ddp(torch.randn(2, 24)).sum().backward()
     return calls, buckets
 

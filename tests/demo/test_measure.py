@@ -3,21 +3,93 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from powersgd_triton.comm import exchange
 from powersgd_triton.demo.measure import Traffic
 from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 
+ELEMENTS = 100
 
-@pytest.mark.parametrize("owners", [1, 4])
-def test_a_narrow_message_counts_like_one_all_reduce(owners: int, monkeypatch: pytest.MonkeyPatch):
+
+def carry_nothing(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Replace collectives by functions that do nothing, as one of so many workers."""
+    monkeypatch.setattr(dist, "get_world_size", lambda _: workers)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+
+
+def exchange_narrow_message(workers: int) -> int:
+    """As many bytes as an all-reduce of the message would have."""
+    owners = 1 if workers == 2 else workers
+
+    def nothing(*arguments: Any, **keywords: Any) -> None:
+        pass
+
+    wire = types.SimpleNamespace(
+        plan=WirePlan.build(FORMATS["int4"], [(1, 64, 4)], 3, 4, owners), encode=nothing, reduce=nothing, decode=nothing
+    )
+    communicator = types.SimpleNamespace(
+        world_size=workers,
+        index=0,
+        # Looked up at the call, as the communicator does.
+        all_gather=lambda gathered, tensor: dist.all_gather_into_tensor(gathered, tensor),
+        all_to_all=lambda received, sent: dist.all_to_all_single(received, sent),
+    )
+    content = torch.zeros(8)
+    list(exchange.exchange_parts(wire, content, None, content, communicator))  # type: ignore[arg-type]
+    size: int = wire.plan.size
+    return owners * size
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_narrow_message_counts_like_one_all_reduce(workers: int, monkeypatch: pytest.MonkeyPatch):
     """Whether it takes one all-gather of two workers, or an all-to-all and an all-gather."""
-    monkeypatch.setattr(exchange, "exchange_parts", lambda *_: iter(()))
-    wire = types.SimpleNamespace(plan=WirePlan.build(FORMATS["int4"], [(1, 64, 4)], 3, 4, owners))
+    carry_nothing(monkeypatch, workers)
     before, traffic = exchange.exchange_parts, Traffic()
     with traffic.counting():
-        list(exchange.exchange_parts(wire))  # type: ignore[call-arg]
-    assert traffic.sent == owners * wire.plan.size
+        expected = exchange_narrow_message(workers)
+    assert traffic.as_all_reduces == expected
+    assert traffic.sent == traffic.received == 2 * (workers - 1) * expected / workers
     assert exchange.exchange_parts is before
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch):
+    carry_nothing(monkeypatch, workers)
+    tensor, traffic = torch.zeros(ELEMENTS), Traffic()
+    with traffic.counting():
+        dist.all_reduce(tensor)
+    assert traffic.as_all_reduces == 4 * ELEMENTS
+    assert traffic.sent == traffic.received == 2 * (workers - 1) * 4 * ELEMENTS // workers
+    with traffic.counting():
+        dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
+    assert traffic.as_all_reduces == 4 * ELEMENTS * (1 + workers / 2)
+    traffic.reset()
+    assert traffic.sent == traffic.received == traffic.as_all_reduces == 0
+
+
+def test_only_named_collectives_and_narrow_messages_count(monkeypatch: pytest.MonkeyPatch):
+    """A reduce-scatter like a whole all-reduce, since what gathers the parameters is not named."""
+    carry_nothing(monkeypatch, 4)
+    traffic = Traffic(["reduce_scatter_tensor"])
+    with traffic.counting():
+        dist.all_gather_into_tensor(torch.zeros(4 * ELEMENTS), torch.zeros(ELEMENTS))
+        assert traffic.sent == 0
+        dist.reduce_scatter_tensor(torch.zeros(ELEMENTS), torch.zeros(4 * ELEMENTS))
+        assert traffic.as_all_reduces == 4 * 4 * ELEMENTS
+        expected = exchange_narrow_message(4)
+    assert traffic.as_all_reduces == 4 * 4 * ELEMENTS + expected
+
+
+def test_one_worker_sends_nothing(monkeypatch: pytest.MonkeyPatch):
+    carry_nothing(monkeypatch, 1)
+    traffic = Traffic()
+    with traffic.counting():
+        dist.all_reduce(torch.zeros(ELEMENTS))
+    assert traffic.sent == traffic.received == traffic.as_all_reduces == 0

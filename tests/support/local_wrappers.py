@@ -76,7 +76,7 @@ class OddNet(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         image = self.filter(x.view(-1, 2, 2, 3)).reshape(len(x), WIDTH)
-        return super().forward(x + image) + 0.1 * (x.cfloat() @ self.mix).abs().sum(1, keepdim=True)
+        return super().forward(x + image) + 0.1 * (x.to(torch.complex64) @ self.mix).abs().sum(1, keepdim=True)
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ def survives(worker: int, _world_size: int, config: str, delay: int) -> dict[str
             changed.zero_()
             start, begun = shared, shared - local + kept
             dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     sync.finish()
     missing = begun + changed - (start - theta(sync)) - mean(owed(sync))
     return {

@@ -43,6 +43,11 @@ class Call:
     sent: int
     received: int
 
+    @property
+    def as_all_reduce(self) -> float:
+        """Return B if it takes as many bytes as an all-reduce of B bytes. Of one worker, 0."""
+        return max(self.sent, self.received) / _RING["all_reduce"][2](self.workers) if self.workers > 1 else 0.0
+
     @classmethod
     def of(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], workers: int, index: int) -> Call:
         """Count a call of a collective.
@@ -66,17 +71,17 @@ class Call:
 
 
 @contextlib.contextmanager
-def counting(calls: list[Call] | None = None) -> Iterator[collections.Counter[str]]:
+def counting(note: Callable[[Call], object] | None = None) -> Iterator[collections.Counter[str]]:
     """Count the bytes that this worker sends inside this block, by collective of ``torch.distributed``.
 
     A collective on a group of one worker sends nothing. DeepSpeed looks some of them up when it starts, so that the
-    block must begin before. ``calls`` gets each call.
+    block must begin before. ``note`` gets each call.
     """
     sent: collections.Counter[str] = collections.Counter()
     # Older versions of torch lack some of them.
     originals = {name: getattr(dist, name) for name in _RING if hasattr(dist, name)}
     for name, original in originals.items():
-        setattr(dist, name, _counted(name, original, sent, calls))
+        setattr(dist, name, _counted(name, original, sent, note))
     try:
         yield sent
     finally:
@@ -85,14 +90,14 @@ def counting(calls: list[Call] | None = None) -> Iterator[collections.Counter[st
 
 
 def _counted(
-    name: str, collective: Callable[..., Any], sent: collections.Counter[str], calls: list[Call] | None
+    name: str, collective: Callable[..., Any], sent: collections.Counter[str], note: Callable[[Call], object] | None
 ) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")
         call = Call.of(name, args, kwargs, dist.get_world_size(group), dist.get_rank(group))
         sent[name] += call.sent
-        if calls is not None:
-            calls.append(call)
+        if note is not None:
+            note(call)
         return collective(*args, **kwargs)
 
     return counted

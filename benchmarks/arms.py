@@ -1,0 +1,154 @@
+"""Ways for workers to train together: those of the demo, local steps, and methods of other papers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from benchmarks import rivals
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.demo import run, train
+from powersgd_triton.demo.measure import HookTimer
+from powersgd_triton.demo.model import GPT
+from powersgd_triton.integrations.local_steps import LocalSteps
+
+DEFAULT_RANK = 16
+MESSAGES = {
+    "alone": "",
+    "local": r"exact|ternary|int[248]|[1-9]\d*|\d+(\.\d+)?x",
+    "diloco": "fp32|fp4",
+    "sparseloco": r"[1-9]\d*",
+    "demo": r"[1-9]\d*",
+}
+"""{method that the demo does not have: pattern of what it sends}: for ``local`` also a rank, or a budget as in 20x; for
+the last two how many entries of a chunk."""
+OPTIONS: dict[str, dict[str, float | None]] = {
+    "alone": {},
+    "local": {"every": None, "outer": 1.0, "delay": 0.0},
+    "diloco": {"every": None, "outer": 0.7, "momentum": 0.9},
+    "sparseloco": {"every": None, "outer": 1.0, "decay": 0.95},
+    "demo": {"rate": 1e-3, "decay": 0.999},
+}
+"""{method: {option: default}}. An option without a default must be given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A method of ``MESSAGES`` with its settings.
+
+    Attributes:
+        method: Key of ``MESSAGES``.
+        message: What is sent.
+        options: {name: number}, defaults included.
+    """
+
+    method: str
+    message: str
+    options: dict[str, float]
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """Parse an arm, for example 'local:ternary+every5+outer0.8', 'diloco:fp4+every10' or 'demo:32+rate0.001'.
+
+        Raises:
+            ValueError: The text is not such an arm.
+        """
+        found = re.fullmatch(r"([a-z]+)(?::(\w+(?:\.\d+x)?))?((?:\+[a-z]+\d+(?:\.\d+)?)*)", text)
+        method, message = (found[1], found[2] or "") if found else ("", "")
+        options = dict(OPTIONS.get(method, {}))
+        options.update((name, float(value)) for name, value in re.findall(r"\+([a-z]+)([\d.]+)", text))
+        if (
+            method not in MESSAGES
+            or not re.fullmatch(MESSAGES[method], message)
+            or options.keys() != OPTIONS[method].keys()
+            or None in options.values()
+        ):
+            raise ValueError(f"expected an arm of the demo, or one as {cls.forms()}; got {text!r}")
+        return cls(method, message, {name: value for name, value in options.items() if value is not None})
+
+    @staticmethod
+    def forms() -> str:
+        """Return how arms are written."""
+        options = {
+            method: "".join(f"+{name}{'H' if value is None else format(value, 'g')}" for name, value in those.items())
+            for method, those in OPTIONS.items()
+        }
+        return ", ".join(f"{method}:({form}){options[method]}" if form else method for method, form in MESSAGES.items())
+
+
+def of_demo(arm: str) -> train.Arm | None:
+    """Parse an arm that averages gradients in a way of the demo. None for other arms."""
+    return train.Arm.parse(arm, DEFAULT_RANK) if re.split("[:+]", arm)[0] in train.METHODS else None
+
+
+def check(arm: str) -> None:
+    """Raise ValueError if the text is not an arm."""
+    if of_demo(arm) is None:
+        Arm.parse(arm)
+
+
+def train_text(settings: train.Settings, arm: str) -> train.Result:
+    """Train the demo's model in an arm's way, in new processes."""
+    return run.train(settings, arm, functools.partial(prepare, arm=arm))
+
+
+def prepare(
+    model: GPT, settings: train.Settings, device: torch.device, timer: HookTimer, arm: str
+) -> train.Prepared:  # fmt: skip
+    """Make the demo's model ready for training in an arm's way, as ``train_worker`` wants it."""
+    gradients = of_demo(arm)
+    if gradients is not None:
+        return train.distribute(model, settings, device, timer, gradients)
+    one = Arm.parse(arm)
+    if one.method == "demo":
+        rate, decay = one.options["rate"], one.options["decay"]
+        demo = rivals.DeMo(list(model.parameters()), rate, int(one.message), decay, train.WEIGHT_DECAY)
+        return model, model, train.stepping(demo, settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=train.WEIGHT_DECAY)
+    return model, model, train.stepping(optimizer, settings, between_steps(model, one, settings.steps))
+
+
+def between_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None] | None:
+    """Return what follows each step of a worker's own optimizer. It is called with the number of steps so far.
+
+    Args:
+        model: This worker's model.
+        arm: Way of averaging parameters.
+        steps: Of the training.
+    """
+    options = arm.options
+    if arm.method == "alone":
+        return None
+    if arm.method == "local":
+        return _local_steps(model, arm, steps)
+    if arm.method == "sparseloco":
+        mean: rivals.Mean = rivals.SparseMean(int(arm.message), options["decay"])
+    else:
+        mean = {"fp32": rivals.exact_mean, "fp4": rivals.mean_in_4_bits}[arm.message]
+    return rivals.Rounds(model, int(options["every"]), mean, options["outer"], options.get("momentum", 0.0))
+
+
+def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None]:
+    def outer(shared: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(shared, lr=arm.options["outer"])
+
+    config = None
+    if arm.message.endswith("x"):
+        config = PowerSGDConfig(compression=float(arm.message[:-1]))
+    elif arm.message.isdigit():
+        config = PowerSGDConfig(rank=int(arm.message))
+    elif arm.message != "exact":
+        config = PowerSGDConfig(codes=arm.message)
+    sync = LocalSteps(model, config, int(arm.options["every"]), outer, delay=int(arm.options["delay"]))
+
+    def then(done: int) -> None:
+        sync.step()
+        if done == steps:
+            sync.finish()
+
+    return then
