@@ -62,8 +62,6 @@ def ddp_gives_its_node(_worker: int, _world_size: int) -> tuple[bool, set[tuple[
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
     setup.train(range(EVERY), sync)
     setup.train(range(EVERY - 1), sync)
-    for buffer in setup.model.module.buffers():
-        buffer.requires_grad_(False)
     with watched() as groups:
         sync.step()
     return sync._engine.communicator.inside is not None, set(groups)
@@ -186,8 +184,10 @@ def test_bf16_parameters_follow_shared_ones_in_fp32(found: Any, kind: str) -> No
 
 
 def test_the_workers_of_a_ddp_node_share_an_exchange(found: Any) -> None:
-    for inside, *_ in outcome(found, "levels"):
+    for worker, (inside, groups) in enumerate(outcome(found, "levels")):
+        first = worker // NODE * NODE
         assert inside
+        assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < groups
 
 
 def test_gradients_may_be_compressed_inside_a_node(found: Any) -> None:
