@@ -72,7 +72,8 @@ class OddNet(Net):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.mix = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
-        self.filter = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.filter = nn.Conv2d(2, 2, 3, padding=1)
+        self.filter.weight.data = self.filter.weight.data.contiguous(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         image = self.filter(x.view(-1, 2, 2, 3)).reshape(len(x), WIDTH)

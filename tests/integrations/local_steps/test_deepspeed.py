@@ -139,7 +139,7 @@ QUICK = ("stage 1", "stage 2, bf16", "BF16_Optimizer")
 
 def named(name: str) -> dict[str, Any]:
     """Cases of one kind of engine."""
-    cases = {
+    cases: dict[str, Any] = {
         f"trains {name}": functools.partial(trains, **KINDS[name]),
         f"conserves {name}": functools.partial(conserves, "deepspeed", CODED, **KINDS[name]),
     }

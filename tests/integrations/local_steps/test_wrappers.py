@@ -18,6 +18,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
 from tests.support.local_wrappers import (
     BUILD,
     EVERY,
+    NODE,
     STEPS,
     TERNARY,
     WORKERS,
