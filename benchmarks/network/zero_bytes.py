@@ -134,12 +134,13 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
     train(steps)
     dist.barrier()
     passed = own_counters() - before
+    logged = _logged_bytes(comms_logger.comms_dict)
     engine.destroy()
     return Row(
         arm,
         stage,
         collectives=sent.total() / steps,
-        logged=_logged_bytes(comms_logger.comms_dict) / steps,
+        logged=logged / steps,
         sent=passed.sent / steps,
         received=passed.received / steps,
         calls={name: size / steps for name, size in sent.items()},
@@ -151,7 +152,7 @@ def _logged_bytes(logged: Mapping[str, Mapping[int, list[Any]]]) -> float:
     from powersgd_triton.demo.collectives import RING
 
     sizes = {name: sum(size * record[0] for size, record in records.items()) for name, records in logged.items()}
-    return sum(round(size * RING[name][2](WORKERS)) for name, size in sizes.items() if name in RING)
+    return float(sum(round(size * RING[name][2](WORKERS)) for name, size in sizes.items() if name in RING))
 
 
 def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
