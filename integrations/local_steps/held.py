@@ -231,9 +231,8 @@ def _check_apart(inner: dist.ProcessGroup, group: dist.ProcessGroup | None, wrap
     exchanging = dist.get_process_group_ranks(group or dist.group.WORLD)
     if {*workers} & {*exchanging} != {dist.get_rank()}:
         raise ValueError(
-            f"{wrapper} averages gradients over the workers {workers} in every step, and LocalSteps averages what the "
-            f"workers {exchanging} have changed, where it expects worker {dist.get_rank()} and none of the others: "
-            f"{advice}"
+            f"{wrapper} averages gradients over the workers {workers} in every step, and LocalSteps averages changes "
+            f"over the workers {exchanging}. They must have worker {dist.get_rank()} in common, and no other: {advice}"
         )
 
 

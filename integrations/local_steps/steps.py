@@ -137,7 +137,8 @@ class LocalSteps(Handle):
             if self._held.flat and config is not None and chosen.codes is None:
                 raise ValueError(
                     "DeepSpeed's workers own parts of several parameters in a row, which are no matrices of low rank: "
-                    f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got {config}'
+                    f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got rank={config.rank}, '
+                    f"compression={config.compression}, bytes_per_step={config.bytes_per_step}"
                 )
             tensors = dict(self._held.tensors())
             if not any(map(math.prod, self._shapes.values())):

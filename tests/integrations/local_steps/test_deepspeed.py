@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -104,12 +105,11 @@ def refuses() -> dict[str, str]:
         return "accepted"
 
     def everywhere() -> Any:
+        net = Net().requires_grad_()
         config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
-        return deepspeed.initialize(
-            model=Net(),
-            config=config | {"zero_allow_untested_optimizer": True},
-            optimizer=torch.optim.SGD(Net().requires_grad_().parameters(), lr=RATE),
-        )[0]
+        optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+        config["zero_allow_untested_optimizer"] = True
+        return deepspeed.initialize(model=net, config=config, optimizer=optimizer)[0]
 
     def compressed() -> Any:
         from powersgd_triton.integrations import deepspeed as adapter
@@ -134,55 +134,79 @@ REFUSED = {
     "compressed": "compresses gradients within its node.*take the section out",
     "rank": "no matrices of low rank: give codes",
 }
-CASES: dict[str, Any] = {"clips": clips, "refuses": refuses}
-for name, options in KINDS.items():
-    CASES[f"trains {name}"] = functools.partial(trains, **options)
-    CASES[f"conserves {name}"] = functools.partial(conserves, "deepspeed", CODED, **options)
-for name in ("stage 2", "BF16_Optimizer"):
-    CASES[f"resumes {name}"] = functools.partial(resumes, "deepspeed", **KINDS[name])
-for name in ("stage 1", "stage 2"):
-    CASES[f"averages {name}"] = functools.partial(equals_averaging, "deepspeed", **KINDS[name])
+QUICK = ("stage 1", "stage 2, bf16", "BF16_Optimizer")
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run(run_all, WORKERS, [(name, case, ()) for name, case in CASES.items()])
+def named(name: str) -> dict[str, Any]:
+    """Cases of one kind of engine."""
+    cases = {
+        f"trains {name}": functools.partial(trains, **KINDS[name]),
+        f"conserves {name}": functools.partial(conserves, "deepspeed", CODED, **KINDS[name]),
+    }
+    if name in RESUMED:
+        cases[f"resumes {name}"] = functools.partial(resumes, "deepspeed", **KINDS[name])
+    if name in AVERAGED:
+        cases[f"averages {name}"] = functools.partial(equals_averaging, "deepspeed", **KINDS[name])
+    return cases
 
 
-@pytest.mark.parametrize("name", ["stage 1", "stage 2"])
-def test_exact_messages_average_the_replicas(found: Any, name: str) -> None:
-    for difference, learned, inside in result(found, f"averages {name}"):
+AVERAGED = ("stage 1", "stage 2")
+RESUMED = ("stage 2, bf16", "stage 2", "BF16_Optimizer")
+
+
+@functools.cache
+def results(*, slow: bool) -> list[dict[str, Any]]:
+    kinds = [name for name in KINDS if (name in QUICK) is not slow]
+    cases = {} if slow else {"clips": clips, "refuses": refuses}
+    cases |= {key: case for name in kinds for key, case in named(name).items()}
+    return run(run_all, WORKERS, [(name, case, ()) for name, case in cases.items()])
+
+
+def of(kind: str, case: str) -> list[Any]:
+    """Results of a case for a kind of engine."""
+    return result(results(slow=kind not in QUICK), f"{case} {kind}")
+
+
+def each(kinds: Iterable[str]) -> Any:
+    return pytest.mark.parametrize(
+        "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+    )
+
+
+@each(AVERAGED)
+def test_exact_messages_average_the_replicas(kind: str) -> None:
+    for difference, learned, inside in of(kind, "averages"):
         assert difference <= 1e-5 < 0.01 < learned
         assert inside
 
 
-def test_gradients_are_clipped_within_a_node(found: Any) -> None:
-    for difference, clipped in result(found, "clips"):
+def test_gradients_are_clipped_within_a_node() -> None:
+    for difference, clipped in result(results(slow=False), "clips"):
         assert difference <= 1e-5 < 0.01 < clipped
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_nothing_is_lost_and_all_workers_have_the_same_bits(found: Any, name: str) -> None:
-    for seen in result(found, f"conserves {name}"):
+@each(KINDS)
+def test_nothing_is_lost_and_all_workers_have_the_same_bits(kind: str) -> None:
+    for seen in of(kind, "conserves"):
         assert {key: missing for key, (missing, _) in seen.items() if not missing <= 3e-6} == {}
         assert {key for key, (_, same) in seen.items() if not same} == set()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_nodes_learn_together_and_communicate_in_exchanges_only(found: Any, name: str) -> None:
-    for seen in result(found, f"trains {name}"):
+@each(KINDS)
+def test_nodes_learn_together_and_communicate_in_exchanges_only(kind: str) -> None:
+    for seen in of(kind, "trains"):
         assert seen["crossing"] == 0
         assert seen["same"]
         assert seen["follow"] == 0
         assert seen["fell to"] < 0.5
 
 
-@pytest.mark.parametrize("name", ["stage 2", "BF16_Optimizer"])
-def test_a_resumed_round_goes_on_with_the_same_bits(found: Any, name: str) -> None:
-    assert all(all(seen.values()) for seen in result(found, f"resumes {name}"))
+@each(RESUMED)
+def test_a_resumed_round_goes_on_with_the_same_bits(kind: str) -> None:
+    assert all(all(seen.values()) for seen in of(kind, "resumes"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(found: Any, name: str) -> None:
-    for texts in result(found, "refuses"):
+def test_what_is_refused(name: str) -> None:
+    for texts in result(results(slow=False), "refuses"):
         assert re.search(REFUSED[name], texts[name], re.DOTALL), texts[name]

@@ -18,7 +18,6 @@ from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
 from tests.support.local_wrappers import (
     BUILD,
     EVERY,
-    NODE,
     STEPS,
     TERNARY,
     WORKERS,
@@ -57,16 +56,15 @@ def trains_in_bf16(kind: str) -> bool:
     return torch.equal(setup.flat(), theta(sync).bfloat16()) and same_bits(theta(sync), setup.mean_over)
 
 
-def ddp_gives_its_node(_worker: int, _world_size: int) -> tuple[bool, int, int]:
-    """Whether sums take two levels, and the bytes that an exchange sends across nodes and within them."""
+def ddp_gives_its_node(_worker: int, _world_size: int) -> tuple[bool, set[tuple[int, ...]]]:
+    """Whether sums take two levels, and the workers of the collectives that carry an exchange."""
     setup = in_ddp(Net())
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
+    setup.train(range(EVERY), sync)
     setup.train(range(EVERY - 1), sync)
-    setup.advance(*(torch.zeros(8, 12), torch.zeros(8, 5)))
     with watched() as groups:
         sync.step()
-    crossing = {group for group in groups if len({worker // NODE for worker in group}) > 1}
-    return sync._engine.communicator.inside is not None, len(crossing), len(groups)
+    return sync._engine.communicator.inside is not None, set(groups)
 
 
 def refuses(worker: int, _world_size: int) -> dict[str, str]:
@@ -82,14 +80,14 @@ def refuses(worker: int, _world_size: int) -> dict[str, str]:
     def in_fsdp1() -> Any:
         return FullyShardedDataParallel(nn.Linear(4, 4), process_group=node(), device_id=torch.device("cpu"))
 
-    def alone() -> Any:
-        return in_ddp(Net()).model if worker else "no model"
+    def one_worker() -> Any:
+        return Net() if worker else "no model"
 
     found = {
         "DDP over all": attempt(lambda: DistributedDataParallel(Net())),
         "DDP over all, group": attempt(lambda: DistributedDataParallel(Net()), across()),
         "DDP, group of the node": attempt(lambda: in_ddp(Net()).model, node()),
-        "one worker": attempt(alone, across()),
+        "one worker": attempt(one_worker),
         "HSDP": attempt(lambda: fully_shard(Net(), mesh=mesh()), across()),
         "FSDP2, no group": attempt(lambda: in_fsdp2(Net()).model),
         "FSDP1": attempt(in_fsdp1, across()),
@@ -105,8 +103,8 @@ def refuses(worker: int, _world_size: int) -> dict[str, str]:
 REFUSED = {
     "DDP over all": r"DistributedDataParallel averages gradients over the workers \[0, 1, 2, 3\] in every step.*"
     "process_group=node",
-    "DDP over all, group": r"LocalSteps averages what the workers \[\d, \d\] have changed.*group=across",
-    "DDP, group of the node": "expects worker . and none of the others",
+    "DDP over all, group": r"LocalSteps averages changes over the workers \[\d, \d\].*group=across",
+    "DDP, group of the node": "must have worker . in common, and no other",
     "one worker": "model must be a torch.nn.Module; got str",
     "HSDP": r'has a replicate dimension.*give fully_shard mesh\["shard"\], and LocalSteps group=mesh\["replicate"\]',
     "FSDP2, no group": r'fully_shard averages gradients over the workers.*group=mesh\["replicate"\]',
@@ -186,8 +184,10 @@ def test_bf16_parameters_follow_shared_ones_in_fp32(found: Any, kind: str) -> No
 
 
 def test_the_workers_of_a_ddp_node_share_an_exchange(found: Any) -> None:
-    for inside, *_ in outcome(found, "levels"):
+    for worker, (inside, groups) in enumerate(outcome(found, "levels")):
+        first = worker // NODE * NODE
         assert inside
+        assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < groups
 
 
 def test_gradients_may_be_compressed_inside_a_node(found: Any) -> None:
