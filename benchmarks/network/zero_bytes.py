@@ -111,7 +111,6 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
     import torch.distributed as dist
     from deepspeed.comm.comm import comms_logger
 
-    from powersgd_triton.demo.collectives import logged_bytes
     from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
     from powersgd_triton.demo.text import read_corpus, sample_batch
     from powersgd_triton.demo.zero import make_engine
@@ -135,17 +134,25 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
     train(steps)
     dist.barrier()
     passed = own_counters() - before
-    logged = logged_bytes(comms_logger.comms_dict, WORKERS)
+    logged = _logged_bytes(comms_logger.comms_dict)
     engine.destroy()
     return Row(
         arm,
         stage,
         collectives=sent.total() / steps,
-        logged=sum(logged.values()) / steps,
+        logged=logged / steps,
         sent=passed.sent / steps,
         received=passed.received / steps,
         calls={name: size / steps for name, size in sent.items()},
     )
+
+
+def _logged_bytes(logged: Mapping[str, Mapping[int, list[Any]]]) -> float:
+    """Return the bytes in the dictionary of DeepSpeed's logger, {collective: {bytes of its message: [times, …]}}."""
+    from powersgd_triton.demo.collectives import RING
+
+    sizes = {name: sum(size * record[0] for size, record in records.items()) for name, records in logged.items()}
+    return float(sum(round(size * RING[name][2](WORKERS)) for name, size in sizes.items() if name in RING))
 
 
 def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # {collective: (position and name of the argument counted, bytes sent for each of its bytes by W workers)}. Of reduce
 # and broadcast a worker sends at most that much.
-_RING: dict[str, tuple[int, str, Callable[[int], float]]] = {
+RING: dict[str, tuple[int, str, Callable[[int], float]]] = {
     "all_reduce": (0, "tensor", lambda workers: 2 * (workers - 1) / workers),
     "all_gather": (1, "tensor", lambda workers: workers - 1),
     "all_gather_into_tensor": (1, "input_tensor", lambda workers: workers - 1),
@@ -46,19 +46,19 @@ class Call:
     @property
     def as_all_reduce(self) -> float:
         """Return B if it takes as many bytes as an all-reduce of B bytes. Of one worker, 0."""
-        return max(self.sent, self.received) / _RING["all_reduce"][2](self.workers) if self.workers > 1 else 0.0
+        return max(self.sent, self.received) / RING["all_reduce"][2](self.workers) if self.workers > 1 else 0.0
 
     @classmethod
     def of(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], workers: int, index: int) -> Call:
         """Count a call of a collective.
 
         Args:
-            name: Key of ``_RING``.
+            name: Key of ``RING``.
             args, kwargs: Arguments of the collective.
             workers: Number of workers of the group.
             index: Index of this worker in the group.
         """
-        position, keyword, factor = _RING[name]
+        position, keyword, factor = RING[name]
         argument = kwargs[keyword] if keyword in kwargs else args[position]
         tensors = [argument] if isinstance(argument, Tensor) else argument
         if kwargs.get("input_split_sizes"):
@@ -79,7 +79,7 @@ def counting(note: Callable[[Call], object] | None = None) -> Iterator[collectio
     """
     sent: collections.Counter[str] = collections.Counter()
     # Older versions of torch lack some of them.
-    originals = {name: getattr(dist, name) for name in _RING if hasattr(dist, name)}
+    originals = {name: getattr(dist, name) for name in RING if hasattr(dist, name)}
     for name, original in originals.items():
         setattr(dist, name, _counted(name, original, sent, note))
     try:
@@ -101,14 +101,3 @@ def _counted(
         return collective(*args, **kwargs)
 
     return counted
-
-
-def logged_bytes(logged: Mapping[str, Mapping[int, list[Any]]], workers: int) -> dict[str, int]:
-    """Return the bytes in DeepSpeed's communication log, by collective, as a ring of ``workers`` sends them.
-
-    Args:
-        logged: The dictionary of DeepSpeed's logger: {collective: {bytes of its message: [times, …]}}.
-        workers: Number of workers of all groups.
-    """
-    sizes = {name: sum(size * record[0] for size, record in records.items()) for name, records in logged.items()}
-    return {name: round(size * _RING[name][2](workers)) for name, size in sizes.items() if name in _RING}

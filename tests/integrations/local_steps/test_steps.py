@@ -274,7 +274,7 @@ def test_one_worker():
         sync.step()
     assert not torch.equal(flat(net), start)
     assert sync.iteration == 2
-    assert "every 2 steps" in str(sync.report())
+    assert "An exchange comes every 2 steps" in str(sync.report())
     with pytest.raises(TypeError, match="have no loss scale"):
         sync.attach(torch.amp.GradScaler("cpu"))
 
