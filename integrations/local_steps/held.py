@@ -189,7 +189,7 @@ def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamesp
     """Return the ``mpu`` with which DeepSpeed trains within a node, so that nodes can take local steps.
 
     DeepSpeed then averages gradients, divides its optimizer's states, and computes norms of gradients within ``node``
-    only. The batch sizes of its configuration are those of a node.
+    only. The batch sizes of its configuration are those of a node. ::
 
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=node_mpu(node, across))
         sync = LocalSteps(engine, PowerSGDConfig(codes="ternary"), group=across)
