@@ -18,7 +18,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.agreement import DisagreementError
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.integrations.local_steps import LocalSteps
-from powersgd_triton.integrations.local_steps.steps import Outer
+from powersgd_triton.integrations.local_steps.replica import Outer
 from tests.support.distributed import outcome, run, run_cases
 from tests.support.local_steps import CONFIGS, TERNARY, backward, flat, mean, model, owed
 
