@@ -232,6 +232,15 @@ class LocalSteps(Handle):
         """Return copies {name: θ} of the shared parameters, in at least fp32, with the same bits on all workers."""
         return {name: theta.clone() for name, theta in self._replica.theta().items()}
 
+    def error(self) -> Tensors:
+        """Return copies {name: E} of this worker's errors, what it has not sent yet of its changes, as θ is shaped.
+
+        If sums take two levels, E is what the node has not sent yet of this worker's part, and zero elsewhere. The
+        result has no tensors of which nothing was sent, and is empty without error feedback.
+        """
+        theta, shapes = self._replica.theta(), self._replica.held.shapes
+        return {name: without_padding(E.view(shapes[name]), theta[name]) for name, E in super().error().items()}
+
     def report(self) -> RankReport:
         """Return how tensors are sent, and the bytes of an exchange. ``print`` shows a table."""
         return dataclasses.replace(super().report(), every=self.every)
@@ -257,7 +266,7 @@ class LocalSteps(Handle):
         self._land()
         engine = self._engine
         engine.memory.materialize(engine.step, engine.memory.buckets())
-        errors, saved = engine.memory.error(engine.step), engine.state_dict()
+        errors, saved = super().error(), engine.state_dict()
         parts = {name: {"shared": shared} for name, shared in self.shared().items()}
         for name, error in errors.items():
             parts[name]["own_error"] = error

@@ -27,6 +27,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.integrations.names import is_deepspeed
 from tests.support.deepspeed_training import configuration
 from tests.support.distributed import folder
+from tests.support.local_steps import owed, theta
 
 WORKERS, NODE = 4, 2
 STEPS, EVERY = 9, 3
@@ -220,20 +221,6 @@ def mean(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
-
-
-def owed(sync: Any) -> Tensor:
-    """This worker's error, as ``Setup.flat`` is laid out. Zero where nothing is owed."""
-    errors = sync.error()
-    found = []
-    for name, shared in sync.shared().items():
-        padded = errors[name].view(sync._shapes[name]) if name in errors else torch.zeros_like(shared)
-        found.append(padded[tuple(slice(size) for size in shared.shape)].reshape(-1))
-    return torch.cat(found)
-
-
-def theta(sync: Any) -> Tensor:
-    return torch.cat([shared.reshape(-1) for shared in sync.shared().values()])
 
 
 def same_bits(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:

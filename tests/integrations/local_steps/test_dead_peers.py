@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.distributed import run
-from tests.support.local_steps import CONFIGS, backward, flat, mean, model, owed
+from tests.support.local_steps import CONFIGS, backward, flat, mean, model, owed, theta
 
 EVERY, DEATH = 4, 10
-
-
-def theta(sync: LocalSteps) -> Tensor:
-    return torch.cat([shared.reshape(-1) for shared in sync.shared().values()])
 
 
 def survives(worker: int, _world_size: int, config: str, delay: int) -> dict[str, Any]:

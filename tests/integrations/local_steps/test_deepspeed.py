@@ -19,6 +19,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.deepspeed_training import result, run_all
 from tests.support.distributed import run
+from tests.support.local_steps import theta
 from tests.support.local_wrappers import (
     EVERY,
     RATE,
@@ -34,7 +35,6 @@ from tests.support.local_wrappers import (
     node,
     resumes,
     same_bits,
-    theta,
     watched,
 )
 

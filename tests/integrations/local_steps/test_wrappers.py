@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.agreement import DisagreementError
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
+from tests.support.local_steps import theta
 from tests.support.local_wrappers import (
     BUILD,
     EVERY,
@@ -34,7 +35,6 @@ from tests.support.local_wrappers import (
     real,
     resumes,
     same_bits,
-    theta,
     watched,
 )
 from tests.support.sharded_training import in_one_group, outcome
