@@ -127,7 +127,8 @@ def wire_cases(full: bool, dry: bool) -> list[Case]:
 def difference_cases(full: bool, dry: bool) -> list[Case]:
     """The kernels that encode and apply differences of parameters, beside a plain copy of as many bytes."""
     sets = TINY_GRADIENT_SETS if dry else GPU_GRADIENT_SETS
-    widths, dtypes = (("int8", "int4", "int2"), tuple(DTYPES)) if full else (("int2", "int8"), ("bf16",))
+    widths = ("int8", "int4", "int2", "ternary") if full else ("int2", "int8", "ternary")
+    dtypes = tuple(DTYPES) if full else ("bf16",)
     return [
         Case(gradients, 0, dtype, provider, f"{phase} {width}")
         for gradients, dtype, width, phase, provider in itertools.product(

@@ -150,12 +150,18 @@ def _wire_launches(launches: Configuration, rank: int, width: str) -> Iterator[V
 
 
 def _difference_launches(name: str, dtype: torch.dtype, aligned: bool) -> Iterator[Variant]:
-    """Launch the coding of differences between fp32 and copies; unaligned where rows have an odd number of elements."""
+    """Launch the coding of differences between fp32 and copies, and of whole copies, which keep what is not sent.
+
+    Rows with an odd number of elements are unaligned.
+    """
     width, numel = DIFFERENCES[name], 4096 if aligned else 4097
     target, copies = torch.zeros(numel), torch.zeros(2, numel, dtype=dtype)
     content = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
     with recording(run=False) as recorded:
-        differences.encode_triton(target, copies[not aligned], width, content[0])
+        # The second of two unaligned rows starts at an odd element.
+        copy = copies[0 if aligned else 1]
+        differences.encode_triton(target, copy, width, content[0])
+        differences.encode_triton(copy, None, width, content[0], subtract=True)
         differences.apply_triton(content, width, copies)
     label = f"differences {name}, {str(dtype).removeprefix('torch.')}{'' if aligned else ', unaligned'}"
     yield from _different(recorded, label)

@@ -7,7 +7,6 @@ powersgd.load(folder)
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -20,6 +19,7 @@ from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
+from powersgd_triton.integrations.names import is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import fewer
 
@@ -61,13 +61,13 @@ def attach(
     config = chosen(config, options)
     if not isinstance(model, nn.Module):
         raise TypeError(_not_wrapped(model))
-    bare = _unwrapped(model)
+    bare = uncompiled(model)
     reference = _attached.get(bare)
     state = None if reference is None else reference()
     if state is None:
         state = _compress(bare, config, node_group)
         _attached[bare] = weakref.ref(state)
-        if not _is_deepspeed(bare):
+        if not is_deepspeed(bare):
             # DeepSpeed's adapter has said it.
             announce(_describe(state))
     elif config is not None and config != state.config:
@@ -101,7 +101,7 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     # powersgd_triton would wait for it.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    if _is_deepspeed(model):
+    if is_deepspeed(model):
         from powersgd_triton.integrations import deepspeed
 
         state = deepspeed.enable(model, config, node_group=node_group)
@@ -144,24 +144,12 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     raise TypeError(_not_wrapped(model))
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model without what ``torch.compile`` wraps around it."""
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        model = inner
-    return model
-
-
-def _is_deepspeed(model: nn.Module) -> bool:
-    engine: Any = sys.modules.get("deepspeed.runtime.engine")
-    return engine is not None and isinstance(model, engine.DeepSpeedEngine)
-
-
 def _not_wrapped(model: object) -> str:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     for name, module in modules.items():
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or _is_deepspeed(module):
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or is_deepspeed(module):
             return f"attach expects the wrapped model; {type(model).__name__} has one as {name!r}: attach that"
     return (
         f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import loss_against_size, loss_per_byte, trainings
+from benchmarks.arms import prepare
 from benchmarks.network import links_report, programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton import PowerSGDConfig
@@ -62,8 +63,11 @@ TRAINED = (
     *(f"{OURS}+alternating", f"{OURS}+alternating+int8"),
 )
 AUTO = "ours:auto"
+EVERY = 10
+LOCAL = (f"local:ternary+every{EVERY}", *(f"local:ternary+every{EVERY}+delay{delay}" for delay in (1, 2)))
+"""Local steps. An exchange begins and ends within a turn, since the warm-up takes some steps of a round."""
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]
-ARMS = (ALONE, *TRAINED, AUTO, *SHARDED)
+ARMS = (ALONE, *TRAINED, AUTO, *SHARDED, *LOCAL)
 """Arms of the demo, which train with DDP unless the demo's name of another parallelism comes first."""
 FEW_ARMS = (ALONE, FP32, BF16, OURS)
 RATES: dict[float | None, Sequence[str]] = {
@@ -119,7 +123,9 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name in task["models"]:
         times = _compute_times(MODELS[name][0])
         arms = {arm: _training(arm, *MODELS[name], corpus) for arm in task["arms"]}
-        found = turns.take_turns(name, arms, task["turns"], task["limit"])
+        # Steps without communication are measured as those of local steps, to compare them.
+        rounds = dict.fromkeys((ALONE, *LOCAL), EVERY) if any(arm in LOCAL for arm in arms) else {}
+        found = turns.take_turns(name, arms, task["turns"], task["limit"], rounds)
         if ALONE in task["arms"]:
             alone = next(statistics.median(one["seconds"]) for one in found if one["arm"] == ALONE)
             job = Job(_buckets(MODELS[name][0]), 4, alone, network)
@@ -137,7 +143,7 @@ def _buckets(width: int) -> list[dict[str, tuple[int, ...]]]:
 
 def _config(arm: str) -> PowerSGDConfig | None:
     """Return the configuration of an arm that compresses with DDP. None for the others."""
-    if " " in arm or not arm.startswith("ours") or arm == AUTO:
+    if " " in arm or arm in LOCAL or not arm.startswith("ours") or arm == AUTO:
         return None
     return PowerSGDConfig(**(Arm.parse(arm, RANK).options or {}))
 
@@ -165,14 +171,18 @@ def predict(arm: str, job: Job, times: Mapping[tuple[str | None, str], ComputeTi
 def _training(name: str, width: int, batch: int, corpus: Corpus) -> Callable[[], None]:
     """Return a function that trains one step. All arms begin with the same model and see the same data."""
     parallelism, text = ("ddp", FP32) if name == ALONE else name.split() if " " in name else ("ddp", name)
-    arm = Arm.parse(text, RANK)
     # The schedule of the learning rate must not end.
     settings = Settings(10**6, WORKERS, "cpu", parallelism=parallelism, width=width, batch=batch)
     torch.manual_seed(settings.seed)
     device = torch.device(settings.device)
-    bucket_mb = ONE_BUCKET_MB if arm.method == "torch" else None
+    model, timer = GPT(width), HookTimer(device)
     replica: Any
-    replica, _, update = distribute(GPT(width), settings, device, HookTimer(device), arm, bucket_mb)
+    if name in LOCAL:
+        replica, _, update = prepare(model, settings, device, timer, name)
+    else:
+        arm = Arm.parse(text, RANK)
+        bucket_mb = ONE_BUCKET_MB if arm.method == "torch" else None
+        replica, _, update = distribute(model, settings, device, timer, arm, bucket_mb)
     context = replica.no_sync if name == ALONE else contextlib.nullcontext
     generator = torch.Generator().manual_seed(settings.seed + 1 + dist.get_rank())
 

@@ -85,7 +85,11 @@ def measure(
 
 
 def take_turns(
-    model: str, arms: Mapping[str, Callable[[], None]], turns: int, limit: float = math.inf
+    model: str,
+    arms: Mapping[str, Callable[[], None]],
+    turns: int,
+    limit: float = math.inf,
+    rounds: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
     """Train as one worker. Return bytes of its node and times of its steps, for each arm. Runs inside a node.
 
@@ -94,7 +98,10 @@ def take_turns(
         arms: {arm: function that trains one step}, the same on all workers.
         turns: Most turns of an arm.
         limit: Seconds of steps after which an arm takes no further turn. Each takes one.
+        rounds: {arm: number of steps} of arms that do not communicate in every step. Such an arm takes turns of whole
+            rounds, and the mean over a round counts as the time of a step.
     """
+    rounds = rounds or {}
     for step in arms.values():
         # Groups connect and DDP makes its final buckets.
         for _ in range(WARMUP_STEPS):
@@ -103,13 +110,13 @@ def take_turns(
     for _ in range(turns):
         for arm, step in arms.items():
             if not _is_spent(seconds[arm], limit):
-                passed[arm] += _take_turn(step, seconds[arm])
+                passed[arm] += _take_turn(step, seconds[arm], rounds.get(arm, 1))
     return [
         {
             "model": model,
             "arm": arm,
-            "sent": passed[arm].sent / len(seconds[arm]),
-            "received": passed[arm].received / len(seconds[arm]),
+            "sent": passed[arm].sent / (len(seconds[arm]) * rounds.get(arm, 1)),
+            "received": passed[arm].received / (len(seconds[arm]) * rounds.get(arm, 1)),
             "seconds": seconds[arm],
         }
         for arm in arms
@@ -123,15 +130,16 @@ def _is_spent(seconds: Sequence[float], limit: float) -> bool:
     return bool(spent)
 
 
-def _take_turn(step: Callable[[], None], seconds: list[float]) -> Counters:
-    """Train some steps, add their times to ``seconds``, and return what passed this node's interface."""
+def _take_turn(step: Callable[[], None], seconds: list[float], steps: int) -> Counters:
+    """Train some rounds, add the times of their steps to ``seconds``, and return what passed this node's interface."""
     dist.barrier()
     before = own_counters()
     # Nobody sends before all have read.
     dist.barrier()
-    for _ in range(TURN):
+    for _ in range(-(-TURN // steps)):
         begin = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begin)
+        for _ in range(steps):
+            step()
+        seconds.append((time.perf_counter() - begin) / steps)
     dist.barrier()
     return own_counters() - before

@@ -22,7 +22,7 @@ from powersgd_triton.integrations.ddp.names import ParameterNames
 from powersgd_triton.integrations.ddp.pickles import torchs_logger
 from powersgd_triton.integrations.ddp.unused import UnusedParameters
 from powersgd_triton.integrations.ddp.views import BucketViews
-from powersgd_triton.integrations.names import plain_name
+from powersgd_triton.integrations.names import plain_name, uncompiled
 from powersgd_triton.ranks.report import RankReport
 
 
@@ -135,7 +135,7 @@ class PowerSGDState(Handle):
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.next_stats_report = 0
         # A compiled DDP model is one.
-        module = getattr(module, "_orig_mod", module)
+        module = uncompiled(module)
         names = ParameterNames(module)
         if config.planned and names.shapes() is None:
             raise ValueError(

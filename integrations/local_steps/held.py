@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.ops.gradients import as_real
+from powersgd_triton.integrations.names import is_deepspeed, plain_name, uncompiled
 
-Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
+Named = Iterator[tuple[str, Tensor]]
+Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a worker holds of a model.
+    """What a worker holds of a model. All tensors are real, and writing to them changes the model.
 
     Attributes:
         tensors: Yields (name, tensor) of all that the optimizer changes: this worker's parts of the parameters, or of
-            DeepSpeed's fp32 copies of them. Complex tensors as real ones. Not kept, since frameworks may replace them.
+            DeepSpeed's fp32 copies of them. Not kept, since frameworks may replace them.
+        shapes: {name: shape} of the largest part that a worker of this replica has. If rows do not divide evenly among
+            the workers, the last ones have smaller parts, or none.
         buffers: Yields (name, tensor) of the buffers.
+        frozen: Yields (name, tensor) of the parameters that the optimizer does not change.
         refresh: Called after the tensors were changed.
         shards: Workers that hold the other parts of this replica.
         node: Workers that take the same steps as this one, so that they hold the same values. None for no others.
+        flat: Whether the tensors are parts of several parameters in a row, so that they are no matrices.
     """
 
-    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
-    buffers: Callable[[], Iterator[tuple[str, Tensor]]]
+    tensors: Callable[[], Named]
+    shapes: dict[str, Shape]
+    buffers: Callable[[], Named]
+    frozen: Callable[[], Named]
     refresh: Callable[[], None] = lambda: None
     shards: Sequence[dist.ProcessGroup] = ()
     node: dist.ProcessGroup | None = None
+    flat: bool = False
 
 
 def held(model: nn.Module, group: dist.ProcessGroup | None) -> Held:
@@ -43,98 +51,188 @@ def held(model: nn.Module, group: dist.ProcessGroup | None) -> Held:
 
     Raises:
         TypeError: The model is not a module, or is wrapped in something that is not supported.
-        ValueError: The model's wrapper communicates with the workers of ``group`` in every step.
+        ValueError: The model's wrapper communicates with the workers of ``group`` in every step, or its configuration
+            is not supported.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-        model = inner
-    if _is_deepspeed(model):
+    model = uncompiled(model)
+    if is_deepspeed(model):
         return _of_deepspeed(model, group)
     if isinstance(model, DistributedDataParallel):
-        _check_apart(model.process_group, group, "DistributedDataParallel", "process_group=")
-        inner = model.module
-        return Held(lambda: _parameters(inner), lambda: _buffers(inner), node=model.process_group)
-    modules = list(model.modules())
-    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
-        raise TypeError("local steps support FSDP2 (fully_shard), and not FullyShardedDataParallel: use fully_shard")
-    if any(isinstance(module, FSDPModule) for module in modules):
+        _check_apart(
+            model.process_group,
+            group,
+            "DistributedDataParallel",
+            "give DistributedDataParallel process_group=node, the workers of this node, and LocalSteps group=across, "
+            "the workers with this index on all nodes",
+        )
+        return _of_parameters(model.module, node=model.process_group)
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError("local steps support fully_shard (FSDP2); got FullyShardedDataParallel: use fully_shard")
+        if isinstance(module, DistributedDataParallel) or is_deepspeed(module):
+            raise TypeError(
+                f"expected the wrapped model; got {type(model).__name__}, which has one as {name!r}: give LocalSteps "
+                "that"
+            )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         return _of_fsdp2(model, group)
-    if any(isinstance(module, DistributedDataParallel) for module in modules):
-        raise TypeError("expected the whole model; got one that has a DistributedDataParallel inside: give that")
-    return Held(lambda: _parameters(model), lambda: _buffers(model))
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise TypeError("parameters that are DTensors are supported with fully_shard only; got some without it")
+    return _of_parameters(model)
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield plain_name(name), as_real(parameter.detach())
+def local(tensor: Tensor) -> Tensor:
+    """Return this worker's part of a tensor, as a view that is real. Complex [...] becomes real [..., 2]."""
+    from torch.distributed.tensor import DTensor
+
+    part = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return torch.view_as_real(part) if part.is_complex() else part
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _of_parameters(model: nn.Module, before: Callable[[], None] = lambda: None, **rest: Any) -> Held:
+    """Return what a worker holds of a model whose parameters are what the optimizer changes. ``rest``: as in Held."""
+
+    def parameters(*, trainable: bool) -> Named:
+        before()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad is trainable:
+                yield plain_name(name), local(parameter)
+
+    return Held(
+        lambda: parameters(trainable=True),
+        {plain_name(name): _largest_part(p) for name, p in model.named_parameters() if p.requires_grad},
+        lambda: _buffers(model),
+        lambda: parameters(trainable=False),
+        **rest,
+    )
+
+
+def _buffers(model: nn.Module) -> Named:
     for name, buffer in model.named_buffers():
-        yield plain_name(name), as_real(buffer.detach())
+        yield plain_name(name), local(buffer)
+
+
+def _largest_part(parameter: Tensor) -> Shape:
+    """Return the shape of ``local(parameter)`` on the worker with the largest part."""
+    from torch.distributed.tensor import DTensor
+
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for placement, workers in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                shape[dim] = -(-shape[dim] // workers)
+    return (*shape, 2) if parameter.is_complex() else tuple(shape)
 
 
 def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> Held:
-    from torch.distributed.tensor import DTensor
-
     from powersgd_triton.integrations.fsdp2.replicas import reshard
     from powersgd_triton.integrations.fsdp2.units import worker_groups
 
+    advice = 'give fully_shard mesh["shard"], and LocalSteps group=mesh["replicate"].get_group()'
     replicas, shards = worker_groups(model, None)
     if replicas is not None:
         raise ValueError(
-            "FSDP averages the gradients over the replicas of this mesh in every step: apply fully_shard to "
-            'mesh["shard"] only, and give LocalSteps group=mesh["replicate"].get_group()'
+            "the model's mesh has a replicate dimension, so that gradients are averaged over the workers "
+            f"{dist.get_process_group_ranks(replicas)} in every step, which leaves no local steps: {advice}"
         )
     for shard in shards:
-        _check_apart(shard, group, "fully_shard", 'mesh["shard"] and group=mesh["replicate"].get_group():')
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        # After a forward pass without gradients, the root's parameters are still whole.
-        reshard(model)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                yield plain_name(name), as_real(local.detach())
-
-    return Held(tensors, lambda: _buffers(model), shards=shards)
-
-
-def _is_deepspeed(model: nn.Module) -> bool:
-    engine: Any = sys.modules.get("deepspeed.runtime.engine")
-    return engine is not None and isinstance(model, engine.DeepSpeedEngine)
+        _check_apart(shard, group, "fully_shard", advice)
+    # After a forward pass without gradients, the root's parameters are still whole.
+    reshard(model)
+    return _of_parameters(model, lambda: reshard(model), shards=shards)
 
 
 def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> Held:
-    from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
+    from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer
 
-    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    stage, optimizer, module = int(engine.zero_optimization_stage()), engine.optimizer, engine.module
     if stage not in (1, 2):
         raise ValueError(
-            f"local steps support DeepSpeed's ZeRO stages 1 and 2, whose workers each own fp32 parameters; got {stage}"
+            "local steps need DeepSpeed's ZeRO stage 1 or 2, where each worker owns the fp32 copies of some "
+            f'parameters; got stage {stage}: set "zero_optimization": {{"stage": 2}}'
         )
-    workers = engine.data_parallel_group
-    _check_apart(workers, group, "DeepSpeed", "an mpu whose data-parallel group is the node, and group=")
+    if engine.pipeline_parallelism:
+        raise ValueError("local steps do not support pipeline parallelism; got DeepSpeed's PipelineEngine")
+    if getattr(engine, "powersgd", None) is not None:
+        raise ValueError(
+            'the engine compresses gradients within its node, since its configuration has the section "powersgd". The '
+            "checkpoints of several nodes would overwrite each other's errors of gradients: take the section out. "
+            "LocalSteps compresses what crosses nodes"
+        )
+    workers = averaging_group(engine)
+    _check_apart(
+        workers, group, "DeepSpeed", "give deepspeed.initialize mpu=node_mpu(node, across), and LocalSteps group=across"
+    )
     attribute = "fp32_groups_flat_partition" if is_bf16_optimizer(optimizer) else "single_partition_of_fp32_groups"
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
+    def tensors() -> Named:
         for index, partition in enumerate(getattr(optimizer, attribute)):
             yield f"group {index}", partition.detach()
 
-    return Held(tensors, lambda: _buffers(engine.module), optimizer.update_lp_params, shards=[workers])
+    def frozen() -> Named:
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                yield plain_name(name), local(parameter)
+
+    shapes = {name: tuple(partition.shape) for name, partition in tensors()}
+    refresh = optimizer.update_lp_params
+    return Held(tensors, shapes, lambda: _buffers(module), frozen, refresh, shards=[workers], flat=True)
+
+
+def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamespace:
+    """Return the ``mpu`` with which DeepSpeed trains within a node, so that nodes can take local steps.
+
+    DeepSpeed then averages gradients, divides its optimizer's states, and computes norms of gradients within ``node``
+    only. The batch sizes of its configuration are those of a node. ::
+
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=node_mpu(node, across))
+        sync = LocalSteps(engine, PowerSGDConfig(codes="ternary"), group=across)
+
+    Args:
+        node: The workers of this worker's node. Of a mesh [nodes, workers of a node]: ``mesh.get_group(1)``.
+        across: The workers with this worker's index on all nodes: ``mesh.get_group(0)``.
+
+    Raises:
+        ValueError: The groups have more workers in common than this one.
+    """
+    shared = {*dist.get_process_group_ranks(node)} & {*dist.get_process_group_ranks(across)}
+    if shared != {dist.get_rank()}:
+        raise ValueError(
+            "node and across must have this worker in common, and no other; got the workers "
+            f"{dist.get_process_group_ranks(node)} and {dist.get_process_group_ranks(across)}"
+        )
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: node,
+        get_data_parallel_group_ranks=lambda: dist.get_process_group_ranks(node),
+        get_data_parallel_rank=lambda: dist.get_rank(node),
+        get_data_parallel_world_size=lambda: dist.get_world_size(node),
+        # Size and index make DeepSpeed write the checkpoints of a node to files of its own, and divide the number of
+        # workers by that of the nodes. But norms of gradients are summed over this group, and nodes have their own.
+        get_model_parallel_group=lambda: alone,
+        get_model_parallel_rank=lambda: dist.get_rank(across),
+        get_model_parallel_world_size=lambda: dist.get_world_size(across),
+        # With an index above 0, parameters would not count in the norm of the gradients.
+        get_tensor_model_parallel_group=lambda: alone,
+        get_tensor_model_parallel_rank=lambda: 0,
+        get_tensor_model_parallel_world_size=lambda: 1,
+    )
 
 
 def _check_apart(inner: dist.ProcessGroup, group: dist.ProcessGroup | None, wrapper: str, advice: str) -> None:
     """Check that a wrapper communicates within one participant of the local steps only."""
-    shared = {*dist.get_process_group_ranks(inner)} & {*dist.get_process_group_ranks(group or dist.group.WORLD)}
-    if shared != {dist.get_rank()}:
+    workers = dist.get_process_group_ranks(inner)
+    exchanging = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if {*workers} & {*exchanging} != {dist.get_rank()}:
         raise ValueError(
-            f"{wrapper} communicates with the workers {sorted(shared)} in every step, so that they cannot take local "
-            f"steps: use {advice} the workers that are to exchange what they have changed"
+            f"{wrapper} averages gradients over the workers {workers} in every step, and LocalSteps averages changes "
+            f"over the workers {exchanging}. They must have worker {dist.get_rank()} in common, and no other: {advice}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton import checkpoint
+from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.core.saved_state import listing
 
 KEY = "local_steps"
@@ -118,10 +118,10 @@ def joined(common: Path, own: Path) -> dict[str, Any]:
         ValueError: They do not belong together.
         OSError: A file cannot be read.
     """
-    state = checkpoint.load(common)
+    state = load_file(common)
     if not own.exists():
         return state
-    mine = checkpoint.load(own)
+    mine = load_file(own)
     if state.get(KEY, {}).get("mark") != mine.get(KEY, {}).get("mark"):
         raise ValueError(
             f"{own.name} and {common.name} in {common.parent} were not saved together, for example because saving was "

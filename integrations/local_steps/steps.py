@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from powersgd_triton import checkpoint
 from powersgd_triton.checkpoint import StateDict, opened
+from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
-from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.nodes import NodeGroup
+from powersgd_triton.comm.communicator import Communicator, travel_device
+from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
 from powersgd_triton.core.handle import FOUND, Folder, Handle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.tuning import refuse_auto
-from powersgd_triton.integrations.local_steps.held import held, levels
+from powersgd_triton.integrations.local_steps.flight import Flight
+from powersgd_triton.integrations.local_steps.held import Held, held, levels
+from powersgd_triton.integrations.local_steps.replica import Outer, Replica, Tensors, averaging, without_padding
 from powersgd_triton.integrations.local_steps.saved import (
     COMMON,
     OWN,
@@ -38,31 +38,10 @@ from powersgd_triton.integrations.local_steps.saved import (
     without,
 )
 from powersgd_triton.layout.layout import sizes
-from powersgd_triton.ops.host_copy import HostCopy
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import RankReport
 
-logger = logging.getLogger("powersgd_triton.integrations.local_steps")
-
-Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Returns an optimizer of the shared parameters. Their gradient is the mean of shared − local parameters."""
-
-FRAGMENT = 1 << 25
-"""Elements of the model that are exchanged at a time, since an exchange needs memory for several copies of them."""
-
-LARGEST = 1e30
-"""Magnitude of changes from which on they count as not finite, since sums of them might not be."""
-
-NOTHING = "nothing"
-"""Stands for the tensors of a worker whose shards are empty."""
-
 T = TypeVar("T")
-Tensors = dict[str, Tensor]
-
-
-def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that sets the shared parameters to the mean of the local ones."""
-    return torch.optim.SGD(parameters, lr=1.0)
 
 
 class LocalSteps(Handle):
@@ -104,6 +83,8 @@ class LocalSteps(Handle):
 
     Attributes:
         every: Number of steps from one exchange to the next. Change it at the same step on all workers.
+        outer: The optimizer of θ, for example for a schedule of its learning rate.
+        steps, since: Number of steps so far, and since the last exchange began.
     """
 
     def __init__(
@@ -118,10 +99,14 @@ class LocalSteps(Handle):
         delay: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self._held = held(model, group)
-        node_group = levels(self._held, group, node_group)
-        whole = None if node_group is not None and self._held.node is not None else group
-        communicator = Communicator(whole, self._held.shards, node_group=node_group)
+        def find() -> tuple[tuple[Held, Communicator], Facts, Facts]:
+            found = held(model, group)
+            nodes = levels(found, group, node_group)
+            whole = None if nodes is not None and found.node is not None else group
+            return (found, Communicator(whole, found.shards, node_group=nodes)), {}, {}
+
+        # The other workers would wait for one that has refused its model.
+        found, communicator = together("LocalSteps", find, Communicator(group))
 
         def prepare() -> tuple[Engine, Facts, Facts]:
             self.every, self.delay = whole_number("every", every, 1), whole_number("delay", delay)
@@ -133,31 +118,40 @@ class LocalSteps(Handle):
                 raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
             if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-            tensors = dict(self._held.tensors())
-            if not tensors:
+            if found.flat and config is not None and chosen.codes is None:
+                raise ValueError(
+                    "DeepSpeed's workers own parts of several parameters in a row, which are no matrices of low rank: "
+                    f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got rank={config.rank}, '
+                    f"compression={config.compression}, bytes_per_step={config.bytes_per_step}"
+                )
+            tensors = dict(found.tensors())
+            if not any(map(math.prod, found.shapes.values())):
                 raise ValueError("the model has no parameters that require gradients")
-            self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            engine = Engine(chosen, communicator, lambda: self._shapes, codes=True)
-            self._shared = {
-                name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
-                for name, tensor in tensors.items()
+            if communicator.world_size > 1:
+                check_groups(communicator.group, communicator.node_group)
+            engine = Engine(chosen, communicator, lambda: found.shapes, codes=True)
+            self._replica = Replica(found, outer or averaging, communicator, device)
+            own = {
+                "every": self.every,
+                "delay": self.delay,
+                "outer": repr(self._replica.outer),
+                "states": optimizer is not None,
             }
-            self.outer = (outer or averaging)(list(self._shared.values()))
-            if not isinstance(self.outer, torch.optim.Optimizer):
-                raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.outer).__name__}")
-            own = {"every": self.every, "delay": self.delay, "outer": repr(self.outer), "states": optimizer is not None}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in tensors.items()}
-            return engine, own | common_facts(chosen, 0), dtypes | replicated_facts(chosen, self._shapes, engine.plan)
+            return engine, own | common_facts(chosen, 0), dtypes | replicated_facts(chosen, found.shapes, engine.plan)
 
-        self._device = next((tensor.device for _, tensor in self._held.tensors()), torch.device("cpu"))
-        super().__init__(together("LocalSteps", prepare, communicator, self._device))
-        self._optimizer = optimizer
+        device = next((tensor.device for _, tensor in found.tensors()), torch.device("cpu"))
+        if device.type == "cpu" and dist.is_initialized():
+            # Offloaded parameters are exchanged from the GPU, if the group is one of GPUs.
+            device = travel_device(communicator.group)
+        super().__init__(together("LocalSteps", prepare, communicator, device))
+        self._device, self._optimizer, self.outer = device, optimizer, self._replica.outer
         # Steps since the last exchange began, and steps in all.
         self.since = self.steps = 0
         # The exchange under way.
         self._flight: Flight | None = None
-        self._finite: HostCopy | None = None
-        self._begin_equal()
+        with torch.no_grad():
+            self._replica.begin_equal()
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -183,182 +177,69 @@ class LocalSteps(Handle):
         if self.since:
             self._exchange()
             self._land()
-        # With a delay, nothing was changed while this exchange travelled.
 
     def _exchange(self) -> None:
         """Begin an exchange. Without a delay, finish it."""
         self._land()
-        flight = self._differences()
-        self._average_exactly(flight.finite)
-        self._flight = flight
+        differences, finite = self._replica.differences()
+        self._replica.average_exactly(finite, self._optimizer)
+        begun = self._replica.copies(finite) if self.delay else None
+        self._flight = Flight(self._engine, differences, self.delay, self.since, begun)
         self.since = 0
-        if not self.delay:
-            self._land()
-        else:
-            self._send(flight, flight.fragments[:1])
+        self._travel()
 
     def _travel(self) -> None:
         """Advance the exchange under way by one step."""
-        flight = self._flight
-        assert flight is not None
-        flight.steps += 1
-        if flight.steps >= self.delay:
-            self._land()
-        elif flight.sent < len(flight.fragments):
-            self._send(flight, flight.fragments[flight.sent : flight.sent + 1])
-        else:
-            self._engine.advance(finish=False)
+        if self._flight is not None and self._flying(self._flight.travel):
+            self._arrive(self._flight)
 
     def _land(self) -> None:
         """Finish the exchange under way, if there is one, and go on from what it has changed."""
-        flight = self._flight
-        if flight is None:
-            return
+        if self._flight is not None:
+            self._flying(self._flight.finish)
+            self._arrive(self._flight)
+
+    def _flying(self, act: Callable[[], T]) -> T:
+        """Advance the exchange under way. If that fails, the next exchange sends what this one has not."""
         try:
-            self._send(flight, flight.fragments[flight.sent :])
-            self._engine.advance(finish=True)
+            return act()
         except BaseException:
-            # The local parameters still have all changes. The next exchange sends them.
-            self._flight, self.since = None, self.since + flight.steps_before
+            assert self._flight is not None
+            self.since += self._flight.since
+            self._flight = None
             raise
+
+    def _arrive(self, flight: Flight) -> None:
         self._flight = None
-        for name, parameter in self._shared.items():
-            parameter.grad = flight.differences[name].view_as(parameter)
-        self.outer.step()
-        self.outer.zero_grad()
-        for name, tensor in self._held.tensors():
-            shared = self._shared[name].detach()
-            if flight.begun is not None:
-                # Keep what was changed since.
-                shared = shared + (tensor.to(shared.dtype) - flight.begun[name])
-            tensor.copy_(shared)
-        self._held.refresh()
+        self._replica.update(flight.differences, flight.begun)
         self._check()
-
-    def _differences(self) -> Flight:
-        """Return θ − local parameters, with zeros if this worker's are not finite; it then gets θ."""
-        differences: Tensors = {}
-        for name, tensor in self._held.tensors():
-            start = self._start(name, tensor)
-            differences[name] = (start - tensor.to(start.dtype)).contiguous()
-        finite = self._is_finite(differences.values())
-        begun: Tensors | None = {} if self.delay else None
-        for name, tensor in self._held.tensors():
-            difference = differences[name]
-            difference.copy_(torch.where(finite, difference, 0))
-            if begun is not None:
-                start = self._start(name, tensor)
-                begun[name] = torch.where(finite, tensor.to(start.dtype), start)
-                tensor.copy_(begun[name])
-        return Flight(differences, self._fragments(), finite, begun, steps_before=self.since)
-
-    def _start(self, name: str, tensor: Tensor) -> Tensor:
-        """Return θ as it was rounded into the local parameters."""
-        shared = self._shared[name].detach()
-        return shared.to(tensor.dtype).to(shared.dtype)
-
-    def _is_finite(self, differences: Iterable[Tensor]) -> Tensor:
-        """Return whether this worker's replica is finite, as a bool scalar on the device."""
-        largest = [torch.linalg.vector_norm(each, math.inf) for each in differences if each.numel()]
-        finite = torch.ones((), dtype=torch.bool, device=self._device)
-        if largest:
-            finite = (torch.stack([each.double() for each in largest]) < LARGEST).all()
-        if self._engine.communicator.others:
-            flag = finite.int()
-            for shards in self._engine.communicator.others:
-                shards.minimum(flag)
-            finite = flag > 0
-        if self._finite is not None and not self._finite.numbers():
-            logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
-        # Read in the next exchange, so that the host does not wait for the device now.
-        self._finite = HostCopy(finite)
-        return finite
-
-    def _fragments(self) -> list[list[str]]:
-        """Divide the tensors into fragments that travel one after the other."""
-        sizes = {name: math.prod(shape) for name, shape in self._shapes.items()}
-        total = sum(sizes.values())
-        most = min(FRAGMENT, -(-total // (self.delay - 1))) if self.delay > 1 else total if self.delay else FRAGMENT
-        fragments: list[list[str]] = [[]]
-        filled = 0
-        for name, size in sizes.items():
-            if not size:
-                continue
-            if fragments[-1] and filled + size > most:
-                fragments.append([])
-                filled = 0
-            fragments[-1].append(name)
-            filled += size
-        return fragments
-
-    def _send(self, flight: Flight, fragments: Sequence[list[str]]) -> None:
-        """Start averaging fragments of the differences in place."""
-        engine = self._engine
-        for names in fragments:
-            flight.sent += 1
-            shapes = {name: self._shapes[name] for name in names}
-            # A worker without elements takes part in what the workers of its replica compare.
-            layout = engine.begin(tuple(names), shapes.copy, self._device, keys=names or [NOTHING], last=False)
-            differences = {name: flight.differences[name] for name in names}
-            if not differences:
-                continue
-            if engine.compressing:
-                engine.average(layout, differences)
-                continue
-            buffer = torch.cat([difference.view(-1) for difference in differences.values()])
-            engine.average_exactly(buffer, done=functools.partial(_split, buffer, differences))
-
-    def _average_exactly(self, finite: Tensor) -> None:
-        """Average buffers, and the optimizer's states if asked, over the workers that are finite."""
-        tensors = [buffer for _, buffer in self._held.buffers()]
-        if self._optimizer is not None:
-            states = [self._optimizer.state[p] for group in self._optimizer.param_groups for p in group["params"]]
-            # The step of Adam, for example, is equal on all workers.
-            tensors += [t for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
-        if not tensors or self._engine.communicator.world_size == 1:
-            return
-        # Integers and fp32 keep their values in fp64.
-        whole = torch.cat([tensor.detach().double().reshape(-1).to(self._device) for tensor in tensors])
-        whole = torch.cat([torch.where(finite, whole, 0), finite.double().view(1)])
-        self._engine.communicator.mean(whole)
-        share = whole[-1]
-        averages = (whole[:-1] / share).split([tensor.numel() for tensor in tensors])
-        for tensor, average in zip(tensors, averages, strict=True):
-            average = average if tensor.is_floating_point() else average.round()
-            # If no worker is finite, nothing changes.
-            tensor.copy_(torch.where(share > 0, average.view(tensor.shape).to(tensor.device), tensor))
 
     def _check(self) -> None:
         """Compare θ over the workers after each ``check_every`` exchanges."""
         every = self.config.check_every
         if every and self._engine.step.ended % every == 0:
-            prints = {f"shared {name!r}": parameter.detach() for name, parameter in self._shared.items()}
-            self._compare("a check", lambda: (None, {}, {key: int(fingerprint(p)) for key, p in prints.items()}))
+            theta = self._replica.theta()
+            self._compare(
+                "a check", lambda: (None, {}, {f"shared {n!r}": int(fingerprint(p)) for n, p in theta.items()})
+            )
 
     def _compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
         return together(call, act, self._engine.communicator, self._device)
-
-    @torch.no_grad()
-    def _begin_equal(self) -> None:
-        """Give all workers the parameters and buffers of the first one. Collective."""
-        tensors = [parameter.detach() for parameter in self._shared.values()]
-        for tensor in (*tensors, *(buffer for _, buffer in self._held.buffers())):
-            sent = tensor.to(self._device).contiguous()
-            self._engine.communicator.broadcast(sent)
-            tensor.copy_(sent)
-        self._write({name: parameter.detach() for name, parameter in self._shared.items()})
-
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrite the local parameters."""
-        for name, tensor in self._held.tensors():
-            tensor.copy_(values[name])
-        self._held.refresh()
 
     # What a user asks ------------------------------------------------------------------------------------------------
 
     def shared(self) -> Tensors:
         """Return copies {name: θ} of the shared parameters, in at least fp32, with the same bits on all workers."""
-        return {name: parameter.detach().clone() for name, parameter in self._shared.items()}
+        return {name: theta.clone() for name, theta in self._replica.theta().items()}
+
+    def error(self) -> Tensors:
+        """Return copies {name: E} of this worker's errors, what it has not sent yet of its changes, as θ is shaped.
+
+        If sums take two levels, E is what the node has not sent yet of this worker's part, and zero elsewhere. The
+        result has no tensors of which nothing was sent, and is empty without error feedback.
+        """
+        theta, shapes = self._replica.theta(), self._replica.held.shapes
+        return {name: without_padding(E.view(shapes[name]), theta[name]) for name, E in super().error().items()}
 
     def report(self) -> RankReport:
         """Return how tensors are sent, and the bytes of an exchange. ``print`` shows a table."""
@@ -385,14 +266,15 @@ class LocalSteps(Handle):
         self._land()
         engine = self._engine
         engine.memory.materialize(engine.step, engine.memory.buckets())
-        errors, saved = engine.memory.error(engine.step), engine.state_dict()
+        errors, saved = super().error(), engine.state_dict()
         parts = {name: {"shared": shared} for name, shared in self.shared().items()}
         for name, error in errors.items():
             parts[name]["own_error"] = error
         if self.since:
-            differences = self._differences().differences
-            for name, tensor in self._held.tensors():
-                parts[name] |= {"own": tensor.clone(), "changes": engine.communicator.mean(differences[name])}
+            differences, _ = self._replica.differences()
+            for name, tensor in self._replica.held.tensors():
+                changes = without_padding(engine.communicator.mean(differences[name]), tensor)
+                parts[name] |= {"own": tensor.clone(), "changes": changes}
         mark = sum(int(fingerprint(part)) for each in parts.values() for key, part in each.items() if key in COMMON)
         this = SavedRound(self.steps, self.since, self._place, mark, parts, self.outer.state_dict())
         return pack(saved, this)
@@ -408,7 +290,9 @@ class LocalSteps(Handle):
         engine = self._engine
 
         def read() -> tuple[tuple[dict[str, Any], SavedRound], Facts, Facts]:
-            content, this = unpack(opened(state_dict), self._shapes)
+            content, this = unpack(
+                opened(state_dict), {name: tuple(theta.shape) for name, theta in self._replica.theta().items()}
+            )
             shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in this.parts.items()}
             return (content, this), {"steps": this.steps, "since": this.since}, shared
 
@@ -420,20 +304,21 @@ class LocalSteps(Handle):
         own = bool(flag)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            found = engine.peers.parsed(
+            parsed = engine.peers.parsed(
                 with_errors(content, this) if own else content,
-                sizes(self._shapes, self.config),
+                sizes(engine.tensors(), self.config),
                 owner=self._place if own else None,
             )
-            return found, {}, saved_facts(found[0])
+            return parsed, {}, saved_facts(parsed[0])
 
         saved, report = self._compare("load_state_dict", check)
         self._flight = None
         engine.adopt(saved, report)
         self.outer.load_state_dict(this.outer)
-        for name, parameter in self._shared.items():
-            parameter.copy_(this.parts[name]["shared"])
-        self._write({n: start(this, n, tensor.dtype, own=own) for n, tensor in self._held.tensors()})
+        for name, theta in self._replica.theta().items():
+            theta.copy_(this.parts[name]["shared"])
+        held = self._replica.held
+        self._replica.write({name: start(this, name, tensor.dtype, own=own) for name, tensor in held.tensors()})
         self.steps, self.since = this.steps, this.since
         return report
 
@@ -450,9 +335,9 @@ class LocalSteps(Handle):
 
         def write() -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            checkpoint.save(without(state, COMMON), Path(folder) / self._file(own=True))
+            save_file(without(state, COMMON), Path(folder) / self._file(own=True))
             if self._place[0] == 0:
-                checkpoint.save(without(state, OWN), Path(folder) / self._file())
+                save_file(without(state, OWN), Path(folder) / self._file())
 
         self._together("save", write)
 
@@ -480,9 +365,10 @@ class LocalSteps(Handle):
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
         self._flight, self.since = None, 0
         super().forget()
-        for name, tensor in self._held.tensors():
-            self._shared[name].data.copy_(tensor)
-        self._begin_equal()
+        theta = self._replica.theta()
+        for name, tensor in self._replica.held.tensors():
+            theta[name].copy_(tensor)
+        self._replica.begin_equal()
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -497,35 +383,6 @@ class LocalSteps(Handle):
         return f"powersgd-local-{shard}-of-{shards}" + (f"-worker-{worker}-of-{workers_}" if own else "") + ".pt"
 
 
-@dataclasses.dataclass
-class Flight:
-    """An exchange under way.
-
-    Attributes:
-        differences: {name: θ − local parameters}, which the exchange replaces by their means.
-        fragments: Names of the tensors that travel together, in order.
-        finite: Whether this worker's parameters were finite, as a scalar on the device.
-        begun: With a delay, {name: local parameters when the exchange began}.
-        steps_before: Steps of the round.
-        steps: Steps since the exchange began.
-        sent: Number of fragments that were sent so far.
-    """
-
-    differences: Tensors
-    fragments: list[list[str]]
-    finite: Tensor
-    begun: Tensors | None
-    steps_before: int
-    steps: int = 0
-    sent: int = 0
-
-
 def _no_rank(_name: str, _shape: tuple[int, ...]) -> int:
     """Return the rank of tensors that are averaged exactly."""
     return 0
-
-
-def _split(buffer: Tensor, out: Mapping[str, Tensor]) -> None:
-    """Copy a flat buffer to tensors."""
-    for tensor, part in zip(out.values(), buffer.split([t.numel() for t in out.values()]), strict=True):
-        tensor.view(-1).copy_(part)

@@ -16,6 +16,7 @@ from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO, WireFormat
 
+GROUPS = 16
 WARPS = 4
 LARGEST = tl.constexpr(LARGEST_BF16)
 ZERO = tl.constexpr(TERNARY_ZERO * BLOCK)
@@ -29,10 +30,12 @@ def _groups(numel, BLOCKS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _places(block, BITS: tl.constexpr):
-    """Places of the blocks' elements [GROUPS, PARTS, BLOCK // PARTS]."""
+def _places(block, numel, BITS: tl.constexpr):
+    """Places of the blocks' elements [GROUPS, PARTS, BLOCK // PARTS], which of them exist, and how many [GROUPS]."""
     element = tl.arange(0, 8 // BITS)[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
-    return block[:, None, None] * 128 + element[None, :, :]
+    # In 32 bits: masks of 64-bit places take many registers.
+    counts = tl.minimum(numel - block * 128, 128).to(tl.int32)
+    return block[:, None, None] * 128 + element[None, :, :], element[None, :, :] < counts[:, None, None], counts
 
 
 @triton.jit
@@ -91,18 +94,18 @@ def _encode_difference_kernel(
     group, some = _groups(numel, BLOCKS, GROUPS)
     shift = tl.arange(0, 8 // BITS) * BITS
     both = tl.zeros([GROUPS, 16 * BITS], tl.int32)
-    for k in tl.static_range(BLOCKS):
+    digit = 1
+    # Not unrolled: that takes up to three times as many registers.
+    for k in range(BLOCKS):
         block = group * BLOCKS + k
-        place = _places(block, BITS)
-        ok = place < numel
+        place, ok, counts = _places(block, numel, BITS)
         own = tl.load(target + place, ok, 0.0).to(tl.float32)
         x = own
         if base is not None:
             x -= _finite(tl.load(base + place, ok, 0.0))
         if BLOCKS > 1:
             # Padding must not lower the mean.
-            counts = tl.minimum(tl.maximum(numel - block * 128, 1), 128).to(tl.float32)
-            size, zero = _ternary(x, counts, GROUPS)
+            size, zero = _ternary(x, tl.maximum(counts, 1).to(tl.float32), GROUPS)
         else:
             size = tl.abs(x)
             size = tl.max(tl.max(tl.where(size < float("inf"), size, float("inf")), axis=2), axis=1)
@@ -118,7 +121,8 @@ def _encode_difference_kernel(
         else:
             code = nearest_code(x, scale, LEVELS).to(tl.int32) + NUMBERS // 2
         code = tl.where(scale == scale, code, 0)
-        both += tl.sum(code << shift[None, :, None], axis=1) * NUMBERS**k
+        both += tl.sum(code << shift[None, :, None], axis=1) * digit
+        digit *= NUMBERS
         if SUBTRACT:
             _store(target + place, own - _value(code, scale, NUMBERS), ok)
     byte = group[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
@@ -137,22 +141,20 @@ def _apply_difference_kernel(
     byte = group[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
     both = tl.load(codes + copy * size + byte, some[:, None], 0).to(tl.int32)
     shift = tl.arange(0, 8 // BITS) * BITS
-    for k in tl.static_range(BLOCKS):
+    for k in range(BLOCKS):
         block = group * BLOCKS + k
         scale = from_bf16_bits(tl.load(scales + copy * (size // 2) + block, some, 0))[:, None, None]
-        code = ((both // NUMBERS**k)[:, None, :] >> shift[None, :, None]) % NUMBERS
-        place = _places(block, BITS)
-        ok = place < numel
+        code = (both[:, None, :] >> shift[None, :, None]) % NUMBERS
+        both = both // NUMBERS
+        place, ok, _ = _places(block, numel, BITS)
         x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale, NUMBERS) * weight
         _store(base + place, x, ok)
 
 
 def _launch(width: WireFormat, numel: int) -> tuple[int, dict[str, int]]:
     """Return the number of programs for each copy, and keywords of both kernels."""
-    # Small programs, in which a thread still has 16 bytes of adjacent elements in bf16.
-    groups = 16 if width.blocks == 1 else 8
-    constants = {"BITS": width.bits, "NUMBERS": width.numbers, "BLOCKS": width.blocks, "GROUPS": groups}
-    programs = triton.cdiv(width.difference_blocks(numel), width.blocks * groups)
+    constants = {"BITS": width.bits, "NUMBERS": width.numbers, "BLOCKS": width.blocks, "GROUPS": GROUPS}
+    programs = triton.cdiv(width.difference_blocks(numel), width.blocks * GROUPS)
     return programs, {**constants, "num_warps": WARPS, **NUMERICS}
 
 

@@ -104,7 +104,8 @@ class RankReport:
         return whole / self.bytes_per_step if whole else 1.0
 
     def __str__(self) -> str:
-        header = ("tensor", "shape", "rank", "bytes a step", "energy sent")
+        sent = "bytes a step" if self.every == 1 else "bytes an exchange"
+        header = ("tensor", "shape", "rank", sent, "energy sent")
         rows = [
             (
                 tensor.name,
@@ -119,7 +120,7 @@ class RankReport:
         lines = aligned([header, *rows], "<<>>>")
         if self.every > 1:
             lines.append(
-                f"This is sent every {self.every} steps: {self.bytes_per_step / self.every:,.0f} bytes a step "
+                f"An exchange comes every {self.every} steps: {self.bytes_per_step / self.every:,.0f} bytes a step "
                 f"({fewer(self.compression * self.every)})"
             )
         if self.unused:

@@ -14,8 +14,9 @@ from tests.support.thinned import thinned
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COPIES = 3
-# Within a block and one more; whole programs of 16 blocks, and one element more; several programs.
-SIZES = [1, 127, 128, 129, 2048, 2049, 5000]
+# Within a block and one more; five blocks, which share ternary codes' bytes; whole programs of 16 blocks, and one
+# element more; more than a program of ternary codes.
+SIZES = [1, 127, 128, 129, 639, 640, 641, 2048, 2049, 5121]
 
 
 class Copies:
@@ -44,14 +45,41 @@ def assert_same(
     assert torch.equal(content.view.cpu(), expected.view)
     apply_triton(content.view, width, copies.rows)
     apply_reference(expected.view, width, expected_copies.rows)
-    got, wanted = copies.rows.cpu(), expected_copies.rows
-    assert torch.equal(got.isnan(), wanted.isnan())
-    integers = torch.int32 if dtype == torch.float32 else torch.int16
-    assert torch.equal(got.view(integers)[~wanted.isnan()], wanted.view(integers)[~wanted.isnan()])
+    assert_bits(copies.rows, expected_copies.rows)
     assert content.guarded()
     assert expected.guarded()
     assert all(memory.guarded() for memory in (copies.memory, expected_copies.memory, given))
     assert torch.equal(content.view.cpu(), expected.view)
+
+
+def assert_bits(got: Tensor, wanted: Tensor) -> None:
+    """Equal bits; but a NaN is a NaN."""
+    got = got.cpu()
+    assert torch.equal(got.isnan(), wanted.isnan())
+    integers = torch.int32 if got.dtype == torch.float32 else torch.int16
+    assert torch.equal(got.view(integers)[~wanted.isnan()], wanted.view(integers)[~wanted.isnan()])
+
+
+def assert_same_of_whole_tensor(values: Tensor, width: WireFormat, weight: float, device: torch.device) -> None:
+    """Kernels and reference send the same of a tensor, leave the same of it, and add the same to another one."""
+    numel, (_, size) = len(values), width.difference_bytes(len(values))
+    results = []
+    for encode, apply, where in (
+        (encode_triton, apply_triton, device),
+        (encode_reference, apply_reference, torch.device("cpu")),
+    ):
+        target, content = Memory([numel], values.dtype, where).fill([values]), Bytes((1, size), where)
+        total = Memory([numel], torch.float32, where).fill([torch.linspace(-1, 1, numel)])
+        encode(target.views[0], None, width, content.view[0], subtract=True)
+        apply(content.view, width, total.views[0][None], weight)
+        assert content.guarded()
+        assert target.guarded()
+        assert total.guarded()
+        results.append((content.view, target.views[0], total.views[0]))
+    got, wanted = results
+    assert torch.equal(got[0].cpu(), wanted[0])
+    assert_bits(got[1], wanted[1])
+    assert_bits(got[2], wanted[2])
 
 
 def random(numel: int) -> tuple[Tensor, Tensor]:
@@ -118,9 +146,22 @@ def test_same_bits_of_all_kinds_of_values(width: str, dtype: torch.dtype, values
     assert_same(target, copies, DIFFERENCES[width], dtype, device, aligned=False)
 
 
+@thinned("width, dtype, numel, weight", list(DIFFERENCES), DTYPES, [1, 641, 5121], [1.0, -1.0, 1 / 3])
+def test_same_bits_of_whole_tensors(width: str, dtype: torch.dtype, numel: int, weight: float, device: torch.device):
+    assert_same_of_whole_tensor(random(numel)[0].to(dtype), DIFFERENCES[width], weight, device)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@thinned("width, values", list(DIFFERENCES), list(VALUES), together=1)
+def test_same_bits_of_all_kinds_of_whole_tensors(width: str, values: str, device: torch.device):
+    target, _ = VALUES[values](*random(29 * BLOCK + 3), DIFFERENCES[width].levels)
+    assert_same_of_whole_tensor(target, DIFFERENCES[width], 1 / 3, device)
+
+
 @pytest.mark.parametrize("width", DIFFERENCES.values(), ids=DIFFERENCES)
 def test_empty(width: WireFormat, device: torch.device):
     empty = torch.zeros(2, 0, device=device)
     content = torch.zeros(2, 0, dtype=torch.uint8, device=device)
     encode_triton(empty[0], empty[0], width, content[0])
+    encode_triton(empty[0], None, width, content[0], subtract=True)
     apply_triton(content, width, empty)

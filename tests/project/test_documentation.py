@@ -32,6 +32,7 @@ STATE_ARGUMENTS = {*FIELDS, *inspect.signature(PowerSGDState).parameters} - {"op
 SECTION_KEYS = {*FIELDS, "enabled", "parameters", "node_group"}
 PUBLIC = ["powersgd_triton"]
 PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("ddp", "fsdp1", "fsdp2", "deepspeed", "optimizer")]
+PUBLIC += ["powersgd_triton.integrations.local_steps"]
 PUBLIC += [f"powersgd_triton.integrations.{name}" for name in ("accelerate", "lightning", "transformers")]
 
 FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

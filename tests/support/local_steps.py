@@ -55,3 +55,8 @@ def owed(sync: LocalSteps) -> Tensor:
     """This worker's error, as ``flat`` is laid out. Zero where nothing is owed."""
     errors = sync.error()
     return torch.cat([errors.get(name, torch.zeros_like(t)).reshape(-1) for name, t in sync.shared().items()])
+
+
+def theta(sync: LocalSteps) -> Tensor:
+    """The shared parameters, as ``flat`` is laid out."""
+    return torch.cat([shared.reshape(-1) for shared in sync.shared().values()])

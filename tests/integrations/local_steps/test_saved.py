@@ -17,7 +17,7 @@ from powersgd_triton import PowerSGDConfig, checkpoint
 from powersgd_triton.comm.agreement import DisagreementError
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.distributed import run
-from tests.support.local_steps import CONFIGS, backward, flat, mean, model, owed
+from tests.support.local_steps import CONFIGS, backward, flat, mean, model, owed, theta
 
 EVERY, INTERRUPTED, STEPS = 5, 13, 22
 """It is interrupted in the middle of a round."""
@@ -53,8 +53,7 @@ class Training:
 
     def changes(self) -> Tensor:
         """What was changed since θ, and what is owed: mean over the workers, as ``flat`` is laid out."""
-        theta = torch.cat([shared.reshape(-1) for shared in self.sync.shared().values()])
-        return mean(theta - flat(self.net) + owed(self.sync))
+        return mean(theta(self.sync) - flat(self.net) + owed(self.sync))
 
 
 def interrupted(worker: int, _world_size: int, folder: str) -> list[tuple[bool, list[int]]]:

@@ -18,9 +18,9 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.agreement import DisagreementError
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.integrations.local_steps import LocalSteps
-from powersgd_triton.integrations.local_steps.steps import Outer
+from powersgd_triton.integrations.local_steps.replica import Outer
 from tests.support.distributed import outcome, run, run_cases
-from tests.support.local_steps import CONFIGS, TERNARY, backward, flat, mean, model, owed
+from tests.support.local_steps import CONFIGS, TERNARY, backward, flat, mean, model, owed, theta
 
 STEPS, EVERY = 12, 4
 RATE = 0.1
@@ -97,12 +97,12 @@ def conserves(worker: int, world_size: int) -> dict[str, tuple[float, bool]]:
         for delay in (0, 1, 3):
             sync, net, changed = with_local_steps(worker, config, EVERY, delay=delay)
             sync.finish()
-            theta = torch.cat([shared.reshape(-1) for shared in sync.shared().values()])
-            arrived = flat(model()) - theta
+            shared = theta(sync)
+            arrived = flat(model()) - shared
             missing = float((mean(changed) - arrived - mean(owed(sync))).abs().max())
-            everyone = [torch.empty_like(theta) for _ in range(world_size)]
-            dist.all_gather(everyone, theta)
-            same = all(torch.equal(theta, other) for other in [*everyone, flat(net)])
+            everyone = [torch.empty_like(shared) for _ in range(world_size)]
+            dist.all_gather(everyone, shared)
+            same = all(torch.equal(shared, other) for other in [*everyone, flat(net)])
             found[f"{name}, delay {delay}"] = missing, same
     return found
 
@@ -152,8 +152,7 @@ def goes_on_after_nan(worker: int, world_size: int) -> dict[str, tuple[bool, flo
                 changed.zero_()
             sync.step()
         sync.finish()
-        theta = torch.cat([shared.reshape(-1) for shared in sync.shared().values()])
-        missing = mean(changed) - (flat(model()) - theta) - mean(owed(sync))
+        missing = mean(changed) - (flat(model()) - theta(sync)) - mean(owed(sync))
         found[f"{name}, delay {delay}"] = bool(flat(net).isfinite().all()), float(missing.abs().max())
     return found
 
@@ -191,11 +190,11 @@ def takes_two_levels(worker: int, world_size: int) -> dict[str, tuple[float, boo
     found = {}
     for name in ("ternary", "rank"):
         sync, net, changed = with_local_steps(worker, CONFIGS[name], EVERY, node_group=mesh)
-        theta = flat(net)
-        everyone = [torch.empty_like(theta) for _ in range(world_size)]
-        dist.all_gather(everyone, theta)
-        missing = mean(changed) - (flat(model()) - theta) - mean(owed(sync))
-        found[name] = float(missing.abs().max()), all(torch.equal(theta, other) for other in everyone)
+        shared = flat(net)
+        everyone = [torch.empty_like(shared) for _ in range(world_size)]
+        dist.all_gather(everyone, shared)
+        missing = mean(changed) - (flat(model()) - shared) - mean(owed(sync))
+        found[name] = float(missing.abs().max()), all(torch.equal(shared, other) for other in everyone)
     return found
 
 
@@ -274,7 +273,7 @@ def test_one_worker():
         sync.step()
     assert not torch.equal(flat(net), start)
     assert sync.iteration == 2
-    assert "every 2 steps" in str(sync.report())
+    assert "An exchange comes every 2 steps" in str(sync.report())
     with pytest.raises(TypeError, match="have no loss scale"):
         sync.attach(torch.amp.GradScaler("cpu"))
 

@@ -1,0 +1,173 @@
+"""This worker's parameters beside θ, the copy that all workers share."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.integrations.local_steps.held import Held, local
+from powersgd_triton.ops.host_copy import HostCopy
+
+logger = logging.getLogger("powersgd_triton.integrations.local_steps")
+
+Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Returns an optimizer of the shared parameters. Their gradient is the mean of shared − local parameters."""
+
+Tensors = dict[str, Tensor]
+
+LARGEST = 1e30
+"""Magnitude of changes from which on they count as not finite, since sums of them might not be."""
+
+
+def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that sets the shared parameters to the mean of the local ones."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+class Replica:
+    """This worker's parameters, and θ.
+
+    Args:
+        held: What this worker holds of the model.
+        outer: Returns the optimizer of θ.
+        communicator: The workers that share θ.
+        device: Device from which differences are sent.
+
+    Raises:
+        TypeError: ``outer`` returns something else.
+
+    Attributes:
+        shared: {name: θ}, in at least fp32.
+        outer: The optimizer of θ.
+    """
+
+    def __init__(self, held: Held, outer: Outer, communicator: Communicator, device: torch.device) -> None:
+        self.held, self._communicator, self._device = held, communicator, device
+        self.shared = {
+            name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
+            for name, tensor in held.tensors()
+        }
+        self.outer = outer(list(self.shared.values()))
+        if not isinstance(self.outer, torch.optim.Optimizer):
+            raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.outer).__name__}")
+        self._finite: HostCopy | None = None
+
+    def theta(self) -> Tensors:
+        """Return {name: θ} without gradients. They are not copies."""
+        return {name: parameter.detach() for name, parameter in self.shared.items()}
+
+    def begin_equal(self) -> None:
+        """Give all workers the parameters and buffers of the first one. Collective."""
+        for found in (self.theta().items(), self.held.buffers(), self.held.frozen()):
+            for _, tensor in found:
+                sent = tensor.to(self._device).contiguous()
+                self._communicator.broadcast(sent)
+                tensor.copy_(sent)
+        self.write(self.theta())
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite the local parameters."""
+        for name, tensor in self.held.tensors():
+            tensor.copy_(values[name])
+        self.held.refresh()
+
+    def differences(self) -> tuple[Tensors, Tensor]:
+        """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero."""
+        differences: Tensors = {}
+        for name, tensor in self.held.tensors():
+            start = self._start(name, tensor)
+            difference = (start - tensor.to(start.dtype)).to(self._device)
+            differences[name] = _padded(difference, self.held.shapes[name])
+        finite = self._is_finite(differences.values())
+        for difference in differences.values():
+            difference.copy_(torch.where(finite, difference, 0))
+        return differences, finite
+
+    def copies(self, finite: Tensor) -> Tensors:
+        """Return copies of the local parameters. If this worker is not finite, it gets θ first."""
+        copies: Tensors = {}
+        for name, tensor in self.held.tensors():
+            start = self._start(name, tensor)
+            copies[name] = torch.where(finite.to(tensor.device), tensor.to(start.dtype), start)
+            tensor.copy_(copies[name])
+        return copies
+
+    def update(self, means: Mapping[str, Tensor], begun: Mapping[str, Tensor] | None) -> None:
+        """Update θ by the mean differences, and go on from it.
+
+        Args:
+            means: {name: mean difference}, padded.
+            begun: Local parameters when the exchange began. What was changed since is kept. None if nothing was.
+        """
+        for name, parameter in self.shared.items():
+            parameter.grad = without_padding(means[name], parameter).to(parameter.device)
+        self.outer.step()
+        self.outer.zero_grad()
+        values = self.theta()
+        if begun is not None:
+            for name, tensor in self.held.tensors():
+                values[name] = values[name] + (tensor.to(values[name].dtype) - begun[name])
+        self.write(values)
+
+    def _start(self, name: str, tensor: Tensor) -> Tensor:
+        """Return θ as it was rounded into the local parameters."""
+        shared = self.shared[name].detach()
+        return shared.to(tensor.dtype).to(shared.dtype)
+
+    def _is_finite(self, differences: Iterable[Tensor]) -> Tensor:
+        """Return whether this worker's replica is finite, as a bool scalar on the device."""
+        largest = [torch.linalg.vector_norm(each, math.inf) for each in differences if each.numel()]
+        finite = torch.ones((), dtype=torch.bool, device=self._device)
+        if largest:
+            finite = (torch.stack([each.double() for each in largest]) < LARGEST).all()
+        if self._communicator.others:
+            flag = finite.int()
+            for shards in self._communicator.others:
+                shards.minimum(flag)
+            finite = flag > 0
+        if self._finite is not None and not self._finite.numbers():
+            logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
+        # Read in the next exchange, so that the host does not wait for the device now.
+        self._finite = HostCopy(finite)
+        return finite
+
+    def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+        """Average buffers, and the optimizer's states if asked, over the workers that are finite."""
+        tensors = [buffer for _, buffer in self.held.buffers()]
+        if optimizer is not None:
+            # Frozen parameters have none.
+            known = optimizer.state
+            states = [known[p] for group in optimizer.param_groups for p in group["params"] if p in known]
+            # The step of Adam, for example, is equal on all workers.
+            tensors += [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
+        if not tensors or self._communicator.world_size == 1:
+            return
+        # Integers and fp32 keep their values in fp64.
+        whole = torch.cat([tensor.detach().double().reshape(-1).to(self._device) for tensor in tensors])
+        whole = torch.cat([torch.where(finite, whole, 0), finite.double().view(1)])
+        self._communicator.mean(whole)
+        share = whole[-1]
+        averages = (whole[:-1] / share).split([tensor.numel() for tensor in tensors])
+        for tensor, average in zip(tensors, averages, strict=True):
+            average = average if tensor.is_floating_point() else average.round()
+            # If no worker is finite, nothing changes.
+            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self._device)))
+
+
+def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor with zeros at the ends of its dimensions, contiguous. The result may be ``tensor`` itself."""
+    if tensor.shape == shape:
+        return tensor.contiguous()
+    padded = tensor.new_zeros(shape)
+    without_padding(padded, tensor).copy_(tensor)
+    return padded
+
+
+def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
+    """Return a view of the elements that ``_padded(tensor, shape)`` has from ``tensor``."""
+    return padded[tuple(slice(size) for size in tensor.shape)]

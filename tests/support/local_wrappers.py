@@ -1,0 +1,314 @@
+"""Models under DDP, FSDP2 and DeepSpeed inside a node, which take local steps across nodes. All of it runs in a worker.
+
+Four workers are two nodes of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.integrations.local_steps import LocalSteps
+from powersgd_triton.integrations.names import is_deepspeed
+from tests.support.deepspeed_training import configuration
+from tests.support.distributed import folder
+from tests.support.local_steps import owed, theta
+
+WORKERS, NODE = 4, 2
+STEPS, EVERY = 9, 3
+TERNARY = PowerSGDConfig(codes="ternary")
+CONFIGS: dict[str, tuple[PowerSGDConfig | None, dict[str, Any]]] = {
+    "exact": (None, {}),
+    "ternary": (TERNARY, {}),
+    "int2, delay": (PowerSGDConfig(codes="int2"), {"delay": 2}),
+    "rank": (PowerSGDConfig(rank=2, min_compression_rate=0), {}),
+    "budget": (PowerSGDConfig(compression=2, replan_every=1, min_compression_rate=0), {}),
+}
+WIDTH, HIDDEN = 12, 19
+RATE, MOMENTUM = 0.1, 0.5
+
+
+class Net(nn.Module):
+    """Rows that two workers cannot share evenly, a matrix of one row, tied and frozen parameters, and buffers."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.again = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.again.weight = self.up.weight
+        self.scale = nn.Parameter(torch.ones(1, HIDDEN))
+        self.down = nn.Linear(HIDDEN, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.frozen(x))
+        with torch.no_grad():
+            self.get_buffer("average").lerp_(x.mean(0).to(self.get_buffer("average").dtype), 0.1)
+        h = torch.tanh(self.up(x)) + 0.1 * self.again(x)
+        outputs: Tensor = self.down(h * self.scale)
+        return outputs
+
+
+class OddNet(Net):
+    """With complex parameters too, and with others that are channels-last."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.mix = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
+        self.filter = nn.Conv2d(2, 2, 3, padding=1)
+        self.filter.weight.data = self.filter.weight.data.contiguous(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.filter(x.view(-1, 2, 2, 3)).reshape(len(x), WIDTH)
+        return super().forward(x + image) + 0.1 * (x.to(torch.complex64) @ self.mix).abs().sum(1, keepdim=True)
+
+
+def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    x = torch.randn(8, WIDTH, generator=generator)
+    return x, x[:, :5].sin() + 0.1 * worker
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    """[nodes, workers of a node]."""
+    return init_device_mesh("cpu", (WORKERS // NODE, NODE), mesh_dim_names=("replicate", "shard"))
+
+
+def node() -> dist.ProcessGroup:
+    return mesh()["shard"].get_group()
+
+
+def across() -> dist.ProcessGroup:
+    return mesh()["replicate"].get_group()
+
+
+@dataclasses.dataclass
+class Setup:
+    """A wrapped model on its way.
+
+    Attributes:
+        model: What LocalSteps gets.
+        optimizer: This worker's optimizer.
+        masters: Returns what the optimizer changes on this worker.
+        advance: Takes a step with a batch.
+        mean_over: The workers whose changes are averaged.
+    """
+
+    model: Any
+    optimizer: Any
+    masters: Callable[[], list[Tensor]]
+    advance: Callable[[Tensor, Tensor], Tensor]
+    mean_over: dist.ProcessGroup | None
+
+    def flat(self) -> Tensor:
+        """A copy of ``masters``."""
+        return torch.cat([real(tensor).reshape(-1) for tensor in self.masters()]).clone()
+
+    def train(self, steps: range, sync: Any = None) -> Tensor:
+        """Returns the sum of all that the optimizer has changed."""
+        changed = torch.zeros_like(self.flat())
+        for step in steps:
+            before = self.flat()
+            self.advance(*batch(dist.get_rank(), step))
+            changed += before - self.flat()
+            if sync is not None:
+                sync.step()
+        return changed
+
+    def whole(self) -> Tensor:
+        """All parameters, frozen ones too."""
+        full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+        return torch.cat([real(tensor).reshape(-1).float() for tensor in full]).clone()
+
+    def save(self, path: str) -> dict[str, Any]:
+        """What users save themselves."""
+        if is_deepspeed(self.model):
+            self.model.save_checkpoint(path)
+            return {}
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+    def load(self, path: str, saved: dict[str, Any]) -> None:
+        if is_deepspeed(self.model):
+            assert self.model.load_checkpoint(path)[0] is not None
+            return
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+def real(tensor: Tensor) -> Tensor:
+    tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def by_torch(model: Any, mean_over: dist.ProcessGroup | None) -> Setup:
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+
+    def advance(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x.to(model_dtype(model))).float(), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Setup(model, optimizer, lambda: [p.detach() for p in trained], advance, mean_over)
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+
+
+def in_ddp(net: nn.Module, **options: Any) -> Setup:
+    return by_torch(DistributedDataParallel(net, process_group=node(), **options), None)
+
+
+def in_fsdp2(net: nn.Module, **options: Any) -> Setup:
+    fully_shard(net, mesh=mesh()["shard"], **options)
+    return by_torch(net, across())
+
+
+def in_deepspeed(net: nn.Module, stage: int = 2, **options: Any) -> Setup:
+    import deepspeed
+
+    from powersgd_triton.integrations.local_steps import node_mpu
+
+    config = configuration(stage, None, options)
+    config.pop("optimizer")
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM)
+    with contextlib.redirect_stdout(None):
+        engine, *_ = deepspeed.initialize(
+            model=net, model_parameters=trained, optimizer=optimizer, config=config, mpu=node_mpu(node(), across())
+        )
+
+    def advance(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(engine(x.to(model_dtype(net))).float(), y)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    name = "fp32_groups_flat_partition"
+    if not hasattr(engine.optimizer, name):
+        name = "single_partition_of_fp32_groups"
+    return Setup(engine, optimizer, lambda: list(getattr(engine.optimizer, name)), advance, across())
+
+
+BUILD: Mapping[str, Callable[..., Setup]] = {"ddp": in_ddp, "fsdp2": in_fsdp2, "deepspeed": in_deepspeed}
+
+
+def mean(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def same_bits(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor, group=group)
+    return all(torch.equal(tensor, other) for other in everyone)
+
+
+class Watch(TorchDispatchMode):
+    """Notes the workers of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            for argument in (*args, *(kwargs or {}).values()):
+                with contextlib.suppress(Exception):
+                    group = dist.ProcessGroup.unbox(argument)
+                    self.groups.append(tuple(sorted(dist.get_process_group_ranks(group))))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[int, ...]]]:
+    """The workers of each collective that starts meanwhile."""
+    with Watch() as watch:
+        yield watch.groups
+
+
+def equals_averaging(kind: str, **options: Any) -> tuple[float, float, bool]:
+    """Largest difference from averaging by hand; what was learned; whether steps between exchanges stay in a node."""
+    expected = BUILD["ddp"](Net())
+    for first in range(0, STEPS, EVERY):
+        expected.train(range(first, first + EVERY))
+        for tensor in expected.masters():
+            real(tensor).copy_(mean(real(tensor), across()))
+    got = BUILD[kind](Net(seed=dist.get_rank(across())), **options)
+    sync = LocalSteps(got.model, None, EVERY, group=across())
+    untrained = got.whole()
+    inside = True
+    for first in range(0, STEPS, EVERY):
+        with watched() as groups:
+            got.train(range(first, first + EVERY - 1), sync)
+        own = set(dist.get_process_group_ranks(node()))
+        inside &= bool(groups) and all(own.issuperset(group) for group in groups)
+        got.train(range(first + EVERY - 1, first + EVERY), sync)
+    whole = got.whole()
+    return float((whole - expected.whole()).abs().max()), float((whole - untrained).abs().max()), inside
+
+
+def conserves(
+    kind: str, configs: Sequence[str] = tuple(CONFIGS), net: Callable[[], nn.Module] = Net, **options: Any
+) -> dict[str, tuple[float, bool]]:
+    """What is lost with each kind of message, and whether workers have the same bits."""
+    found = {}
+    for name in configs:
+        config, settings = CONFIGS[name]
+        setup = BUILD[kind](net(), **options)
+        begin = setup.flat()
+        sync = LocalSteps(setup.model, config, EVERY, group=across(), **settings)
+        changed = setup.train(range(STEPS - 1), sync)
+        sync.finish()
+        missing = mean(changed, setup.mean_over) - (begin - theta(sync)) - mean(owed(sync), setup.mean_over)
+        same = same_bits(theta(sync), setup.mean_over) and same_bits(setup.whole(), None)
+        # DDP takes those of a node's first worker in each step.
+        same &= same_bits(next(setup.model.buffers()), setup.mean_over)
+        found[name] = float(missing.abs().max()), same and torch.equal(setup.flat(), theta(sync))
+    return found
+
+
+def resumes(kind: str, **options: Any) -> dict[str, bool]:
+    """Whether a run that is killed in a round goes on with the bits of one that is not."""
+    found = {}
+    for name in ("ternary", "int2, delay"):
+        config, settings = CONFIGS[name]
+        first = BUILD[kind](Net(), **options)
+        sync = LocalSteps(first.model, config, EVERY, group=across(), **settings)
+        first.train(range(5), sync)
+        with folder(dist.get_rank()) as path:
+            saved = first.save(path)
+            sync.save(path)
+            first.train(range(5, STEPS), sync)
+            second = BUILD[kind](Net(seed=7), **options)
+            other = LocalSteps(second.model, config, EVERY, group=across(), **settings)
+            second.load(path, saved)
+            other.load(path)
+            second.train(range(5, STEPS), other)
+        found[name] = torch.equal(theta(sync), theta(other)) and torch.equal(first.flat(), second.flat())
+    return found
