@@ -136,7 +136,9 @@ def label(arm: str) -> str:
     if gradients is not None:
         return loss_per_byte.label(arm)
     one = Arm.parse(arm)
-    return f"{one.message}, H = {one.options['every']:g}" if "every" in one.options else one.message
+    rounds = f", H = {one.options['every']:g}" if "every" in one.options else ""
+    delay = f" late by {one.options['delay']:g}" if one.options.get("delay") else ""
+    return f"{one.message}{rounds}{delay}"
 
 
 def tuned(point: Point) -> float:
