@@ -18,7 +18,7 @@ class TopK:
     """A message with the k largest of each chunk's n entries.
 
     The indices are sorted, and sent in Elias–Fano code: 1 bit of the index space in 2ˡ, and l + 1 bits an index, with
-    2ˡ ≤ n / k. This is within 0.9 bits an index of the least that is possible for n = 4096 and k of 8 to 64.
+    2ˡ ≤ n / k. This is less than one bit an index above the least that is possible for n = 4096 and k of 8 to 512.
 
     Attributes:
         n, k: Entries of a chunk, and how many of them are sent.

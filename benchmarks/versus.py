@@ -67,13 +67,16 @@ TUNING += [f"sparseloco:512+every5+outer{rate}" for rate in (0.7, 1.4)]
 TUNING += ["demo:32+rate0.0003", "demo:32+rate0.003", "demo:32+rate0.001+decay0.99"]
 MORE = ["alone", "allreduce+bf16", "torch:1", "ours:100x", "local:20x+every5+outer0.8", EXACT]
 MORE += [f"sparseloco:{message}+outer1" for message in ("256+every3", "512+every2", "64+every15")]
+DIGITS = ["local:exact+every5", "local:exact+every10", *(f"local:ternary+every{every}" for every in (2, 5, 10, 20))]
+DIGITS += ["local:20x+every5", *(f"local:ternary+every10+delay{delay}" for delay in (1, 2))]
+DIGITS += [f"diloco:fp32+every10+{outer}" for outer in ("outer0.5+momentum0.5", "outer0.7+momentum0.9")]
 PLAN = [
     Trainings("text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *BEST]),
     Trainings("text", 2, 600, range(1), [*TUNING, *MORE]),
     Trainings("text", 4, 600, range(1), [*EACH_STEP, *CODED[:3], EXACT]),
     Trainings("text", 8, 600, range(1), [*EACH_STEP, CODED[1]]),
     Trainings("text", 2, 3000, range(1), [*EACH_STEP, CODED[2]]),
-    Trainings("digits", 2, 300, range(5), ["allreduce", "ours:40x", "ours:100x", *CODED, EXACT]),
+    Trainings("digits", 2, 300, range(5), ["allreduce", "ours:40x", "ours:100x", *DIGITS, *CODED, EXACT]),
 ]
 
 
@@ -133,7 +136,9 @@ def label(arm: str) -> str:
     if gradients is not None:
         return loss_per_byte.label(arm)
     one = Arm.parse(arm)
-    return f"{one.message}, H = {one.options['every']:g}" if "every" in one.options else one.message
+    rounds = f", H = {one.options['every']:g}" if "every" in one.options else ""
+    delay = f" late by {one.options['delay']:g}" if one.options.get("delay") else ""
+    return f"{one.message}{rounds}{delay}"
 
 
 def tuned(point: Point) -> float:

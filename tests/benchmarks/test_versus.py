@@ -163,6 +163,7 @@ def test_other_arms_are_refused(text: str) -> None:
 
 
 def test_families_and_labels() -> None:
+    assert versus.label("local:ternary+every10+delay2") == "ternary, H = 10 late by 2"
     texts = ["allreduce+bf16", "ours:19x", "local:exact+every5", "local:20x+every2", "local:ternary+every5", "alone"]
     assert [versus.family(text) for text in texts] == [
         *("allreduce", "ours", "local exact", "local low rank", "local codes", "alone")
