@@ -69,7 +69,8 @@ class LocalSteps(Handle):
             require gradients are left out.
         config: How differences are compressed: with ``codes``, or with factors as gradients are. Budgets and all fields
             that count steps count exchanges. None sends differences in fp32.
-        every: Number of steps from one exchange to the next.
+        every: Number of steps from one exchange to the next, or a function of the number of steps so far that returns
+            it, for rounds that grow as the learning rate falls. It must be the same on all workers.
         outer: Returns the optimizer of θ, for example ``lambda p: torch.optim.SGD(p, lr=0.8)``. Default: rate 1, so
             that θ becomes the mean of the workers' parameters.
         group: The workers that exchange differences. None for all. If the model is wrapped, these are the workers with
@@ -87,7 +88,7 @@ class LocalSteps(Handle):
         DisagreementError: Workers differ in their arguments or tensors. Nothing was changed.
 
     Attributes:
-        every: Number of steps from one exchange to the next. Change it at the same step on all workers.
+        every: Number of steps of the round under way.
         outer: The optimizer of θ, for example for a schedule of its learning rate.
         steps, since: Number of steps so far, and since the last exchange began.
     """
@@ -96,7 +97,7 @@ class LocalSteps(Handle):
         self,
         model: nn.Module,
         config: PowerSGDConfig | None,
-        every: int = 10,
+        every: int | Callable[[int], int] = 10,
         outer: Outer | None = None,
         group: dist.ProcessGroup | None = None,
         *,
@@ -114,7 +115,8 @@ class LocalSteps(Handle):
         found, communicator = together("LocalSteps", find, Communicator(group))
 
         def prepare() -> tuple[Engine, Facts, Facts]:
-            self.every, self.delay = whole_number("every", every, 1), whole_number("delay", delay)
+            self._every, self.delay = every, whole_number("delay", delay)
+            self.every = self._length(0)
             if self.delay >= self.every:
                 raise ValueError(f"delay must be below every={self.every}, so that exchanges do not meet; got {delay}")
             if config is not None and not isinstance(config, PowerSGDConfig):
@@ -193,7 +195,12 @@ class LocalSteps(Handle):
         begun = self._replica.copies(finite) if self.delay else None
         self._flight = Flight(self._engine, differences, self.delay, self.since, begun)
         self._finite, self.since = finite, 0
+        self.every = self._length(self.steps)
         self._travel()
+
+    def _length(self, steps: int) -> int:
+        """Return the length of the round that begins after so many steps."""
+        return whole_number("every", self._every(steps) if callable(self._every) else self._every, 1)
 
     def _travel(self) -> None:
         """Advance the exchange under way by one step."""
@@ -340,6 +347,7 @@ class LocalSteps(Handle):
         held = self._replica.held
         self._replica.write({name: start(this, name, tensor.dtype, own=own) for name, tensor in held.tensors()})
         self.steps, self.since = this.steps, this.since
+        self.every = self._length(self.steps - self.since)
         if self.config.codes is None:
             return report
         # Errors of tensors in codes are added to the next differences, as those of tensors without factors are.
@@ -386,7 +394,7 @@ class LocalSteps(Handle):
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
-        self._flight, self.since = None, 0
+        self._flight, self.since, self.every = None, 0, self._length(self.steps)
         super().forget()
         self.outer.state.clear()
         theta = self._replica.theta()
