@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.config import CODES
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
 from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, DIFFERENCES, SCALE_BYTES, WireFormat
 from powersgd_triton.ops import differences
@@ -322,6 +323,10 @@ def test_empty(width: WireFormat):
     content = torch.zeros(1, 0, dtype=torch.uint8)
     encode_reference(copies[0], copies[0], width, content[0])
     apply_reference(content, width, copies)
+
+
+def test_configuration_knows_all_formats():
+    assert sorted(CODES) == sorted(DIFFERENCES)
 
 
 def test_backend_decides_who_codes():
