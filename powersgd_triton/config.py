@@ -93,7 +93,9 @@ class PowerSGDConfig:
             one step.
         codes: Send whole tensors in few bits in place of factors, as "ternary" (−s, 0 and s; 1.7 bits an element),
             "int2", "int4" or "int8", each with one bf16 scale for 128 elements. For ``integrations.local_steps`` only:
-            for a gradient in each step, factors lose less for the same bytes.
+            for a gradient in each step, factors lose less for the same bytes. Fields of factors and ranks, such as
+            ``algorithm``, ``iterations``, ``warm_start``, ``min_compression_rate`` and ``replan_every``, then have no
+            effect.
         replan_every: Number of steps between two plans, counted from ``start_iter``. A plan is measured at the end of a
             step and takes effect after the next step. 0 keeps the first plan, which gives all matrices about the same
             rank.

@@ -23,9 +23,9 @@ ENABLED = "enabled"
 PARAMETERS = "parameters"
 NODE_GROUP = "node_group"
 DEFAULT_PARAMETERS = "int2"
-# In ternary codes, a bf16 copy can stop following: the scale may be too small to change the block's largest elements.
-PARAMETER_FORMATS = [name for name in DIFFERENCES if name != "ternary"]
 """Format in which parameters are sent, where DeepSpeed gathers them after a step."""
+# In ternary codes, a bf16 copy can stop following: the scale may be too small to change the block's largest elements.
+PARAMETER_FORMATS = [name for name, width in DIFFERENCES.items() if not width.ternary]
 OLDEST = Version("0.16")
 FP16_UNSCALED_AT_STAGE_0 = Version("0.18.3")
 WRONG_AT_STAGE_2 = (Version("0.17.6"), Version("0.18.2"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -89,7 +88,7 @@ class Replica:
             differences[name] = _padded(difference, self.held.shapes[name])
         finite = self._is_finite(differences.values())
         for difference in differences.values():
-            difference.copy_(torch.where(finite, difference, 0))
+            torch.where(finite, difference, difference.new_zeros(()), out=difference)
         return differences, finite
 
     def copies(self, finite: Tensor) -> Tensors:
@@ -107,7 +106,8 @@ class Replica:
 
         Args:
             means: {name: mean difference}, padded.
-            begun: Local parameters when the exchange began. What was changed since is kept. None if nothing was.
+            begun: Local parameters when the exchange began, which are overwritten. What was changed since is kept.
+                None if nothing was.
         """
         for name, parameter in self.shared.items():
             parameter.grad = without_padding(means[name], parameter).to(parameter.device)
@@ -116,7 +116,9 @@ class Replica:
         values = self.theta()
         if begun is not None:
             for name, tensor in self.held.tensors():
-                values[name] = values[name] + (tensor.to(values[name].dtype) - begun[name])
+                # In the memory of ``begun``, since new pages are slow on the CPU.
+                changed = torch.sub(tensor.to(values[name].dtype), begun[name], out=begun[name])
+                values[name] = changed.add_(values[name])
         self.write(values)
 
     def _start(self, name: str, tensor: Tensor) -> Tensor:
@@ -126,10 +128,11 @@ class Replica:
 
     def _is_finite(self, differences: Iterable[Tensor]) -> Tensor:
         """Return whether this worker's replica is finite, as a bool scalar on the device."""
-        largest = [torch.linalg.vector_norm(each, math.inf) for each in differences if each.numel()]
+        # Several times as fast on the CPU as a norm.
+        extremes = [extreme for each in differences if each.numel() for extreme in torch.aminmax(each)]
         finite = torch.ones((), dtype=torch.bool, device=self._device)
-        if largest:
-            finite = (torch.stack([each.double() for each in largest]) < LARGEST).all()
+        if extremes:
+            finite = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all()
         if self._communicator.others:
             flag = finite.int()
             for shards in self._communicator.others:

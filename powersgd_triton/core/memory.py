@@ -151,12 +151,13 @@ class Memory:
         """Return M = G + E of tensors that are sent in codes, flat, in fp32."""
         self._release(layout, next(iter(gradients.values())).device)
         self._remaining_errors(step)
-        M = torch.cat([gradients[segment.name].reshape(-1).float() for segment in layout.segments])
+        M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
         for segment in layout.segments:
             self.sizes[segment.name] = (segment.n, segment.m, 0)
-            known = self._remaining.get(segment.name)
+            own, known = M[segment.offset : segment.offset + segment.numel], self._remaining.get(segment.name)
+            own.copy_(gradients[segment.name].reshape(-1))
             if known is not None:
-                M[segment.offset : segment.offset + segment.numel] += known.error.view(-1)
+                own += known.error.reshape(-1)
         return M
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:

@@ -103,7 +103,7 @@ def _encode_difference_kernel(
         x = own
         if base is not None:
             x -= _finite(tl.load(base + place, ok, 0.0))
-        if BLOCKS > 1:
+        if NUMBERS == 3:
             # Padding must not lower the mean.
             size, zero = _ternary(x, tl.maximum(counts, 1).to(tl.float32), GROUPS)
         else:
@@ -114,7 +114,7 @@ def _encode_difference_kernel(
         tl.store(scales + block, bits, some)
         # The scale as it is stored, since that is what the codes are multiplied by.
         scale = from_bf16_bits(bits)[:, None, None]
-        if BLOCKS > 1:
+        if NUMBERS == 3:
             code = (x >= -zero).to(tl.int32) + (x > zero).to(tl.int32)
         elif BITS == 2:
             code = (x >= -2 * scale).to(tl.int32) + (x >= 0).to(tl.int32) + (x >= 2 * scale).to(tl.int32)

@@ -40,9 +40,14 @@ class WireFormat:
     blocks: int = 1
 
     @property
+    def ternary(self) -> bool:
+        """Whether the codes are −1, 0 and 1. Only these share their bytes with those of other blocks."""
+        return self.blocks > 1
+
+    @property
     def numbers(self) -> int:
         """Number of different codes."""
-        return 2**self.bits if self.blocks == 1 else 3
+        return 3 if self.ternary else 2**self.bits
 
     @property
     def together(self) -> int:

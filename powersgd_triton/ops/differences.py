@@ -17,6 +17,9 @@ from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES,
 
 BF16_NAN = 0x7FC0
 
+SPAN = 160 * 5 * BLOCK
+"""Elements that a thread of the CPU works on at a time, so that they stay in its cache. Whole groups of blocks."""
+
 
 def encode_reference(
     target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False
@@ -35,41 +38,17 @@ def encode_reference(
         out: uint8 [bytes], as ``width.difference_bytes`` says.
         subtract: Also subtract from ``target`` what ``out`` stands for, as ``apply_reference`` does with weight −1.
     """
-    numel = target.numel()
-    blocks = width.difference_blocks(numel)
-    difference = torch.zeros(blocks * BLOCK, device=target.device)
-    if base is None:
-        difference[:numel].copy_(target)
-    else:
-        torch.sub(target.float(), _finite(base), out=difference[:numel])
-    difference = difference.view(blocks, BLOCK)
-    scales, packed = _parts(out, width, numel)
-    if width.blocks > 1:
-        size, zero = _ternary(difference, numel)
-    else:
-        # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
-        size = difference.abs().amax(1, keepdim=True)
-        size = size / torch.full_like(size, width.levels)
-    scales.copy_(size)
-    # One of the many NaNs, so that all backends write the same bytes.
-    scales.view(torch.int16).masked_fill_(~size.isfinite(), BF16_NAN)
-    scale = scales.float()
-    if width.blocks > 1:
-        codes = (difference >= -zero).to(torch.uint8) + (difference > zero)
-    elif width.bits == 2:
-        codes = (difference >= -2 * scale).to(torch.uint8) + (difference >= 0) + (difference >= 2 * scale)
-    else:
-        codes = torch.where(scale > 0, difference / scale, 0).round_().clamp_(-width.levels, width.levels)
-        codes = codes.add_(width.numbers // 2).to(torch.uint8)
-    # All backends write the same bytes of a block whose scale is NaN.
-    codes.masked_fill_(scale.isnan(), 0)
-    # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits, and in ternary
-    # codes the elements j of five blocks.
-    factors = width.numbers ** torch.arange(width.together, dtype=torch.uint8, device=target.device)
-    parts = codes.view(len(packed), width.together, packed.shape[1]) * factors.unsqueeze(1)
-    torch.sum(parts, 1, dtype=torch.uint8, out=packed)
-    if subtract:
-        apply_reference(out.unsqueeze(0), width, target.unsqueeze(0), -1.0)
+    factors = (width.numbers ** torch.arange(width.together, device=target.device)).float()
+    spans = _spans(target, out, width)
+    copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
+    for (own, scale, bytes_), copy in zip(spans, copies, strict=True):
+        difference = own.float() if copy is None else own.float() - _finite(copy)
+        numbers = _encode(difference, width, scale)
+        # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits, and in
+        # ternary codes the elements j of five blocks. The sums are below 256, so they are exact in any order.
+        bytes_.copy_(torch.matmul(factors, numbers.view(len(bytes_), width.together, bytes_.shape[1])))
+        if subtract:
+            own.sub_(_values(numbers, width).mul_(scale.float()).view(-1)[: len(own)])
 
 
 def apply_reference(content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0) -> None:
@@ -84,27 +63,66 @@ def apply_reference(content: Tensor, width: WireFormat, base: Tensor, weight: fl
         base: [copies, numel], in any float dtype. Rows are contiguous.
         weight: Factor of what is added. −1 takes back what was encoded.
     """
-    bytes_ = torch.arange(256, device=base.device)
-    numbers = bytes_ // width.numbers ** torch.arange(width.together, device=base.device).unsqueeze(1) % width.numbers
-    values = (2 * numbers - 3 if width.bits == 2 else numbers - width.numbers // 2).float()
+    # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
+    shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=base.device)).unsqueeze(1)
     for row, target in zip(content, base, strict=True):
-        scales, packed = _parts(row, width, len(target))
-        codes = values.index_select(1, packed.flatten().int()).view(width.together, *packed.shape)
-        added = codes.transpose(0, 1).reshape(-1, BLOCK).mul_(scales.float()).mul_(weight)
-        target.copy_(_finite(target) + added.view(-1)[: len(target)])
+        for own, scale, bytes_ in _spans(target, row, width):
+            # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
+            quotients = (bytes_.float().add_(0.5).unsqueeze(1) * shares).floor_()
+            numbers = torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK)
+            added = _values(numbers, width).mul_(scale.float()).mul_(weight)
+            own.copy_(_finite(own).add_(added.view(-1)[: len(own)]))
+
+
+def _encode(difference: Tensor, width: WireFormat, scales: Tensor) -> Tensor:
+    """Write the scales of some blocks [blocks, 1]. Return the numbers of the codes from 0 on [blocks, 128], in fp32.
+
+    They are made in fp32, since torch on the CPU is slow with bools.
+    """
+    numel, padding = len(difference), len(scales) * BLOCK - len(difference)
+    if padding:
+        difference = torch.nn.functional.pad(difference, (0, padding))
+    difference = difference.view(-1, BLOCK)
+    if width.ternary:
+        size, numbers = _ternary(difference, numel)
+    else:
+        # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
+        size = difference.abs().amax(1, keepdim=True)
+        size = size / torch.full_like(size, width.levels)
+    scales.copy_(size)
+    # One of the many NaNs, so that all backends write the same bytes.
+    scales.view(torch.int16).masked_fill_(~size.isfinite(), BF16_NAN)
+    scale = scales.float()
+    if width.bits == 2:
+        numbers = difference.clone().ge_(-2 * scale)
+        for border in (torch.zeros_like(scale), 2 * scale):
+            numbers.add_(difference.clone().ge_(border))
+    elif not width.ternary:
+        # Differences in a block with scale 0, or with scale NaN, get the code 0.
+        numbers = difference / torch.where(scale > 0, scale, torch.inf)
+        numbers.nan_to_num_().round_().clamp_(-width.levels, width.levels).add_(width.numbers // 2)
+    # All backends write the same bytes of a block whose scale is NaN.
+    return numbers.mul_(scale.isfinite())
+
+
+def _values(numbers: Tensor, width: WireFormat) -> Tensor:
+    """Return what codes stand for, in units of their scales, in place of their numbers."""
+    return numbers.mul_(2).sub_(3) if width.bits == 2 else numbers.sub_(width.numbers // 2)
 
 
 def _ternary(difference: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return the scale of each block [blocks, 1], and the magnitude up to which its elements count as 0."""
+    """Return the scale of each block [blocks, 1], and the numbers of its codes [blocks, 128]."""
     # Padding must not lower the mean.
     counts = torch.arange(numel, numel - difference.numel(), -BLOCK, device=difference.device).clamp_(1, BLOCK)
+    kept = difference.abs()
     # Sums of 128ths cannot overflow.
-    magnitude = difference.abs().mul_(1 / BLOCK)
+    magnitude = kept * (1 / BLOCK)
     zero = _sum(magnitude) / counts.unsqueeze(1) * (TERNARY_ZERO * BLOCK)
-    kept = difference.abs() > zero
-    scale = _sum(torch.where(kept, magnitude, 0)) / kept.sum(1, keepdim=True).clamp_(min=1)
+    kept.gt_(zero)
+    scale = _sum(magnitude.mul_(kept)) / kept.sum(1, keepdim=True).clamp_(min=1)
     # A larger mean would be infinite in bf16. NaN stays NaN.
-    return torch.where(zero.isfinite(), (scale * BLOCK).clamp_(max=LARGEST_BF16), zero), zero
+    size = torch.where(zero.isfinite(), (scale * BLOCK).clamp_(max=LARGEST_BF16), zero)
+    return size, kept.mul_(difference.sign()).add_(1)
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -118,13 +136,18 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _finite(base: Tensor) -> Tensor:
-    return torch.where(base.isfinite(), base, 0).float()
+    """Return fp32 values, a copy, with 0 instead of what is not finite."""
+    return base.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-def _parts(content: Tensor, width: WireFormat, numel: int) -> tuple[Tensor, Tensor]:
-    """Return views of the bytes: scales [blocks, 1] and packed codes [blocks that share bytes, their bytes]."""
+def _spans(flat: Tensor, content: Tensor, width: WireFormat) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return views of elements, their scales [blocks, 1] and packed codes [blocks that share bytes, their bytes]."""
+    numel = len(flat)
     blocks, (codes, _) = width.difference_blocks(numel), width.difference_bytes(numel)
     scales = content[: SCALE_BYTES * blocks].view(torch.bfloat16).view(blocks, 1)
     code_bytes = BLOCK * width.bits // 8
     groups = blocks // width.blocks
-    return scales, content[codes : codes + groups * code_bytes].view(groups, code_bytes)
+    packed = content[codes : codes + groups * code_bytes].view(groups, code_bytes)
+    span = SPAN * torch.get_num_threads() if flat.device.type == "cpu" else max(1, groups) * width.blocks * BLOCK
+    parts = flat.split(span), scales.split(span // BLOCK), packed.split(span // (width.blocks * BLOCK))
+    return list(zip(*parts, strict=True))

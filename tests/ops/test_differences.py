@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.config import CODES
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
 from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, DIFFERENCES, SCALE_BYTES, WireFormat
+from powersgd_triton.ops import differences
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from tests.support.kernel_cases import INF, NAN, UNWRITTEN, over_dtypes
@@ -296,12 +298,35 @@ def test_what_was_sent_is_subtracted(width: WireFormat, dtype: torch.dtype):
 
 
 @widths
+@over_dtypes("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [5000, 5120])
+def test_spans_do_not_change_a_bit(width: WireFormat, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch):
+    """A tensor that is worked on in several spans, of which the last one may be shorter."""
+    target, base, results = heavy_tailed(numel).to(dtype), heavy_tailed(numel, 1).to(dtype), []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for span in (8 * 640, 2 * 640):
+        monkeypatch.setattr(differences, "SPAN", span)
+        left, copies = target.clone(), base.clone()[None]
+        contents = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
+        encode_reference(left, None, width, contents[0], subtract=True)
+        encode_reference(target, base, width, contents[1])
+        apply_reference(contents[1:], width, copies, 1 / 3)
+        results.append((contents, left, copies))
+    for whole, divided in zip(*results, strict=True):
+        assert torch.equal(whole, divided)
+
+
+@widths
 def test_empty(width: WireFormat):
     assert width.difference_bytes(0) == (0, 0)
     copies = torch.zeros(1, 0)
     content = torch.zeros(1, 0, dtype=torch.uint8)
     encode_reference(copies[0], copies[0], width, content[0])
     apply_reference(content, width, copies)
+
+
+def test_configuration_knows_all_formats():
+    assert sorted(CODES) == sorted(DIFFERENCES)
 
 
 def test_backend_decides_who_codes():
