@@ -169,8 +169,7 @@ def growing(every: int, steps: int) -> Callable[[int], int]:
     Returns:
         A function from the number of steps before a round to its length.
     """
-    falling = (1 - (1 - train.FINAL_LEARNING_RATE) * step / steps for step in range(steps))
-    sums = list(itertools.accumulate(falling))
+    sums = list(itertools.accumulate(train.learning_rate_factor(step, steps) for step in range(steps)))
     rounds = steps // every
     ends = [bisect.bisect_left(sums, sums[-1] * (k + 1) / rounds * (1 - 1e-12)) + 1 for k in range(rounds)]
     return lambda done: next((end - done for end in ends if end > done), every)
