@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable
 
@@ -29,7 +31,7 @@ MESSAGES = {
 the last two how many entries of a chunk."""
 OPTIONS: dict[str, dict[str, float | None]] = {
     "alone": {},
-    "local": {"every": None, "outer": 1.0, "delay": 0.0},
+    "local": {"every": None, "grow": 0.0, "outer": 1.0, "delay": 0.0},
     "diloco": {"every": None, "outer": 0.7, "momentum": 0.9},
     "sparseloco": {"every": None, "outer": 1.0, "decay": 0.95},
     "demo": {"rate": 1e-3, "decay": 0.999},
@@ -144,7 +146,10 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
         config = PowerSGDConfig(rank=int(arm.message))
     elif arm.message != "exact":
         config = PowerSGDConfig(codes=arm.message)
-    sync = LocalSteps(model, config, int(arm.options["every"]), outer, delay=int(arm.options["delay"]))
+    every: int | Callable[[int], int] = int(arm.options["every"])
+    if arm.options["grow"]:
+        every = growing(int(arm.options["every"]), steps)
+    sync = LocalSteps(model, config, every, outer, delay=int(arm.options["delay"]))
 
     def then(done: int) -> None:
         sync.step()
@@ -152,3 +157,20 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
             sync.finish()
 
     return then
+
+
+def growing(every: int, steps: int) -> Callable[[int], int]:
+    """Return the lengths of rounds that are inversely proportional to the learning rate.
+
+    Args:
+        every: Their mean.
+        steps: Of the training.
+
+    Returns:
+        A function from the number of steps before a round to its length.
+    """
+    falling = (1 - (1 - train.FINAL_LEARNING_RATE) * step / steps for step in range(steps))
+    sums = list(itertools.accumulate(falling))
+    rounds = steps // every
+    ends = [bisect.bisect_left(sums, sums[-1] * (k + 1) / rounds * (1 - 1e-12)) + 1 for k in range(rounds)]
+    return lambda done: next((end - done for end in ends if end > done), every)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,7 @@ class Flight:
 
     Attributes:
         differences, since, begun: See above.
+        applied: Whether the exchange counts. Not if the exchange of another shard has failed.
     """
 
     def __init__(
@@ -37,20 +40,26 @@ class Flight:
         self.differences, self.since, self.begun = differences, since, begun
         self._engine, self._delay, self._steps = engine, delay, 0
         self._waiting = _fragments(differences, delay)
+        self.applied = True
+        self._ended = engine.step.ended
         # A step that fails leaves factors' errors with the differences in them. Errors of codes stay as they were.
         self._before: SavedState | None = None
         if engine.config.codes is None:
-            self._before = engine.memory.save(engine.step, lambda error: error)
+            self._before = dataclasses.replace(engine.memory.save(engine.step, lambda error: error), own=True)
 
-    def travel(self) -> bool:
-        """Advance by one step. Return whether it has arrived, so that the differences are their means."""
+    @property
+    def arrived(self) -> bool:
+        """Whether the exchange has ended. If it was ``applied``, the differences are their means."""
+        return self._engine.step.ended > self._ended
+
+    def travel(self) -> None:
+        """Advance by one step."""
         self._steps += 1
         if self._steps > self._delay:
             self.finish()
-            return True
-        # The first call only starts the first fragment.
-        self._run(self._waiting[:1], finish=False)
-        return False
+        else:
+            # The first call only starts the first fragment.
+            self._run(self._waiting[:1], finish=False)
 
     def finish(self) -> None:
         """Wait until it has arrived."""
@@ -59,7 +68,7 @@ class Flight:
     def _run(self, fragments: Sequence[list[str]], *, finish: bool) -> None:
         """Start fragments, or advance those under way if none is left. With ``finish``, finish all.
 
-        If that fails, the exchange has not been: the local parameters still have all changes.
+        If that fails before it has arrived, the exchange has not been: the local parameters still have all changes.
         """
         engine = self._engine
         self._waiting = self._waiting[len(fragments) :]
@@ -67,11 +76,23 @@ class Flight:
             for names in fragments:
                 self._start(names)
             if finish or not fragments:
-                engine.advance(finish=finish)
+                self.applied = engine.advance(finish=finish)
         except BaseException:
-            if self._before is not None:
-                engine.adopt(self._before, LoadReport())
+            if not self.arrived:
+                self._undo()
             raise
+
+    def _undo(self) -> None:
+        """Leave the engine as it was before the exchange. If other shards were exchanged, they hear of the failure."""
+        engine, self.applied = self._engine, False
+        if engine.step.keys and engine.communicator.others:
+            # The workers that hold them end the step too, and agree with this one that it does not count. They may be
+            # gone.
+            with contextlib.suppress(RuntimeError):
+                engine.end_step()
+        engine.drop_step()
+        if self._before is not None:
+            engine.adopt(self._before, LoadReport())
 
     def _start(self, names: list[str]) -> None:
         """Start averaging a fragment in place."""

@@ -96,16 +96,18 @@ def local(tensor: Tensor) -> Tensor:
 
 def _of_parameters(model: nn.Module, before: Callable[[], None] = lambda: None, **rest: Any) -> Held:
     """Return what a worker holds of a model whose parameters are what the optimizer changes. ``rest``: as in Held."""
+    # Not asked again: a parameter that is frozen later stays in the exchanges, and keeps what is owed.
+    shapes = {plain_name(name): _largest_part(p) for name, p in model.named_parameters() if p.requires_grad}
 
     def parameters(*, trainable: bool) -> Named:
         before()
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad is trainable:
+            if (plain_name(name) in shapes) is trainable:
                 yield plain_name(name), local(parameter)
 
     return Held(
         lambda: parameters(trainable=True),
-        {plain_name(name): _largest_part(p) for name, p in model.named_parameters() if p.requires_grad},
+        shapes,
         lambda: _buffers(model),
         lambda: parameters(trainable=False),
         **rest,

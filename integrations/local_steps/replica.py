@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.local_steps.held import Held, local
 from powersgd_triton.ops.host_copy import HostCopy
@@ -56,6 +57,8 @@ class Replica:
         if not isinstance(self.outer, torch.optim.Optimizer):
             raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.outer).__name__}")
         self._finite: HostCopy | None = None
+        # As they were after the last exchange.
+        self._buffers: list[Tensor] = []
 
     def theta(self) -> Tensors:
         """Return {name: θ} without gradients. They are not copies."""
@@ -69,6 +72,7 @@ class Replica:
                 self._communicator.broadcast(sent)
                 tensor.copy_(sent)
         self.write(self.theta())
+        self._buffers = [buffer.clone() for _, buffer in self.held.buffers()]
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the local parameters."""
@@ -95,6 +99,7 @@ class Replica:
             start = self._start(name, tensor)
             copies[name] = torch.where(finite.to(tensor.device), tensor.to(start.dtype), start)
             tensor.copy_(copies[name])
+        self.held.refresh()
         return copies
 
     def update(self, means: Mapping[str, Tensor], begun: Mapping[str, Tensor] | None) -> None:
@@ -130,33 +135,60 @@ class Replica:
             for shards in self._communicator.others:
                 shards.minimum(flag)
             finite = flag > 0
-        if self._finite is not None and not self._finite.numbers():
-            logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
+        self.warn()
         # Read in the next exchange, so that the host does not wait for the device now.
         self._finite = HostCopy(finite)
         return finite
 
-    def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> None:
-        """Average buffers, and the optimizer's states if asked, over the workers that are finite."""
-        tensors = [buffer for _, buffer in self.held.buffers()]
+    def warn(self) -> None:
+        """Log a warning if this worker was not finite in the last exchange."""
+        finite, self._finite = self._finite, None
+        if finite is not None and not finite.numbers():
+            logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
+
+    def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
+        """Average the buffers that have changed, and the optimizer's states if asked. Return the bytes sent.
+
+        Collective. Workers that are not finite, or have a NaN in what is averaged, do not count.
+
+        Raises:
+            DisagreementError: The optimizer's states differ in number or shape, for example because a parameter had a
+                gradient on some workers only. Nothing was changed.
+        """
+        tensors = self._changed_buffers()
         if optimizer is not None:
-            # Frozen parameters have none.
+            # Parameters that were not updated yet have none.
             known = optimizer.state
             states = [known[p] for group in optimizer.param_groups for p in group["params"] if p in known]
-            # The step of Adam, for example, is equal on all workers.
-            tensors += [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
+            found = [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
+            shapes = {"shapes of the optimizer's states": [list(tensor.shape) for tensor in found]}
+            together("an average of states", lambda: (None, {}, shapes), self._communicator, self._device)
+            tensors += found
         if not tensors or self._communicator.world_size == 1:
-            return
+            return 0
         # Integers and fp32 keep their values in fp64.
-        whole = torch.cat([tensor.detach().double().reshape(-1).to(self._device) for tensor in tensors])
-        whole = torch.cat([torch.where(finite, whole, 0), finite.double().view(1)])
+        whole = torch.cat([tensor.double().reshape(-1).to(self._device) for tensor in tensors])
+        counts = finite & ~whole.isnan().any()
+        whole = torch.cat([torch.where(counts, whole, 0), counts.double().view(1)])
         self._communicator.mean(whole)
         share = whole[-1]
         averages = (whole[:-1] / share).split([tensor.numel() for tensor in tensors])
         for tensor, average in zip(tensors, averages, strict=True):
             average = average if tensor.is_floating_point() else average.round()
-            # If no worker is finite, nothing changes.
+            # If no worker counts, nothing changes.
             tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self._device)))
+        self._buffers = [buffer.clone() for _, buffer in self.held.buffers()]
+        return whole.nbytes
+
+    def _changed_buffers(self) -> list[Tensor]:
+        """Return the buffers that a worker has changed since the last exchange. Masks, for example, never change."""
+        buffers = [buffer for _, buffer in self.held.buffers()]
+        if not buffers:
+            return []
+        same = [torch.equal(buffer, before) for buffer, before in zip(buffers, self._buffers, strict=True)]
+        unchanged = torch.tensor(same, dtype=torch.int32, device=self._device)
+        self._communicator.minimum(unchanged)
+        return [buffer for buffer, equal in zip(buffers, unchanged.tolist(), strict=True) if not equal]
 
 
 def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -122,6 +122,9 @@ def joined(common: Path, own: Path) -> dict[str, Any]:
     if not own.exists():
         return state
     mine = load_file(own)
+    if mine.get(KEY, {}).get("worker", [])[1:] != state.get(KEY, {}).get("worker", [])[1:]:
+        # An earlier checkpoint in this folder was saved by as many workers as there are now, and the last one was not.
+        return state
     if state.get(KEY, {}).get("mark") != mine.get(KEY, {}).get("mark"):
         raise ValueError(
             f"{own.name} and {common.name} in {common.parent} were not saved together, for example because saving was "
@@ -130,6 +133,25 @@ def joined(common: Path, own: Path) -> dict[str, Any]:
         )
     matrices = {name: {**parts, **mine["matrices"].get(name, {})} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices, KEY: mine[KEY]}
+
+
+def settings_of(outer: torch.optim.Optimizer) -> list[Any]:
+    """Return the kind and the plain settings of an optimizer, which must be equal on all workers."""
+    plain = (bool, int, float, str)
+    groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in outer.param_groups]
+    return [type(outer).__name__, *groups]
+
+
+def check_groups_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError if a saved state of an optimizer is not that of one like this worker's."""
+    found, expected = (
+        [(len(group["params"]), sorted(group)) for group in state["param_groups"]] for state in (saved, own)
+    )
+    if found != expected:
+        raise ValueError(
+            "the saved state belongs to another outer optimizer: its groups have (parameters, settings) "
+            f"{found}, and those of this one {expected}"
+        )
 
 
 def with_errors(engine: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,10 @@ from powersgd_triton.integrations.local_steps.saved import (
     COMMON,
     OWN,
     SavedRound,
+    check_groups_of,
     joined,
     pack,
+    settings_of,
     start,
     unpack,
     with_errors,
@@ -40,6 +43,8 @@ from powersgd_triton.integrations.local_steps.saved import (
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import RankReport
+
+logger = logging.getLogger("powersgd_triton.integrations.local_steps")
 
 T = TypeVar("T")
 
@@ -64,7 +69,8 @@ class LocalSteps(Handle):
             require gradients are left out.
         config: How differences are compressed: with ``codes``, or with factors as gradients are. Budgets and all fields
             that count steps count exchanges. None sends differences in fp32.
-        every: Number of steps from one exchange to the next.
+        every: Number of steps from one exchange to the next, or a function of the number of steps so far that returns
+            it, for rounds that grow as the learning rate falls. It must be the same on all workers.
         outer: Returns the optimizer of θ, for example ``lambda p: torch.optim.SGD(p, lr=0.8)``. Default: rate 1, so
             that θ becomes the mean of the workers' parameters.
         group: The workers that exchange differences. None for all. If the model is wrapped, these are the workers with
@@ -82,7 +88,7 @@ class LocalSteps(Handle):
         DisagreementError: Workers differ in their arguments or tensors. Nothing was changed.
 
     Attributes:
-        every: Number of steps from one exchange to the next. Change it at the same step on all workers.
+        every: Number of steps of the round under way.
         outer: The optimizer of θ, for example for a schedule of its learning rate.
         steps, since: Number of steps so far, and since the last exchange began.
     """
@@ -91,7 +97,7 @@ class LocalSteps(Handle):
         self,
         model: nn.Module,
         config: PowerSGDConfig | None,
-        every: int = 10,
+        every: int | Callable[[int], int] = 10,
         outer: Outer | None = None,
         group: dist.ProcessGroup | None = None,
         *,
@@ -109,11 +115,14 @@ class LocalSteps(Handle):
         found, communicator = together("LocalSteps", find, Communicator(group))
 
         def prepare() -> tuple[Engine, Facts, Facts]:
-            self.every, self.delay = whole_number("every", every, 1), whole_number("delay", delay)
+            self._every, self.delay = every, whole_number("delay", delay)
+            self.every = self._length(0)
             if self.delay >= self.every:
                 raise ValueError(f"delay must be below every={self.every}, so that exchanges do not meet; got {delay}")
+            if config is not None and not isinstance(config, PowerSGDConfig):
+                raise TypeError(f"config must be a PowerSGDConfig or None; got {type(config).__name__}")
             chosen = PowerSGDConfig(rank=_no_rank) if config is None else config
-            if isinstance(chosen, PowerSGDConfig) and chosen.measures:
+            if chosen.measures:
                 refuse_auto(chosen, "an exchange of local steps")
                 raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
             if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -131,14 +140,10 @@ class LocalSteps(Handle):
                 check_groups(communicator.group, communicator.node_group)
             engine = Engine(chosen, communicator, lambda: found.shapes, codes=True)
             self._replica = Replica(found, outer or averaging, communicator, device)
-            own = {
-                "every": self.every,
-                "delay": self.delay,
-                "outer": repr(self._replica.outer),
-                "states": optimizer is not None,
-            }
+            own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
+            own |= {"outer": settings_of(self._replica.outer), **common_facts(chosen, 0)}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in tensors.items()}
-            return engine, own | common_facts(chosen, 0), dtypes | replicated_facts(chosen, found.shapes, engine.plan)
+            return engine, own, dtypes | replicated_facts(chosen, found.shapes, engine.plan)
 
         device = next((tensor.device for _, tensor in found.tensors()), torch.device("cpu"))
         if device.type == "cpu" and dist.is_initialized():
@@ -172,47 +177,70 @@ class LocalSteps(Handle):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Exchange what was changed since the last exchange, so that all workers have θ. Collective."""
+        """Exchange what was changed since the last exchange, so that all workers have θ. Collective.
+
+        The workers may have taken different numbers of steps since the last exchange.
+        """
         self._land()
-        if self.since:
-            self._exchange()
-            self._land()
+        if self._everywhere(self.since == 0):
+            return
+        self._exchange()
+        self._land()
+        self._replica.warn()
 
     def _exchange(self) -> None:
         """Begin an exchange. Without a delay, finish it."""
         self._land()
         differences, finite = self._replica.differences()
-        self._replica.average_exactly(finite, self._optimizer)
         begun = self._replica.copies(finite) if self.delay else None
         self._flight = Flight(self._engine, differences, self.delay, self.since, begun)
-        self.since = 0
+        self._finite, self.since = finite, 0
+        self.every = self._length(self.steps)
         self._travel()
+
+    def _length(self, steps: int) -> int:
+        """Return the length of the round that begins after so many steps."""
+        return whole_number("every", self._every(steps) if callable(self._every) else self._every, 1)
 
     def _travel(self) -> None:
         """Advance the exchange under way by one step."""
-        if self._flight is not None and self._flying(self._flight.travel):
-            self._arrive(self._flight)
+        if self._flight is not None:
+            self._fly(self._flight, self._flight.travel)
 
     def _land(self) -> None:
         """Finish the exchange under way, if there is one, and go on from what it has changed."""
         if self._flight is not None:
-            self._flying(self._flight.finish)
-            self._arrive(self._flight)
+            self._fly(self._flight, self._flight.finish)
 
-    def _flying(self, act: Callable[[], T]) -> T:
-        """Advance the exchange under way. If that fails, the next exchange sends what this one has not."""
+    def _fly(self, flight: Flight, act: Callable[[], None]) -> None:
+        """Advance the exchange under way, and use what has arrived.
+
+        If it fails before it has arrived, the next exchange sends what this one has not. Afterwards, for example if a
+        user's function raises an exception in telemetry, it counts, since the other workers count it too.
+        """
+        failed = True
         try:
-            return act()
-        except BaseException:
-            assert self._flight is not None
-            self.since += self._flight.since
-            self._flight = None
-            raise
+            act()
+            failed = False
+        finally:
+            if flight.arrived and flight.applied:
+                self._flight = None
+                self._replica.update(flight.differences, flight.begun)
+            elif flight.arrived or failed:
+                self._flight = None
+                self.since += flight.since
+        if flight.arrived and flight.applied:
+            self._engine.sent += self._replica.average_exactly(self._finite, self._optimizer)
+            self._check()
+        elif flight.arrived:
+            logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
 
-    def _arrive(self, flight: Flight) -> None:
-        self._flight = None
-        self._replica.update(flight.differences, flight.begun)
-        self._check()
+    def _everywhere(self, true: bool) -> bool:
+        """Return whether something is true on all workers. Collective."""
+        flag = torch.tensor(int(true), device=self._device)
+        for workers in (self._engine.communicator, *self._engine.communicator.others):
+            workers.minimum(flag)
+        return bool(flag)
 
     def _check(self) -> None:
         """Compare θ over the workers after each ``check_every`` exchanges."""
@@ -271,10 +299,11 @@ class LocalSteps(Handle):
         for name, error in errors.items():
             parts[name]["own_error"] = error
         if self.since:
-            differences, _ = self._replica.differences()
+            differences, finite = self._replica.differences()
+            copies = self._replica.copies(finite)
             for name, tensor in self._replica.held.tensors():
-                changes = without_padding(engine.communicator.mean(differences[name]), tensor)
-                parts[name] |= {"own": tensor.clone(), "changes": changes}
+                changes = without_padding(engine.communicator.mean(differences[name]), tensor).to(tensor.device)
+                parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
         mark = sum(int(fingerprint(part)) for each in parts.values() for key, part in each.items() if key in COMMON)
         this = SavedRound(self.steps, self.since, self._place, mark, parts, self.outer.state_dict())
         return pack(saved, this)
@@ -298,10 +327,7 @@ class LocalSteps(Handle):
 
         content, this = self._compare("load_state_dict", read)
         # A worker's own parts are of use only if all workers have theirs.
-        flag = torch.tensor(int(this.worker == self._place), device=self._device)
-        for workers in (engine.communicator, *engine.communicator.others):
-            workers.minimum(flag)
-        own = bool(flag)
+        own = self._everywhere(this.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
             parsed = engine.peers.parsed(
@@ -309,18 +335,23 @@ class LocalSteps(Handle):
                 sizes(engine.tensors(), self.config),
                 owner=self._place if own else None,
             )
+            check_groups_of(this.outer, self.outer.state_dict())
             return parsed, {}, saved_facts(parsed[0])
 
         saved, report = self._compare("load_state_dict", check)
+        self.outer.load_state_dict(this.outer)
         self._flight = None
         engine.adopt(saved, report)
-        self.outer.load_state_dict(this.outer)
         for name, theta in self._replica.theta().items():
             theta.copy_(this.parts[name]["shared"])
         held = self._replica.held
         self._replica.write({name: start(this, name, tensor.dtype, own=own) for name, tensor in held.tensors()})
         self.steps, self.since = this.steps, this.since
-        return report
+        self.every = self._length(self.steps - self.since)
+        if self.config.codes is None:
+            return report
+        # Errors of tensors in codes are added to the next differences, as those of tensors without factors are.
+        return dataclasses.replace(report, loaded=report.carried, carried=())
 
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.
@@ -363,8 +394,9 @@ class LocalSteps(Handle):
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
-        self._flight, self.since = None, 0
+        self._flight, self.since, self.every = None, 0, self._length(self.steps)
         super().forget()
+        self.outer.state.clear()
         theta = self._replica.theta()
         for name, tensor in self._replica.held.tensors():
             theta[name].copy_(tensor)

@@ -342,10 +342,13 @@ class Engine:
             if self.step.last:
                 self.end_step()
 
-    def advance(self, *, finish: bool) -> None:
+    def advance(self, *, finish: bool) -> bool:
         """Advance the buckets under way by one collective each, or finish them and the step.
 
         It is for steps whose buckets travel while something else is computed: ``begin`` was told that none is the last.
+
+        Returns:
+            Whether the step counts, as far as that is known.
         """
         assert self.peers.device is not None, "a bucket was begun"
         with self.memory.streams.on(self.peers.device):
@@ -353,8 +356,11 @@ class Engine:
                 self._advance_older()
                 while finish and self._under_way:
                     self._under_way.extend(self._go_on(*self._under_way.popleft()))
-            if finish:
-                self.end_step()
+            if not finish:
+                return True
+            verdict = self.step.verdict(self.peers.device)
+            self.end_step()
+            return bool(verdict)
 
     def _advance_older(self) -> None:
         """Advance each bucket under way by one collective."""
@@ -481,7 +487,7 @@ class Engine:
         self.plan.load_state_dict(saved.plan)
         self._tuning = self._new_tuning()
         self.step.iteration = saved.iteration
-        self._drop_step()
+        self.drop_step()
         # Other ranks may need other buckets.
         self._waiting = Waiting()
         self.memory.load(saved)
@@ -491,10 +497,11 @@ class Engine:
 
     def forget(self) -> None:
         """Set all errors to zero, and drop a step that is open."""
-        self._drop_step()
+        self.drop_step()
         self.memory.forget_errors()
 
-    def _drop_step(self) -> None:
+    def drop_step(self) -> None:
+        """Discard what is left of an open step."""
         self.step.forget()
         self._under_way.clear()
         self._waiting.clear()

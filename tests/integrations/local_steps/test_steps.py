@@ -250,7 +250,7 @@ def test_bad_arguments_are_errors_on_all_workers(workers: int):
         "ValueError.*max_overhead is a share of a step",
         "DisagreementError.*shape of 'bias'",
         "ValueError.*no parameters that require gradients",
-        "TypeError.*config must be a PowerSGDConfig; got dict",
+        "TypeError.*config must be a PowerSGDConfig or None; got dict",
     ]
     for texts in outcome(results(workers), refuses):
         for text, pattern in zip(texts, expected, strict=True):
