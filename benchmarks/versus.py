@@ -225,7 +225,12 @@ def draw(found: Comparison) -> None:
         axes.plot(*_places(found, curve), **{**marks, "linestyle": "-", "linewidth": 2, "label": NAMES[method]})
         for point in curve:
             if 0 <= found.excess(point) < SHOWN_EXCESS:
-                text: dict[str, Any] = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 9, "color": colour}
+                text: dict[str, Any] = {
+                    "xytext": (5, -12),
+                    "textcoords": "offset points",
+                    "fontsize": 9,
+                    "color": colour,
+                }
                 axes.annotate(label(point.arm).split(", ")[-1], (found.ratio(point), found.excess(point)), **text)
     for point in found.points:
         if not point.bytes_per_step and math.isfinite(found.excess(point)):
