@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Callable
 
@@ -17,7 +15,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.demo import run, train
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import GPT
-from powersgd_triton.integrations.local_steps import LocalSteps
+from powersgd_triton.integrations.local_steps import LocalSteps, growing
 
 DEFAULT_RANK = 16
 MESSAGES = {
@@ -148,7 +146,7 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
         config = PowerSGDConfig(codes=arm.message)
     every: int | Callable[[int], int] = int(arm.options["every"])
     if arm.options["grow"]:
-        every = growing(int(arm.options["every"]), steps)
+        every = growing(int(arm.options["every"]), steps, lambda step: train.learning_rate_factor(step, steps))
     sync = LocalSteps(model, config, every, outer, delay=int(arm.options["delay"]))
 
     def then(done: int) -> None:
@@ -157,19 +155,3 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
             sync.finish()
 
     return then
-
-
-def growing(every: int, steps: int) -> Callable[[int], int]:
-    """Return the lengths of rounds that are inversely proportional to the learning rate.
-
-    Args:
-        every: Their mean.
-        steps: Of the training.
-
-    Returns:
-        A function from the number of steps before a round to its length.
-    """
-    sums = list(itertools.accumulate(train.learning_rate_factor(step, steps) for step in range(steps)))
-    rounds = steps // every
-    ends = [bisect.bisect_left(sums, sums[-1] * (k + 1) / rounds * (1 - 1e-12)) + 1 for k in range(rounds)]
-    return lambda done: next((end - done for end in ends if end > done), every)
