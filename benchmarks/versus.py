@@ -57,7 +57,11 @@ class Trainings:
 
 EACH_STEP = ["allreduce", "ours:19x"]
 CODED = [f"local:ternary+every{every}+outer0.8" for every in (2, 5, 10, 20)]
+GROWING = [f"local:ternary+every{every}+grow1+outer0.8" for every in (5, 10, 20)]
+LATE = f"{GROWING[1]}+delay1"
 EXACT = "local:exact+every5+outer0.8"
+# With four workers, rate 1 is better.
+FOUR = ["local:ternary+every5", "local:ternary+every5+grow1", "local:exact+every5"]
 # The best rates of the tuning below.
 BEST = [f"diloco:fp4+every{every}+outer0.5+momentum0.5" for every in (12, 25, 50)]
 BEST += ["sparseloco:512+every5+outer1", "sparseloco:256+every6+outer1", "demo:32+rate0.001"]
@@ -71,11 +75,11 @@ DIGITS = ["local:exact+every5", "local:exact+every10", *(f"local:ternary+every{e
 DIGITS += ["local:20x+every5", *(f"local:ternary+every10+delay{delay}" for delay in (1, 2))]
 DIGITS += [f"diloco:fp32+every10+{outer}" for outer in ("outer0.5+momentum0.5", "outer0.7+momentum0.9")]
 PLAN = [
-    Trainings("text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *BEST]),
+    Trainings("text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, LATE, *BEST]),
     Trainings("text", 2, 600, range(1), [*TUNING, *MORE]),
-    Trainings("text", 4, 600, range(1), [*EACH_STEP, *CODED[:3], EXACT]),
-    Trainings("text", 8, 600, range(1), [*EACH_STEP, CODED[1]]),
-    Trainings("text", 2, 3000, range(1), [*EACH_STEP, CODED[2]]),
+    Trainings("text", 4, 600, range(1), [*EACH_STEP, *FOUR]),
+    Trainings("text", 8, 600, range(1), [*EACH_STEP, FOUR[1]]),
+    Trainings("text", 2, 3000, range(1), [*EACH_STEP, GROWING[1]]),
     Trainings("digits", 2, 300, range(5), ["allreduce", "ours:40x", "ours:100x", *DIGITS, *CODED, EXACT]),
 ]
 
@@ -138,7 +142,8 @@ def label(arm: str) -> str:
     one = Arm.parse(arm)
     rounds = f", H = {one.options['every']:g}" if "every" in one.options else ""
     delay = f" late by {one.options['delay']:g}" if one.options.get("delay") else ""
-    return f"{one.message}{rounds}{delay}"
+    grows = " growing" if one.options.get("grow") else ""
+    return f"{one.message}{rounds}{grows}{delay}"
 
 
 def tuned(point: Point) -> float:
