@@ -134,7 +134,7 @@ REFUSED = {
     "compressed": "compresses gradients within its node.*take the section out",
     "rank": "no matrices of low rank: give codes",
 }
-QUICK = ("stage 1", "stage 2, bf16", "BF16_Optimizer")
+QUICK = ("stage 2, bf16",)
 
 
 def named(name: str) -> dict[str, Any]:
