@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable
 
@@ -15,7 +17,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.demo import run, train
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import GPT
-from powersgd_triton.integrations.local_steps import LocalSteps, growing
+from powersgd_triton.integrations.local_steps import LocalSteps
 
 DEFAULT_RANK = 16
 MESSAGES = {
@@ -155,3 +157,21 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
             sync.finish()
 
     return then
+
+
+def growing(every: int, steps: int, rate: Callable[[int], float]) -> Callable[[int], int]:
+    """Return lengths of rounds, over each of which the learning rate adds up to the same.
+
+    Args:
+        every: Mean length.
+        steps: Steps of the training.
+        rate: Returns the learning rate of a step.
+
+    Returns:
+        A function from the number of steps before a round to its length.
+    """
+    sums = list(itertools.accumulate(rate(step) for step in range(steps)))
+    rounds = steps // every
+    # A little less than the share, so that the last round ends with the training whatever was rounded.
+    ends = [bisect.bisect_left(sums, sums[-1] * (k + 1) / rounds * (1 - 1e-12)) + 1 for k in range(rounds)]
+    return lambda done: next((end - done for end in ends if end > done), every)

@@ -57,11 +57,12 @@ class Trainings:
 
 EACH_STEP = ["allreduce", "ours:19x"]
 CODED = [f"local:ternary+every{every}+outer0.8" for every in (2, 5, 10, 20)]
-GROWING = [f"local:ternary+every{every}+grow1+outer0.8" for every in (5, 10, 20)]
-LATE = f"{GROWING[1]}+delay1"
+GROWING = [f"local:ternary+every{every}+grow1+outer0.8" for every in (5, 10)]
+PLAIN = [f"local:ternary+every{every}" for every in (10, 20)]
+LATE = f"{CODED[2]}+delay1"
 EXACT = "local:exact+every5+outer0.8"
 # With four workers, rate 1 is better.
-FOUR = ["local:ternary+every5", "local:ternary+every5+grow1", "local:exact+every5"]
+FOUR = ["local:ternary+every5", "local:exact+every5"]
 # The best rates of the tuning below.
 BEST = [f"diloco:fp4+every{every}+outer0.5+momentum0.5" for every in (12, 25, 50)]
 BEST += ["sparseloco:512+every5+outer1", "sparseloco:256+every6+outer1", "demo:32+rate0.001"]
@@ -75,11 +76,11 @@ DIGITS = ["local:exact+every5", "local:exact+every10", *(f"local:ternary+every{e
 DIGITS += ["local:20x+every5", *(f"local:ternary+every10+delay{delay}" for delay in (1, 2))]
 DIGITS += [f"diloco:fp32+every10+{outer}" for outer in ("outer0.5+momentum0.5", "outer0.7+momentum0.9")]
 PLAN = [
-    Trainings("text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, LATE, *BEST]),
+    Trainings("text", 2, 600, range(3), [*EACH_STEP, "torch:4", "ours:51.6x", *CODED, *GROWING, *PLAIN, LATE, *BEST]),
     Trainings("text", 2, 600, range(1), [*TUNING, *MORE]),
     Trainings("text", 4, 600, range(1), [*EACH_STEP, *FOUR]),
-    Trainings("text", 8, 600, range(1), [*EACH_STEP, FOUR[1]]),
-    Trainings("text", 2, 3000, range(1), [*EACH_STEP, GROWING[1]]),
+    Trainings("text", 8, 600, range(1), [*EACH_STEP, FOUR[0]]),
+    Trainings("text", 2, 3000, range(1), [*EACH_STEP, CODED[2]]),
     Trainings("digits", 2, 300, range(5), ["allreduce", "ours:40x", "ours:100x", *DIGITS, *CODED, EXACT]),
 ]
 

@@ -10,7 +10,6 @@ sync.finish()
 """
 
 from powersgd_triton.integrations.local_steps.held import node_mpu
-from powersgd_triton.integrations.local_steps.rounds import growing
 from powersgd_triton.integrations.local_steps.steps import LocalSteps
 
-__all__ = ["LocalSteps", "growing", "node_mpu"]
+__all__ = ["LocalSteps", "node_mpu"]
