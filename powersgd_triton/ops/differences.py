@@ -38,15 +38,17 @@ def encode_reference(
         out: uint8 [bytes], as ``width.difference_bytes`` says.
         subtract: Also subtract from ``target`` what ``out`` stands for, as ``apply_reference`` does with weight −1.
     """
-    factors = (width.numbers ** torch.arange(width.together, device=target.device)).float()
     spans = _spans(target, out, width)
     copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
     for (own, scale, bytes_), copy in zip(spans, copies, strict=True):
         difference = own.float() if copy is None else own.float() - _finite(copy)
         numbers = _encode(difference, width, scale)
         # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits, and in
-        # ternary codes the elements j of five blocks. The sums are below 256, so they are exact in any order.
-        bytes_.copy_(torch.matmul(factors, numbers.view(len(bytes_), width.together, bytes_.shape[1])))
+        # ternary codes the elements j of five blocks. All values are below 256, so they are exact.
+        *others, total = numbers.view(len(bytes_), width.together, bytes_.shape[1]).unbind(1)
+        for digits in reversed(others):
+            total = torch.add(digits, total, alpha=width.numbers)
+        bytes_.copy_(total)
         if subtract:
             own.sub_(_values(numbers, width).mul_(scale.float()).view(-1)[: len(own)])
 
