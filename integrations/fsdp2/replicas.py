@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.comm.agreement import fingerprint
-from powersgd_triton.comm.communicator import travel_device
+from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.ops.gradients import as_real, write_back
 
 
@@ -33,12 +33,12 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Overwrite parameters and buffers with those of the group's first worker."""
-    source = dist.get_global_rank(group, 0)
+    communicator = Communicator(group)
     for _, tensor in local_tensors(model):
         if tensor.numel():
             # With CPU offloading, parameters are on the CPU although the group may be one of GPUs.
             sent = as_real(tensor).to(travel_device(group) if tensor.is_cpu else tensor.device)
-            dist.broadcast(sent, source, group=group)
+            communicator.broadcast(sent)
             write_back(sent, tensor)
 
 

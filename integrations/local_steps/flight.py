@@ -31,7 +31,6 @@ class Flight:
 
     Attributes:
         differences, since, begun: See above.
-        applied: Whether the exchange counts. Not if the exchange of another shard has failed.
     """
 
     def __init__(
@@ -40,7 +39,8 @@ class Flight:
         self.differences, self.since, self.begun = differences, since, begun
         self._engine, self._delay, self._steps = engine, delay, 0
         self._waiting = _fragments(differences, delay)
-        self.applied = True
+        # Not if it or the exchange of another shard has failed.
+        self._applied = True
         self._ended = engine.step.ended
         # A step that fails leaves factors' errors with the differences in them. Errors of codes stay as they were.
         self._before: SavedState | None = None
@@ -49,8 +49,13 @@ class Flight:
 
     @property
     def arrived(self) -> bool:
-        """Whether the exchange has ended. If it was ``applied``, the differences are their means."""
+        """Whether the exchange has ended."""
         return self._engine.step.ended > self._ended
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has ended and counts, so that the differences are their means."""
+        return self.arrived and self._applied
 
     def travel(self) -> None:
         """Advance by one step."""
@@ -76,7 +81,7 @@ class Flight:
             for names in fragments:
                 self._start(names)
             if finish or not fragments:
-                self.applied = engine.advance(finish=finish)
+                self._applied = engine.advance(finish=finish)
         except BaseException:
             if not self.arrived:
                 self._undo()
@@ -84,7 +89,7 @@ class Flight:
 
     def _undo(self) -> None:
         """Leave the engine as it was before the exchange. If other shards were exchanged, they hear of the failure."""
-        engine, self.applied = self._engine, False
+        engine, self._applied = self._engine, False
         if engine.step.keys and engine.communicator.others:
             # The workers that hold them end the step too, and agree with this one that it does not count. They may be
             # gone.

@@ -170,8 +170,7 @@ class LocalSteps(Handle):
         """
         self.steps += 1
         self.since += 1
-        if self._flight is not None:
-            self._travel()
+        self._travel()
         if self.since >= self.every:
             self._exchange()
 
@@ -203,7 +202,7 @@ class LocalSteps(Handle):
         return whole_number("every", self._every(steps) if callable(self._every) else self._every, 1)
 
     def _travel(self) -> None:
-        """Advance the exchange under way by one step."""
+        """Advance the exchange under way by one step, if there is one."""
         if self._flight is not None:
             self._fly(self._flight, self._flight.travel)
 
@@ -223,13 +222,13 @@ class LocalSteps(Handle):
             act()
             failed = False
         finally:
-            if flight.arrived and flight.applied:
+            if flight.arrived or failed:
                 self._flight = None
-                self._replica.update(flight.differences, flight.begun)
-            elif flight.arrived or failed:
-                self._flight = None
-                self.since += flight.since
-        if flight.arrived and flight.applied:
+                if flight.counts:
+                    self._replica.update(flight.differences, flight.begun)
+                else:
+                    self.since += flight.since
+        if flight.counts:
             self._engine.sent += self._replica.average_exactly(self._finite, self._optimizer)
             self._check()
         elif flight.arrived:

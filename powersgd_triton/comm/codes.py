@@ -8,24 +8,12 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
-from powersgd_triton.comm.exchange import ALL_GATHER, ALL_TO_ALL
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
 Average = Generator[Work, None, Tensor]
 """Yields each collective that it starts, as a ``Schedule`` does, and returns the average."""
-
-
-def coded_exchange(workers: int) -> str:
-    """Return how codes are summed over the workers.
-
-    Either way, each worker sends and receives as many bytes as it has codes of its own, about twice for many workers.
-    With an all-to-all, each worker owns a part of the tensors. It receives this part from all workers, sums it, and
-    sends the sum to all, in codes again. With an all-gather, both of two workers receive what the other one has sent,
-    and nothing is rounded a second time.
-    """
-    return ALL_GATHER if workers == 2 else ALL_TO_ALL
 
 
 def average_in_codes(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Average:
@@ -58,6 +46,12 @@ def average_in_codes(M: Tensor, config: PowerSGDConfig, communicator: Communicat
 
 
 def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Average:
+    """Do the same on one level.
+
+    Both of two workers receive what the other one has sent, so that nothing is rounded a second time. With more, each
+    worker owns a part of M: it receives this part from all workers, sums it, and sends the sum to all, in codes again.
+    Either way, a worker sends and receives less than twice the bytes of its codes, however many workers there are.
+    """
     workers, worker = communicator.world_size, communicator.index
     mean = torch.zeros_like(M)
     if workers == 1 or not M.numel():
@@ -74,7 +68,7 @@ def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> A
         # Not empty: the ends of shorter parts are sent too.
         return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
 
-    if coded_exchange(workers) == ALL_GATHER:
+    if workers == 2:
         _, size = width.difference_bytes(len(M))
         gathered, sent = new(workers), new()
         encode(M, None, width, sent, True)
