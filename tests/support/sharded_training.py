@@ -61,9 +61,13 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
         self.use = True
         self.checkpointing: bool | None = None
+        # Called with the gradient of what the embedding returns: may change it, or raise an exception.
+        self.inject: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
+        if self.inject is not None:
+            x.register_hook(self.inject)
         for block in self.blocks:
             if self.checkpointing is None:
                 x = block(x)
