@@ -59,7 +59,7 @@ def cells() -> list[Cell]:
         few = wrapper.workers
         door = name not in ("Compressor", "optimizer", "local steps")
         # Each way and each format is quick for some wrappers, by turns.
-        ways = [way for way in WAYS if way not in wrapper.lacks and WAYS[way].fits(name)]
+        ways = [way for way in WAYS if not {way, "full rank"} & wrapper.lacks.keys() and WAYS[way].fits(name)]
         for number, way in enumerate(ways):
             quick = way == "plain" or number % 3 == index % 3
             found.append(Cell(name, properties.full_rank, few, (("way", way),), slow=not quick))

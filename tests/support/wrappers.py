@@ -315,6 +315,12 @@ LOOP = {
     "no sync": "the program decides when gradients are averaged",
     "several backwards": "the program decides when gradients are averaged",
 }
+ALTERNATING = {
+    "full rank": "one product with a basis is not exact at any rank",
+    "formats": "it has one algorithm, in fp32",
+    "budget": "it has ranks only",
+    "void": "the error is in the gradient, so that of an element that is not finite goes with it",
+}
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
@@ -325,6 +331,6 @@ WRAPPERS: dict[str, Wrapper] = {
     "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2),
     "replicate": Wrapper(Replicate),
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
-    "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | {"formats": "it has one algorithm, in fp32", "budget": "it has ranks only"}),
+    "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | {"void": "a worker that is not finite contributes nothing"}),
 }
