@@ -53,31 +53,48 @@ def saved(wrapper: str) -> Cell:
     return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True)
 
 
+ALWAYS: list[Callable[..., None]] = [
+    properties.exact_first,
+    properties.traffic,
+    properties.attached,
+    properties.watched,
+    properties.void,
+    properties.damaged,
+]
+THIN = [properties.full_rank, properties.conservation, properties.resume, properties.taken_over, properties.void]
+
+
 def cells() -> list[Cell]:
+    """Each wrapper with each property. Of the ways to train and the formats some are quick, by turns."""
     found: list[Cell] = []
     for index, (name, wrapper) in enumerate(WRAPPERS.items()):
         few = wrapper.workers
-        door = name not in ("Compressor", "optimizer", "local steps")
-        # Each way and each format is quick for some wrappers, by turns.
-        ways = [way for way in WAYS if not {way, "full rank"} & wrapper.lacks.keys() and WAYS[way].fits(name)]
-        for number, way in enumerate(ways):
-            quick = way == "plain" or number % 3 == index % 3
-            found.append(Cell(name, properties.full_rank, few, (("way", way),), slow=not quick))
-        forms = ["fp32"] if "formats" in wrapper.lacks else list(FORMATS)
-        for number, form in enumerate(forms):
-            quick = form == "fp32" or number % 5 == index % 5
-            found.append(Cell(name, properties.conservation, few, (("form", form),), slow=not quick))
-        found.append(saved(name))
+
+        def add(
+            check: Callable[..., None], workers: int = few, *, turn: int = 0, name: str = name, **more: Any
+        ) -> None:
+            chosen = [value for _, value in more.get("options", ())]
+            words = {check.__name__, *chosen, *(f"{check.__name__} {value}" for value in chosen)}
+            if not words & WRAPPERS[name].lacks.keys():
+                quick = turn == 0 and (not WRAPPERS[name].thin or check in THIN and not {*chosen} - {"plain", "fp32"})
+                found.append(Cell(name, check, workers, slow=not quick, **more))
+
+        for number, way in enumerate(way for way in WAYS if WAYS[way].fits(name)):
+            turn = 0 if way == "plain" else (number + index) % 3
+            add(properties.full_rank, options=(("way", way),), turn=turn)
+        for number, form in enumerate(FORMATS):
+            turn = 0 if form == "fp32" else (number + index) % 5
+            add(properties.conservation, options=(("form", form),), turn=turn)
+        add(properties.resume, folder=True)
+        add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 3)
         if wrapper.elsewhere:
-            found.append(Cell(name, properties.taken_over, wrapper.elsewhere, folder=True))
-        if door:
-            found += [Cell(name, check, few) for check in (properties.traffic, properties.attached, properties.watched)]
-        if "budget" not in wrapper.lacks:
-            found.append(Cell(name, properties.budget, few, folder=True))
-        if "void" not in wrapper.lacks:
-            found.append(Cell(name, properties.void, few))
-        for workers in {2, 3, 4} - {few} if not name.startswith("HSDP") else ():
-            found += [Cell(name, check, workers, slow=True) for check in (properties.full_rank, properties.conservation)]
+            add(properties.taken_over, wrapper.elsewhere, folder=True)
+        add(properties.budget, folder=True)
+        for check in ALWAYS:
+            add(check)
+        for workers in {2, 3, 4} - {few} if few == 2 else ():
+            add(properties.full_rank, workers, options=(("way", "plain"),), turn=1)
+            add(properties.conservation, workers, options=(("form", "fp32"),), turn=1)
     return found
 
 
@@ -88,7 +105,9 @@ CELLS = cells()
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], None]:
     """Runs all selected cells of a number of workers in one set of processes, when the first of them is asked for."""
     folder = tmp_path_factory.mktemp("table")
-    chosen = [item.callspec.params["cell"] for item in request.session.items if "cell" in getattr(item, "fixturenames", ())]
+    chosen = [
+        item.callspec.params["cell"] for item in request.session.items if "cell" in getattr(item, "fixturenames", ())
+    ]
     chosen = list(dict.fromkeys([*(needed for cell in chosen for needed in cell.needs()), *chosen]))
 
     @functools.cache

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,14 @@ from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.layout.layout import compressed_rank
 from powersgd_triton.ranks.report import RankReport
-from tests.support.distributed import environment
+from tests.support import wrappers
 from tests.support.sharded_training import Gradients, Net, batch, checkpoint, freeze, sent_elements
 from tests.support.small import complaint
 from tests.support.training import digest, flat, relative
-from tests.support.wrappers import RATE, WRAPPERS, Batch, Wrapped, loss_of, mean
+from tests.support.wrappers import RANK_2, RATE, WRAPPERS, Batch, Wrapped, loss_of, mean
 
 FULL_RANK = PowerSGDConfig(rank=999, min_compression_rate=0)
-RANK_2 = PowerSGDConfig(rank=2, min_compression_rate=1)
+FORMATS = {"fp32": RANK_2, **wrappers.FORMATS}
 LIMIT = 1e-5
 """Relative difference of sums in fp32 that are taken in another order."""
 U = 2.0**-24
@@ -79,7 +79,9 @@ class Ledger:
         now, error = self.model.parameters(), self.model.mean_error()
         for name, given in self.given.items():
             sent = (self.begin[name].double() - now[name].double()) / RATE
-            left = sum(sign * e[name].double().view(given.shape) for sign, e in ((1, error), (-1, self.owed)) if name in e)
+            left = sum(
+                sign * e[name].double().view(given.shape) for sign, e in ((1, error), (-1, self.owed)) if name in e
+            )
             # Each step rounds the parameter once.
             allowed = LIMIT * given.norm() + self.steps * U * now[name].norm() / RATE
             assert (sent + left - given).norm() <= allowed, f"{name}: {relative(sent + left, given)} is missing"
@@ -181,22 +183,25 @@ def full_rank(worker: int, world_size: int, *, wrapper: str, way: str = "plain")
         for model in models:
             model.net.use = not how.unused or step % 2 == 0
             model.step(batches(step, how.micro), **how.step)
-        check_close(ours.parameters(), alone.parameters(), start, how.limit)
+    check_close(ours.parameters(), alone.parameters(), start, how.limit)
     check_same(ours.parameters().values())
 
 
-# Low rank -------------------------------------------------------------------------------------------------------------
+def exact_first(worker: int, world_size: int, *, wrapper: str) -> None:
+    """The first ``start_iter`` steps are the framework's own, and owe nothing. The next one is compressed."""
+    alone, ours = build(wrapper, None), build(wrapper, dataclasses.replace(RANK_2, start_iter=2))
+    start = alone.parameters()
+    for step in range(2):
+        for model in (alone, ours):
+            model.step(batches(step))
+    check_close(ours.parameters(), alone.parameters(), start)
+    assert not any(error.any() for error in ours.mean_error().values())
+    ledger = Ledger(ours)
+    ledger.step(batches(2))
+    ledger.check()
 
-FORMATS = {
-    "fp32": RANK_2,
-    "alternating": dataclasses.replace(RANK_2, algorithm="alternating"),
-    "iterations": dataclasses.replace(RANK_2, iterations=2),
-    **{
-        f"{wire} {algorithm}": dataclasses.replace(RANK_2, wire_dtype=wire, algorithm=algorithm)
-        for wire in ("bf16", "fp16", "int8", "int4")
-        for algorithm in ("standard", "alternating")
-    },
-}
+
+# Low rank -------------------------------------------------------------------------------------------------------------
 
 
 def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp32") -> None:
@@ -207,6 +212,8 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
         ledger.step(batches(step, 2 if step == 1 else 1))
     ledger.check()
     assert iteration(model) == 3
+    if model.levels == 2:
+        assert model.state._engine.communicator.inside is not None, "sums did not take two levels"
 
 
 def iteration(model: Wrapped) -> int:
@@ -311,6 +318,27 @@ def taken_over(worker: int, world_size: int, *, wrapper: str, folder: str) -> No
         ledger.step(batches(step))
     ledger.check()
     assert iteration(model) == 5
+
+
+def damaged(worker: int, world_size: int, *, wrapper: str) -> None:
+    """A state that one worker refuses is refused by all, and none has changed. So are states that differ."""
+    models = [build(wrapper, FORMATS["alternating"]) for _ in range(2)]
+    for step in range(2):
+        for model in models:
+            model.step(batches(step))
+    ours, untouched = models
+    saved = ours.state.state_dict()
+    for model in models:
+        model.step(batches(2))
+    for value, expected in ((-1, "ValueError"), (7, "DisagreementError")):
+        said = complaint(ours.state.load_state_dict, {**saved, "iteration": value} if worker == 1 else saved)
+        assert said.startswith(expected), said
+        assert "worker 1" in said or (worker, value) == (1, -1), said
+    for model in models:
+        model.step(batches(3))
+    changed = ours.parameters()
+    assert all(torch.equal(changed[name], parameter) for name, parameter in untouched.parameters().items())
+    assert iteration(ours) == 4
 
 
 # Budgets --------------------------------------------------------------------------------------------------------------

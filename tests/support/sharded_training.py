@@ -56,7 +56,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.tokens = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.sometimes = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, TOKENS)
         self.use = True

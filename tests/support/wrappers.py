@@ -2,11 +2,11 @@
 
 All of it runs inside a worker. To add a wrapper, derive a class from ``Wrapped`` and put a row into ``WRAPPERS``:
 
-1. ``__init__(net, config, **options)`` wraps ``net`` (a ``Net`` whose parameters have their values already) as users do,
-   with SGD without momentum at the rate ``RATE``, and compresses its gradients. With ``config=None`` there is no
-   compression, and the framework averages by itself: that is what full rank is compared with. It sets ``module`` (what
-   is called in the forward pass), ``optimizer`` and ``state`` (what users save and load, None without compression).
-   ``options`` are those of a way of training in ``properties.WAYS``.
+1. ``__init__(net, config, **options)`` wraps ``net`` (a ``Net`` whose parameters have their values already) as users
+   do, with SGD without momentum at the rate ``RATE``, and compresses its gradients. With ``config=None`` there is no
+   compression, and the framework averages by itself: that is what full rank is compared with. It sets ``net``,
+   ``module`` (what is called in the forward pass), ``optimizer`` and ``state`` (what users save and load, None without
+   compression). ``options`` are those of a way of training in ``properties.WAYS``.
 2. ``parameters()`` returns whole parameters by the names that they have in ``Net``, and ``mean_error()`` the mean error
    over the workers as whole tensors, in units of the averaged gradients. Both are equal on all workers.
 3. ``step(batches)`` takes one training step with the micro-batches of this worker, and skips it on all workers if an
@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +76,7 @@ class Wrapped:
     module: Any
     optimizer: Any
     state: Any = None
+    levels = 1
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
         self.finish(net, DistributedDataParallel(net, bucket_cap_mb=0.005, **options), config, node_group=node_group)
@@ -97,11 +100,9 @@ class Wrapped:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
         self.update()
 
-    @contextlib.contextmanager
-    def syncing(self, on: bool) -> Iterator[None]:
-        """Backward passes inside average gradients, or only accumulate them."""
-        with contextlib.nullcontext() if on else self.module.no_sync():
-            yield
+    def syncing(self, on: bool) -> contextlib.AbstractContextManager[None]:
+        """A context whose backward passes average gradients, or only accumulate them."""
+        return contextlib.nullcontext() if on else self.module.no_sync()
 
     def update(self) -> None:
         """Apply the averages if they are finite on all workers, as a gradient scaler does."""
@@ -167,10 +168,9 @@ class FSDP2(Wrapped):
     def __init__(self, net: Net, config: PowerSGDConfig | None, **options: Any) -> None:
         self.finish(net, sharded(net, full_mesh(dist.get_world_size()), **options), config)
 
-    @contextlib.contextmanager
-    def syncing(self, on: bool) -> Iterator[None]:
+    def syncing(self, on: bool) -> contextlib.AbstractContextManager[None]:
         self.module.set_requires_gradient_sync(on)
-        yield
+        return contextlib.nullcontext()
 
 
 class HSDP(FSDP2):
@@ -213,9 +213,8 @@ class PlainLoop(Wrapped):
     def trained(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.net.named_parameters() if p.requires_grad}
 
-    @contextlib.contextmanager
-    def syncing(self, on: bool) -> Iterator[None]:
-        yield
+    def syncing(self, _on: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def update(self) -> None:
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.trained().items()}
@@ -292,6 +291,28 @@ class Exchanged(PlainLoop):
         return {name: error / RATE for name, error in super().mean_error().items()}
 
 
+def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | None, **options: Any) -> Wrapped:
+    """Nodes of two workers, which share the compression of their sum."""
+    # As torchrun sets them.
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
+    made = kind(net, config, node_group="auto", **options)
+    made.levels = min(2, dist.get_world_size() // 2)
+    return made
+
+
+RANK_2 = PowerSGDConfig(rank=2, min_compression_rate=1)
+FORMATS = {
+    "alternating": dataclasses.replace(RANK_2, algorithm="alternating"),
+    "iterations": dataclasses.replace(RANK_2, iterations=2),
+    **{
+        f"{wire} {algorithm}": dataclasses.replace(RANK_2, wire_dtype=wire, algorithm=algorithm)
+        for wire in ("bf16", "fp16", "int8", "int4")
+        for algorithm in ("standard", "alternating")
+    },
+}
+"""Of what is compressed and sent, beside the standard algorithm in fp32."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Wrapper:
     """A row of the table.
@@ -300,7 +321,9 @@ class Wrapper:
         make: (net, config, **options) -> Wrapped.
         workers: The smallest number of workers that shows what is special to it.
         elsewhere: Another number of workers, which can load what was saved.
+        thin: Whether only the most important cells are quick, since much of it is another wrapper's.
         shards: Into how many parts the rows of a parameter are split before they are compressed, of ``workers``.
+        thin: Whether only the most important cells are quick, since most of it is another wrapper's.
         lacks: {property or way of training: why it means nothing here}.
     """
 
@@ -308,29 +331,42 @@ class Wrapper:
     workers: int = 2
     elsewhere: int | None = 3
     shards: int = 1
+    thin: bool = False
     lacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 LOOP = {
     "no sync": "the program decides when gradients are averaged",
     "several backwards": "the program decides when gradients are averaged",
+    "attached": "it has a constructor of its own",
+    "traffic": "it is counted in the tests of the compressor",
+    "watched": "it is watched in the tests of the compressor",
 }
 ALTERNATING = {
-    "full rank": "one product with a basis is not exact at any rank",
-    "formats": "it has one algorithm, in fp32",
+    "full_rank": "one product with a basis is not exact at any rank",
+    **dict.fromkeys(FORMATS, "it has one algorithm, in fp32"),
     "budget": "it has ranks only",
     "void": "the error is in the gradient, so that of an element that is not finite goes with it",
 }
+LOCAL = {
+    "void": "a worker that is not finite contributes nothing",
+    "damaged": "it saves a part of each worker",
+}
+# What it owes there is not saved, and decays.
+PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
+NODES = {"traffic": "sums within a node are all-reduces too", "attached": "it is attached as on one level"}
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
-    "FSDP1 SHARD_GRAD_OP": Wrapper(GradientShards),
+    "FSDP1 SHARD_GRAD_OP": Wrapper(GradientShards, thin=True),
     "FSDP1 NO_SHARD": Wrapper(NoShards),
     "FSDP2": Wrapper(FSDP2),
-    "HSDP": Wrapper(HSDP, 4, 2, shards=2),
-    "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2),
+    "HSDP": Wrapper(HSDP, 4, 2, shards=2, lacks=PADDED),
+    "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=True, lacks=PADDED),
     "replicate": Wrapper(Replicate),
+    "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=True, lacks=NODES),
+    "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=True, lacks=NODES),
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
-    "local steps": Wrapper(Exchanged, lacks=LOOP | {"void": "a worker that is not finite contributes nothing"}),
+    "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
 }
