@@ -321,7 +321,6 @@ class Wrapper:
         make: (net, config, **options) -> Wrapped.
         workers: The smallest number of workers that shows what is special to it.
         elsewhere: Another number of workers, which can load what was saved.
-        thin: Whether only the most important cells are quick, since much of it is another wrapper's.
         shards: Into how many parts the rows of a parameter are split before they are compressed, of ``workers``.
         thin: Whether only the most important cells are quick, since most of it is another wrapper's.
         lacks: {property or way of training: why it means nothing here}.
