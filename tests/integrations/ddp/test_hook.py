@@ -44,7 +44,7 @@ from tests.support.training import (
     step_differences,
     total,
 )
-from tests.support.wrappers import Wrapped
+from tests.support.wrappers import Wrapped, loss_of
 
 STEPS = range(4)
 RANK = 2
