@@ -30,7 +30,7 @@ OTHERS: dict[str, dict[str, Any] | None] = {
     # As many bytes as rank 1.
     "rank 2, alternating": {**RANK_1, "matrix_approximation_rank": 2, "algorithm": "alternating"},
 }
-# What issue 2 asks for, in percentage points.
+# Percentage points.
 ALLOWED_LOSS = 1.5
 
 
