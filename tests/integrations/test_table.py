@@ -46,11 +46,17 @@ class Cell:
 
     def needs(self) -> list[Cell]:
         """What must have run before."""
-        return [cell for cell in CELLS if self.check is properties.taken_over and cell == saved(self.wrapper)]
+        source = dict(self.options).get("source", self.wrapper)
+        return [saved(source)] if self.check is properties.taken_over else []
 
 
 def saved(wrapper: str) -> Cell:
+    """The cell that saves what others take over. It is always quick."""
     return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True)
+
+
+SOURCES = [("replicate", "HSDP"), ("FSDP2", "HSDP"), ("FSDP1", "HSDP"), ("HSDP", "FSDP1"), ("HSDP", "HSDP by group")]
+"""(wrapper, the one whose saved state it loads), on four workers."""
 
 
 ALWAYS: list[Callable[..., None]] = [
@@ -76,11 +82,11 @@ def cells() -> list[Cell]:
             chosen = [value for _, value in more.get("options", ())]
             words = {check.__name__, *chosen, *(f"{check.__name__} {value}" for value in chosen)}
             if not words & WRAPPERS[name].lacks.keys():
-                quick = turn == 0 and (not WRAPPERS[name].thin or check in THIN and not {*chosen} - {"plain", "fp32"})
+                quick = turn == 0 and (not WRAPPERS[name].thin or (check in THIN and not {*chosen} - {"plain", "fp32"}))
                 found.append(Cell(name, check, workers, slow=not quick, **more))
 
         for number, way in enumerate(way for way in WAYS if WAYS[way].fits(name)):
-            turn = 0 if way == "plain" else (number + index) % 3
+            turn = 0 if way == "plain" else (number + index) % 4
             add(properties.full_rank, options=(("way", way),), turn=turn)
         for number, form in enumerate(FORMATS):
             turn = 0 if form == "fp32" else (number + index) % 5
@@ -89,6 +95,8 @@ def cells() -> list[Cell]:
         add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 3)
         if wrapper.elsewhere:
             add(properties.taken_over, wrapper.elsewhere, folder=True)
+        for _, source in (pair for pair in SOURCES if pair[0] == name):
+            add(properties.taken_over, 4, folder=True, options=(("source", source),))
         add(properties.budget, folder=True)
         for check in ALWAYS:
             add(check)
@@ -113,11 +121,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     @functools.cache
     def together(workers: int, slow: bool, later: bool) -> dict[str, list[Any]]:
         wanted = [c for c in chosen if (c.workers, c.slow, bool(c.needs())) == (workers, slow, later)]
+        for needed in {needed for cell in wanted for needed in cell.needs()}:
+            result(needed)
         return in_one_group({str(cell): cell.bound(folder) for cell in wanted}, workers)
 
     def result(cell: Cell) -> None:
-        for needed in cell.needs():
-            result(needed)
         outcome(together(cell.workers, cell.slow, bool(cell.needs())), str(cell))
 
     return result

@@ -90,11 +90,28 @@ class Wrapped:
 
     # A step -----------------------------------------------------------------------------------------------------------
 
-    def step(self, batches: Sequence[Batch], *, sync_each: bool = False, clip: float | None = None) -> None:
-        """Train with the mean loss of micro-batches. ``sync_each``: average the gradients after each of them."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        sync_each: bool = False,
+        all_reduce_last: bool = False,
+        clip: float | None = None,
+    ) -> None:
+        """Train with the mean loss of micro-batches.
+
+        Args:
+            batches: The micro-batches.
+            sync_each: Average the gradients after each of them.
+            all_reduce_last: Sum over the shards after each, and over the replicas after the last one.
+            clip: Largest norm of the gradient.
+        """
         self.optimizer.zero_grad()
         for index, batch in enumerate(batches):
-            with self.syncing(sync_each or index == len(batches) - 1):
+            last = index == len(batches) - 1
+            if all_reduce_last:
+                self.module.set_requires_all_reduce(last)
+            with self.syncing(sync_each or all_reduce_last or last):
                 (loss_of(self.module, batch) / len(batches)).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
