@@ -77,17 +77,18 @@ def cells() -> list[Cell]:
         few = wrapper.workers
 
         def add(
-            check: Callable[..., None], workers: int = few, *, turn: int = 0, name: str = name, **more: Any
+            check: Callable[..., None], workers: int = few, *, turn: bool | int = False, name: str = name, **more: Any
         ) -> None:
             chosen = [value for _, value in more.get("options", ())]
+            form = dict(more.get("options", ())).get("form", "")
             words = {check.__name__, *chosen, *(f"{check.__name__} {value}" for value in chosen)}
             if not words & WRAPPERS[name].lacks.keys():
-                quick = turn == 0 and (not WRAPPERS[name].thin or (check in THIN and not {*chosen} - {"plain", "fp32"}))
+                quick = not turn and (not WRAPPERS[name].thin or (check in THIN and form in ("", "fp32")))
                 found.append(Cell(name, check, workers, slow=not quick, **more))
 
-        for number, way in enumerate(way for way in WAYS if WAYS[way].fits(name)):
-            turn = 0 if way == "plain" else (number + index) % 4
-            add(properties.full_rank, options=(("way", way),), turn=turn)
+        for way, how in WAYS.items():
+            if how.fits(name):
+                add(properties.full_rank, options=(("way", way),), turn=way != "plain" and name not in how.quick)
         for number, form in enumerate(FORMATS):
             turn = 0 if form == "fp32" else (number + index) % 5
             add(properties.conservation, options=(("form", form),), turn=turn)

@@ -121,6 +121,7 @@ class Way:
         options: {first word of a wrapper: options of its constructor}.
         after: Changes the wrapped model.
         only: Whether the wrappers that ``options`` does not name do not have this way.
+        quick: The wrappers with which it is quick.
         limit: Relative difference of what was learned.
     """
 
@@ -131,6 +132,7 @@ class Way:
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     after: Callable[[Any], None] = lambda _: None
     only: bool = False
+    quick: tuple[str, ...] = ()
     limit: float = LIMIT
 
     def fits(self, wrapper: str) -> bool:
@@ -163,41 +165,54 @@ def reduces_unused(module: Any) -> None:
 BF16 = torch.bfloat16
 WAYS = {
     "plain": Way(),
-    "several backwards": Way(2, {"sync_each": True}),
-    "no sync": Way(2),
-    "clipping": Way(step={"clip": 0.1}),
-    "frozen": Way(prepare=freeze),
-    "checkpointing": Way(prepare=checkpoint),
-    "unused": Way(unused=True, options={"DDP": {"find_unused_parameters": True}}),
+    "several backwards": Way(2, {"sync_each": True}, quick=("FSDP1 SHARD_GRAD_OP", "HSDP")),
+    "no sync": Way(2, quick=("DDP", "FSDP1", "FSDP2")),
+    "clipping": Way(step={"clip": 0.1}, quick=("HSDP",)),
+    "frozen": Way(prepare=freeze, quick=("DDP", "FSDP1", "FSDP2", "local steps")),
+    "checkpointing": Way(prepare=checkpoint, quick=("FSDP2",)),
+    "unused": Way(
+        unused=True, options={"DDP": {"find_unused_parameters": True}}, quick=("DDP", "HSDP", "Compressor", "optimizer")
+    ),
     "mixed precision": Way(
         options={
             "FSDP1": {"mixed_precision": MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)},
             **for_fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)),
         },
         only=True,
+        quick=("FSDP1", "HSDP"),
         # Parameters that differ in their last bit may be rounded to different bf16 numbers.
         limit=1e-3,
     ),
     # What torch sums in bf16 is rounded once more or less often than our averages.
     "bf16": Way(
-        options=for_fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)), only=True, limit=2**-6
+        options=for_fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)),
+        only=True,
+        quick=("replicate",),
+        limit=2**-6,
     ),
-    "no all-reduce": Way(2, {"all_reduce_last": True}, options={"HSDP": {}}, only=True),
-    "divide factor": Way(options=for_fsdp2(), after=functools.partial(sums, factor=8.0), only=True),
-    "sums": Way(options=for_fsdp2(), after=sums, only=True),
-    "unused, reduced": Way(unused=True, options=for_fsdp2(), after=reduces_unused, only=True),
-    "no reshard": Way(options=for_fsdp2(reshard_after_forward=False), only=True),
+    "no all-reduce": Way(2, {"all_reduce_last": True}, options={"HSDP": {}}, only=True, quick=("HSDP",)),
+    "divide factor": Way(
+        options=for_fsdp2(), after=functools.partial(sums, factor=8.0), only=True, quick=("FSDP2", "replicate")
+    ),
+    "sums": Way(options=for_fsdp2(), after=sums, only=True, quick=("replicate",)),
+    "unused, reduced": Way(unused=True, options=for_fsdp2(), after=reduces_unused, only=True, quick=("FSDP2",)),
+    "no reshard": Way(options=for_fsdp2(reshard_after_forward=False), only=True, quick=("FSDP2",)),
     "reshard to two": Way(options={"HSDP": {"reshard_after_forward": 2}}, only=True),
-    "offload": Way(options=for_fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), only=True),
-    "compiled": Way(prepare=compiled, options={"HSDP": {}}, only=True),
-    "bucket view": Way(options={"DDP": {"gradient_as_bucket_view": True}}, only=True),
-    "static graph": Way(options={"DDP": {"static_graph": True}}, only=True),
-    "unused, bucket view": Way(
-        unused=True, options={"DDP": {"find_unused_parameters": True, "gradient_as_bucket_view": True}}, only=True
+    "offload": Way(
+        options=for_fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), only=True, quick=("replicate", "HSDP")
     ),
-    "flat parameters": Way(options={"FSDP1": {"use_orig_params": False}}, only=True),
+    "compiled": Way(prepare=compiled, options=for_fsdp2(), only=True, quick=("replicate",)),
+    "bucket view": Way(options={"DDP": {"gradient_as_bucket_view": True}}, only=True, quick=("DDP",)),
+    "static graph": Way(options={"DDP": {"static_graph": True}}, only=True, quick=("DDP",)),
+    "unused, bucket view": Way(
+        unused=True,
+        options={"DDP": {"find_unused_parameters": True, "gradient_as_bucket_view": True}},
+        only=True,
+        quick=("DDP",),
+    ),
+    "flat parameters": Way(options={"FSDP1": {"use_orig_params": False}}, only=True, quick=("FSDP1",)),
     "reentrant checkpointing": Way(
-        prepare=functools.partial(checkpoint, use_reentrant=True), options={"FSDP1": {}}, only=True
+        prepare=functools.partial(checkpoint, use_reentrant=True), options={"FSDP1": {}}, only=True, quick=("FSDP1",)
     ),
 }
 
