@@ -44,6 +44,10 @@ class Cell:
         given = {"folder": str(folder)} if self.folder else {}
         return functools.partial(self.check, wrapper=self.wrapper, **given, **dict(self.options))
 
+    def kind(self) -> tuple[Any, ...]:
+        """Cells of one kind run in the same processes."""
+        return self.workers, self.slow, bool(self.needs()), self.wrapper.startswith("DeepSpeed")
+
     def needs(self) -> list[Cell]:
         """What must have run before."""
         source = dict(self.options).get("source", self.wrapper)
@@ -120,14 +124,14 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     chosen = list(dict.fromkeys([*(needed for cell in chosen for needed in cell.needs()), *chosen]))
 
     @functools.cache
-    def together(workers: int, slow: bool, later: bool) -> dict[str, list[Any]]:
-        wanted = [c for c in chosen if (c.workers, c.slow, bool(c.needs())) == (workers, slow, later)]
+    def together(*kind: Any) -> dict[str, list[Any]]:
+        wanted = [cell for cell in chosen if cell.kind() == kind]
         for needed in {needed for cell in wanted for needed in cell.needs()}:
             result(needed)
-        return in_one_group({str(cell): cell.bound(folder) for cell in wanted}, workers)
+        return in_one_group({str(cell): cell.bound(folder) for cell in wanted}, wanted[0].workers)
 
     def result(cell: Cell) -> None:
-        outcome(together(cell.workers, cell.slow, bool(cell.needs())), str(cell))
+        outcome(together(*cell.kind()), str(cell))
 
     return result
 
@@ -137,4 +141,6 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 )
 def test_cell(cell: Cell, results: Callable[[Cell], None]) -> None:
     """See the docstrings of ``tests/support/properties.py``."""
+    if cell.wrapper.startswith("DeepSpeed"):
+        pytest.importorskip("deepspeed")
     results(cell)

@@ -258,7 +258,7 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
     model = build(wrapper, FORMATS[form])
     ledger = Ledger(model)
     for step in range(3):
-        ledger.step(batches(step, 2 if step == 1 else 1))
+        ledger.step(batches(step))
     ledger.check()
     assert iteration(model) == 3
     if model.levels == 2:
