@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,16 @@ from triton.language import core
 from triton.runtime import interpreter
 
 
+CHECKED = interpreter.interpreter_builder.options
+"""Options with which integers that overflow are an error."""
+
+
 def make_faster() -> None:
     """Remember what the interpreter looks up again and again, which takes as long as the kernels of the tests.
 
     In each launch it replaces members of Triton's language, always the same ones, and again in each call of a function
-    within a kernel, which finds them replaced. For each value it looks up a NumPy dtype in a table that it makes anew.
+    within a kernel, which finds them replaced. For each value it looks up a NumPy dtype in a table that it makes anew,
+    and it computes each sum of integers once more to find an overflow, as compiled kernels do only when debugged.
     """
     names: dict[Any, list[str]] = {}
     dtypes: dict[str, Any] = {}
@@ -46,8 +52,19 @@ def make_faster() -> None:
             dtypes[name] = dtype_of(kind)
         return dtypes[name]
 
+    @functools.cache
+    def shape_of(sizes: tuple[int, ...]) -> Any:
+        return core.tuple([core.constexpr(size) for size in sizes])
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        sizes = tuple(kind.shape) if kind.is_block() else ()
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of(sizes), core.constexpr(math.prod(sizes))
+
+    core.tensor.__init__ = tensor
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
     interpreter._patch_lang = patch_once
+    interpreter.interpreter_builder.options = dataclasses.replace(CHECKED, sanitize_overflow=False)
     interpreter._get_np_dtype = remembered
 
 
