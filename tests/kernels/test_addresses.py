@@ -21,7 +21,7 @@ SHAPES = {"weight": (40, 36), "odd": (21, 17), "bias": (7,)}
 
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
-    """Offsets from an argument have 32 bits on AMD, so only an address can lead to other memory. No integer overflows."""
+    """Offsets from an argument have 32 bits on AMD, so only an address leads to other memory. No integer overflows."""
     from tests.support.interpreter import CHECKED
 
     compressor = Compressor(everything(3, backend="triton", algorithm=algorithm), SHAPES)

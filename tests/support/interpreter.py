@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language import core
 from triton.runtime import interpreter
 
-
 CHECKED = interpreter.interpreter_builder.options
 """Options with which integers that overflow are an error."""
 
