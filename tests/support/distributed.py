@@ -26,7 +26,6 @@ Worker = Callable[..., Any]
 HUNG = 1500.0
 """Seconds after which what is not done counts as hung. Less than pytest's own limit in the Makefile."""
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=300)
-PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "hypothesis", "powersgd_triton"]
 
 
 class Failure(str):
@@ -139,12 +138,12 @@ def _work(
 
 
 def forkserver() -> Any:
-    """Makes processes as copies of one that has imported torch and done nothing else.
+    """Makes processes as copies of one that has imported what workers need and done nothing else.
 
     Importing takes each process seconds, copying takes milliseconds. A copy ends without Python's shutdown.
     """
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.support.preloaded"])
     return context
 
 
