@@ -198,7 +198,8 @@ def replace(key: str, value: Any) -> Callable[[Saved], Any]:
 
 
 CORRUPTIONS: dict[str, Callable[[Saved], Any]] = {
-    "another version": replace("format_version", 99),
+    "a later version": replace("format_version", 99),
+    "an earlier version": replace("format_version", 2),
     "no version": lambda state: state.pop("format_version"),
     "no iteration": lambda state: state.pop("iteration"),
     "no matrices": lambda state: state.pop("matrices"),
