@@ -14,6 +14,8 @@ from torch import Tensor
 from powersgd_triton import Compressor, checkpoint
 from tests.support.checks import (
     COMPRESSED,
+    DTYPES,
+    MODES,
     SHAPES,
     assert_equal_states,
     everything,
@@ -24,18 +26,6 @@ from tests.support.checks import (
     trajectory,
 )
 
-MODES: dict[str, dict[str, Any]] = {
-    "standard": {},
-    "one by one": {"batch_by_shape": False},
-    "without feedback": {"error_feedback": False},
-    "cold": {"warm_start": False},
-    "first exact": {"start_iter": 3},
-    "twice": {"iterations": 2},
-    "alternating": {"algorithm": "alternating"},
-    "alternating twice": {"algorithm": "alternating", "iterations": 2},
-    "alternating three times": {"algorithm": "alternating", "iterations": 3},
-    "16-bit error": {"algorithm": "alternating", "error_dtype": "bf16"},
-}
 OTHERS = ("twice", "alternating", "alternating twice")
 Saved = dict[str, Any]
 
@@ -68,16 +58,15 @@ def spoil(state: Saved) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"),
+    ("fields", "dtype"),
     [
-        *((mode, torch.float32) for mode in MODES),
-        *(("standard", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+        *((fields, torch.float32) for fields in (*MODES.values(), {"start_iter": 3})),
+        *(({}, dtype) for dtype in DTYPES[1:]),
     ],
     ids=str,
 )
-def test_a_run_goes_on_with_the_same_bits(mode: str, dtype: torch.dtype, tmp_path: Path):
+def test_a_run_goes_on_with_the_same_bits(fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path):
     """In a new compressor and in one that has run, which the state replaces. Saving does not disturb the run."""
-    fields = MODES[mode]
     for number, (steps, running, name) in enumerate(
         [(0, 3, "by hand"), (1, 0, "state.pt"), (2, 3, "state.safetensors"), (5, 0, "by hand")]
     ):

@@ -23,6 +23,20 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "column": (40, 1),
     "empty": (0, 5),
 }
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MODES: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "one by one": {"batch_by_shape": False},
+    "without feedback": {"error_feedback": False},
+    "cold": {"warm_start": False},
+    "twice": {"iterations": 2},
+    "alternating": {"algorithm": "alternating"},
+    "alternating twice": {"algorithm": "alternating", "iterations": 2},
+    "alternating three times": {"algorithm": "alternating", "iterations": 3},
+    "16-bit error": {"algorithm": "alternating", "error_dtype": "bf16"},
+}
+"""Fields of the configuration, by a name for each."""
+
 COMPRESSED = ("linear", "twin", "conv", "row", "column")
 
 
