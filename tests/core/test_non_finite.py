@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor
-from tests.support.checks import (
-    COMPRESSED,
-    DTYPES,
-    MODES,
-    bases,
-    everything,
-    gradients,
-    same_bits,
-    step,
-    trained,
-)
+from tests.support.checks import COMPRESSED, DTYPES, MODES, bases, everything, gradients, same_bits, step, trained
 
 INF, NAN = math.inf, math.nan
 
