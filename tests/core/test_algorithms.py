@@ -18,10 +18,12 @@ from tests.support.lockstep import Fleet
 U = 2.0**-24
 SHAPE = (30, 20)
 # The model does not explore.
-OTHERS = {"standard twice": {"iterations": 2, "explore_every": 0}} | {
-    name: MODES[name] for name in ("alternating", "alternating twice", "alternating three times")
+FOLLOWED = {
+    "standard": {"explore_every": 0},
+    "standard twice": {"explore_every": 0, "iterations": 2},
+    **{name: MODES[name] for name in ("alternating", "alternating twice", "alternating three times")},
 }
-modes = pytest.mark.parametrize("fields", OTHERS.values(), ids=OTHERS)
+modes = pytest.mark.parametrize("fields", FOLLOWED.values(), ids=FOLLOWED)
 
 
 def started(rank: int, fields: dict[str, Any], workers: int) -> tuple[Fleet, Model]:
@@ -74,7 +76,7 @@ def test_nothing_is_lost(fields: dict[str, Any]):
             assert (owed[name] - error.double()).abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("fields", [{}, *OTHERS.values()], ids=["standard", *OTHERS])
+@modes
 def test_what_the_bases_can_hold_arrives(fields: dict[str, Any]):
     """With one product a step what is missing after a left product, made with stale bases, comes with the right one."""
     for rank, k in ((3, 3), (4, 1), (1000, 20)):
@@ -113,7 +115,7 @@ def test_alternating_sends_one_message_and_standard_two():
             assert compressor.compression_stats()[2] == sum(communicator.sent)
 
 
-@pytest.mark.parametrize("fields", [{}, *OTHERS.values()], ids=["standard", *OTHERS])
+@modes
 def test_16_bit_error_keeps_its_share(fields: dict[str, Any]):
     """What is lost in a step is at most the rounding of M to bf16."""
     compressor = Compressor(everything(error_dtype="bf16", **fields), {"w": SHAPE})
