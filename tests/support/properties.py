@@ -267,7 +267,8 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
 
 def iteration(model: Wrapped) -> int:
     """Steps that the compression has taken."""
-    return int(getattr(model.state, "iteration", None) or getattr(model.state, "step_counter", 0))
+    name = "iteration" if hasattr(model.state, "iteration") else "step_counter"
+    return int(getattr(model.state, name))
 
 
 def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
