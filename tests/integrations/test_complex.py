@@ -97,7 +97,7 @@ def in_ddp(worker: int, world_size: int) -> None:
         given: dict[str, Any] = {}
         sent: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda G, name=name: given.__setitem__(name, given.get(name, 0) + G.clone()))
+            parameter.register_hook(lambda G, n=name, to=given: to.__setitem__(n, to.get(n, 0) + G.clone()))
         for averages in steps(model, wrapped, worker, dtype):
             sent = {name: sent.get(name, 0) + average for name, average in averages.items()}
         errors = state.error()

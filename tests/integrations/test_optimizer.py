@@ -1,19 +1,19 @@
-"""The plain loop's interface means what the reference implementation's does; see ``Reference``."""
+"""The plain loop's interface means what the reference implementation's does; see ``Reference``.
+
+The table says that nothing is lost and that all workers have the same bits.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD, optimizer_step, params_in_optimizer
 from tests.support.checks import gradients
-from tests.support.distributed import outcome, run_cases
-from tests.support.training import digest
+from tests.support.distributed import run
 
 U = 2.0**-24
 SHAPES: dict[str, tuple[int, ...]] = {"0": (30, 20), "1": (20,), "2": (12, 3, 3, 3), "3": (30, 20), "4": ()}
@@ -101,76 +101,16 @@ def follows_the_reference(worker: int, world_size: int) -> None:
                     assert (got - truth).abs().max() <= 1e-9, (repetitions, step, name)
 
 
-def trains_as_well_as_exact_averaging(worker: int, world_size: int) -> None:
-    """A small regression with the optimizer step. All workers have the same parameters."""
-    losses = []
-    for compressed in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 10))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        parameters = params_in_optimizer(optimizer)
-        config = Config(rank=2, min_compression_rate=1, start_compressing_after_num_steps=0)
-        aggregator = PowerSGD(parameters, config) if compressed else AllReduce()
-        generator = torch.Generator().manual_seed(worker)
-        truth = torch.randn(20, 10, generator=torch.Generator().manual_seed(7))
-        for _ in range(100):
-            inputs = torch.randn(32, 20, generator=generator)
-            loss = (model(inputs) - torch.tanh(inputs @ truth)).square().mean()
-            loss.backward()
-            optimizer_step(optimizer, aggregator)
-        losses.append(float(loss.detach()))
-        digests: list[Any] = [None] * world_size
-        dist.all_gather_object(digests, digest(parameters))
-        assert len({*digests}) == 1
-    exact, ours = losses
-    assert ours <= 1.5 * exact < 0.6, losses
-
-
-CASES = [follows_the_reference, trains_as_well_as_exact_averaging]
-
-
-@functools.cache
-def results(workers: int) -> dict[str, list[Any]]:
-    return run_cases(CASES if workers == 2 else CASES[:1], workers)
-
-
 @pytest.mark.parametrize(
-    ("workers", "case"),
-    [(2, CASES[0]), (2, CASES[1]), (3, CASES[0]), pytest.param(1, CASES[0], marks=pytest.mark.slow)],
+    "workers", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_workers(workers: int, case: Any) -> None:
-    outcome(results(workers), case)
+def test_follows_the_reference(workers: int) -> None:
+    run(follows_the_reference, workers)
 
 
 def powersgd(**fields: Any) -> PowerSGD:
     settings = {"rank": 2, "min_compression_rate": 1, "start_compressing_after_num_steps": 0, **fields}
     return PowerSGD([torch.zeros(shape) for shape in SHAPES.values()], Config(**settings))
-
-
-@pytest.mark.parametrize("repetitions", [1, 2])
-def test_gradient_is_approximation_plus_error(repetitions: int):
-    aggregator = powersgd(num_iters_per_step=repetitions)
-    for seed in range(5):
-        given = list(gradients(seed, SHAPES).values())
-        errors = [G.clone() for G in given]
-        averages = aggregator.aggregate(errors)
-        for position, (G, average, error) in enumerate(zip(given, averages, errors, strict=True)):
-            assert (average.double() + error.double() - G.double()).abs().max() <= 16 * U * G.abs().max()
-            assert bool(error.any()) == (str(position) in COMPRESSED)
-
-
-def test_error_decays_on_a_constant_gradient_as_it_grows_elsewhere() -> None:
-    """What is owed after k steps of a constant gradient stays bounded: everything arrives in the long run."""
-    aggregator = powersgd(rank=1)
-    G = gradients(0, SHAPES)
-    held = [torch.zeros(shape) for shape in SHAPES.values()]
-    sizes = []
-    for _ in range(100):
-        for error, gradient in zip(held, G.values(), strict=True):
-            error.add_(gradient)
-        aggregator.aggregate(held)
-        sizes.append(float(held[0].norm()))
-    assert max(sizes[50:]) <= 1.5 * max(sizes[:50])
 
 
 @pytest.mark.parametrize(("where", "value"), [("0", float("inf")), ("0", float("nan")), ("1", float("inf"))])
@@ -216,14 +156,18 @@ def test_first_steps_are_exact_and_nothing_full_size_is_kept() -> None:
     assert Config(rank=3) == (3, 2, 1, 100), "the reference implementation's defaults"
 
 
-def test_parameters_without_gradients_and_failing_steps():
+def test_a_step_applies_averages_and_leaves_errors_in_gradients() -> None:
+    """Also with parameters without gradients, and if it fails."""
     weight, idle = nn.Parameter(torch.ones(30, 20)), nn.Parameter(torch.ones(30, 20))
-    optimizer = torch.optim.SGD([weight, idle], lr=0.1)
+    optimizer = torch.optim.SGD([weight, idle], lr=0.5)
+    assert params_in_optimizer(optimizer) == [weight, idle]
     aggregator = PowerSGD([weight, idle], Config(1, 1, 1, 0))
     weight.grad = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
-    gradient = weight.grad
+    gradient, before = weight.grad, weight.grad.clone()
     optimizer_step(optimizer, aggregator)
     assert weight.grad is gradient
+    assert (1 - weight.detach()).norm() > 0.1
+    torch.testing.assert_close(2 * (1 - weight.detach()), before - gradient, rtol=0, atol=1e-5)
     assert idle.grad is not None
     assert not idle.grad.any()
     assert torch.equal(idle.detach(), torch.ones(30, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import ddp, fsdp1, fsdp2
 from tests.support.fuzzing import gamma
-from tests.support.sharded_training import full_mesh, in_one_group, outcome
+from tests.support.sharded_training import full_mesh, in_one_group, outcome, whole
 from tests.support.training import patched, total
 
 SIZE = 16
@@ -81,14 +82,17 @@ def with_fsdp2(dtype: torch.dtype) -> tuple[nn.Module, Any]:
     return module, state
 
 
-def held(module: nn.Module) -> dict[str, Tensor]:
-    """This worker's part of each gradient as a flat fp64 tensor: all of it, none, or some rows."""
-    parts = {"large": torch.zeros(0, dtype=torch.float64), "small": torch.zeros(0, dtype=torch.float64)}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            parts[name.split(".")[-1]] = grad.double().reshape(-1)
-    return parts
+def fits(module: nn.Module) -> bool:
+    """Whether this worker's part of the averages is finite."""
+    found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return all(bool((G.to_local() if isinstance(G, DTensor) else G).isfinite().all()) for G in found)
+
+
+def averages(module: Any) -> dict[str, Tensor]:
+    """All of them, whole, in fp64."""
+    in_fsdp1 = isinstance(module, FullyShardedDataParallel)
+    with module.summon_full_params(module, with_grads=True) if in_fsdp1 else contextlib.nullcontext():
+        return {name.split(".")[-1]: whole(p.grad).view(SIZE, SIZE).double() for name, p in module.named_parameters()}
 
 
 def nothing_is_lost(
@@ -112,20 +116,18 @@ def nothing_is_lost(
             given = gradients(worker, factor)
             module.zero_grad()
             module(**{name: G.to(next(module.parameters()).dtype) for name, G in given.items()}).backward()
-            parts = held(module)
-            fitting = float(total(torch.tensor(float(all(bool(part.isfinite().all()) for part in parts.values())))))
+            fitting = float(total(torch.tensor(float(fits(module)))))
             applied.append(fitting == world_size)
             alone += 0 < fitting < world_size
-            for name, part in parts.items():
+            for name, average in averages(module).items():
                 balance[name] += total(given[name].double())
                 # No error and no product has a larger norm than the gradients so far have together.
                 owed[name] += float(total(given[name].double().norm()))
                 tolerance[name] += gamma(16, torch.float32) * 3 * owed[name]
                 if applied[-1]:
-                    whole = gathered(part, worker, world_size)
-                    balance[name] -= world_size * whole
+                    balance[name] -= world_size * average
                     # Ĝ is rounded to fp16, which is not fed back.
-                    tolerance[name] += world_size * (torch.finfo(torch.float16).eps / 2 * whole.abs() + 2.0**-24)
+                    tolerance[name] += world_size * (torch.finfo(torch.float16).eps / 2 * average.abs() + 2.0**-24)
         errors = state.error()
     for name, left in balance.items():
         key = next(key for key in errors if key.endswith(name))
@@ -143,18 +145,6 @@ def nothing_is_lost(
         assert all(applied[-2:])
         assert len(shares) == (0 if make is with_ddp else len(FACTORS))
         assert (alone > 0) == (make is not with_ddp), "each worker saw the same"
-
-
-def gathered(part: Tensor, worker: int, world_size: int) -> Tensor:
-    """The whole matrix from the workers' parts, one behind the other; from this one's where it is whole everywhere."""
-    sizes = torch.zeros(world_size, dtype=torch.float64)
-    sizes[worker] = part.numel()
-    ends = total(sizes).cumsum(0).long()
-    if int(ends[-1]) == world_size * SIZE**2:
-        return part.view(SIZE, SIZE)
-    flat = torch.zeros(int(ends[-1]), dtype=torch.float64)
-    flat[int(ends[worker]) - part.numel() : int(ends[worker])] = part
-    return total(flat).view(SIZE, SIZE)
 
 
 CASES: dict[str, Callable[..., None]] = {

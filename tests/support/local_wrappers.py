@@ -160,13 +160,16 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def by_torch(model: Any, mean_over: dist.ProcessGroup | None) -> Setup:
+def by_torch(model: Any, mean_over: dist.ProcessGroup | None, clip: float = torch.inf) -> Setup:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
 
     def advance(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = F.mse_loss(model(x.to(model_dtype(model))).float(), y)
         loss.backward()
+        if clip < torch.inf:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            assert norm > 1.2 * clip, "nothing was clipped"
         optimizer.step()
         return loss.detach()
 
@@ -178,8 +181,8 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
-def in_ddp(net: nn.Module, **options: Any) -> Setup:
-    return by_torch(DistributedDataParallel(net, process_group=node(), **options), None)
+def in_ddp(net: nn.Module, clip: float = torch.inf) -> Setup:
+    return by_torch(DistributedDataParallel(net, process_group=node()), None, clip)
 
 
 def in_fsdp2(net: nn.Module, **options: Any) -> Setup:
@@ -247,9 +250,9 @@ def inside(groups: Sequence[tuple[int, ...]]) -> bool:
     return bool(groups) and all(own.issuperset(group) for group in groups)
 
 
-def equals_averaging(kind: str, **options: Any) -> None:
-    """Exact messages average the replicas, as by hand. Steps between exchanges stay in a node."""
-    expected = BUILD["ddp"](Net())
+def equals_averaging(kind: str, clip: float = torch.inf, **options: Any) -> None:
+    """Exact messages average the replicas, as by hand. Steps between exchanges stay in a node, and clip there."""
+    expected = in_ddp(Net(), clip)
     for first in range(0, STEPS, EVERY):
         expected.train(range(first, first + EVERY))
         for tensor in expected.masters():

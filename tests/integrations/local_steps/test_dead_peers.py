@@ -16,17 +16,15 @@ EVERY, DEATH = 4, 10
 
 def survives(worker: int, _world_size: int, config: str, delay: int) -> None:
     training = Training(worker, config, EVERY, delay=delay)
-    sync, failures = training.sync, 0
-    step_on = sync.step
+    sync, step_on = training.sync, training.sync.step
+    failures: list[str] = []
 
     def step() -> None:
-        nonlocal failures
         local, shared, kept = flat(training.net), theta(sync), owed(sync)
         try:
             step_on()
         except RuntimeError as failure:
-            failures += 1
-            assert "a sum over the workers failed" in str(failure) or "could not reach" in str(failure)
+            failures.append(str(failure))
             assert torch.equal(local, flat(training.net))
             assert torch.equal(shared, theta(sync))
             assert torch.equal(kept, owed(sync))
@@ -41,7 +39,8 @@ def survives(worker: int, _world_size: int, config: str, delay: int) -> None:
     if worker == 1:
         os._exit(1)
     training.train(12)
-    assert failures == 1
+    (said,) = failures
+    assert "a sum over the workers failed" in said or "could not reach" in said
     training.finish()
 
 

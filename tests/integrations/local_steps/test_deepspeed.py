@@ -11,8 +11,6 @@ pytest.importorskip("deepspeed")
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
@@ -22,7 +20,6 @@ from tests.support.local_steps import same_bits, theta
 from tests.support.local_wrappers import (
     EVERY,
     RATE,
-    STEPS,
     TERNARY,
     WORKERS,
     Net,
@@ -32,7 +29,6 @@ from tests.support.local_wrappers import (
     equals_averaging,
     in_deepspeed,
     inside,
-    node,
     refused,
     resumes,
     watched,
@@ -48,30 +44,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
 }
 CODED = ("exact", "ternary", "int2, delay")
-
-
-def clips() -> None:
-    """Gradients are clipped within a node: as DDP does in each node, with averages by hand."""
-    clipped: list[Tensor] = []
-    unclipped: list[Tensor] = []
-    for clipping, found in ((0.2, clipped), (1e9, unclipped)):
-        net = DistributedDataParallel(Net(), process_group=node())
-        optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=RATE, momentum=0.5)
-        for step in range(STEPS):
-            x, y = batch(dist.get_rank(), step)
-            optimizer.zero_grad()
-            (net(x) - y).square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clipping)
-            optimizer.step()
-            if (step + 1) % EVERY == 0:
-                for parameter in net.parameters():
-                    dist.all_reduce(parameter.data, group=across())
-                    parameter.data /= 2
-        found.extend(p.detach().reshape(-1) for p in net.parameters())
-    setup = in_deepspeed(Net(), stage=2, gradient_clipping=0.2)
-    setup.train(range(STEPS), LocalSteps(setup.model, None, EVERY, group=across()))
-    expected = torch.cat(clipped)
-    assert (setup.whole() - expected).abs().max() <= 1e-5 < 0.01 < (torch.cat(unclipped) - expected).abs().max()
 
 
 def trains(steps: int = 60, **options: Any) -> None:
@@ -96,11 +68,10 @@ def refuses() -> None:
     from powersgd_triton.integrations import deepspeed as adapter
 
     def everywhere() -> Any:
-        net = Net().requires_grad_()
+        optimizer = torch.optim.SGD((net := Net().requires_grad_()).parameters(), lr=RATE)
         config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
-        config["zero_allow_untested_optimizer"] = True
         return deepspeed.initialize(
-            model=net, config=config, optimizer=torch.optim.SGD(net.parameters(), lr=RATE)
+            model=net, config={**config, "zero_allow_untested_optimizer": True}, optimizer=optimizer
         )[0]  # fmt: skip
 
     def compressed() -> Any:
@@ -125,16 +96,20 @@ def refuses() -> None:
 
 
 QUICK: dict[str, Any] = {
-    "clips": clips,
     "refuses": refuses,
-    "averages, stage 1": functools.partial(equals_averaging, "deepspeed", **KINDS["stage 1"]),
+    "averages and clips": functools.partial(
+        equals_averaging, "deepspeed", clip=0.1, gradient_clipping=0.1, **KINDS["stage 2"]
+    ),
     "conserves, stage 2, bf16": functools.partial(conserves, "deepspeed", CODED, **KINDS["stage 2, bf16"]),
     "resumes, stage 2, bf16": functools.partial(resumes, "deepspeed", "int2, delay", **KINDS["stage 2, bf16"]),
 }
 SLOW: dict[str, Any] = {
     **{f"trains, {name}": functools.partial(trains, **kind) for name, kind in KINDS.items()},
     **{f"conserves, {name}": functools.partial(conserves, "deepspeed", CODED, **kind) for name, kind in KINDS.items()},
-    "averages, stage 2": functools.partial(equals_averaging, "deepspeed", **KINDS["stage 2"]),
+    **{
+        f"averages, {name}": functools.partial(equals_averaging, "deepspeed", **KINDS[name])
+        for name in ("stage 1", "stage 2")
+    },
     **{
         f"resumes, {name}": functools.partial(resumes, "deepspeed", "ternary", **KINDS[name])
         for name in ("stage 2, bf16", "stage 2", "BF16_Optimizer")
