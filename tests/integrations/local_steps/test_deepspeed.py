@@ -16,11 +16,10 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.deepspeed_training import result, run_all
 from tests.support.distributed import run
-from tests.support.local_steps import same_bits, theta
+from tests.support.local_steps import TERNARY, same_bits, theta
 from tests.support.local_wrappers import (
     EVERY,
     RATE,
-    TERNARY,
     WORKERS,
     Net,
     across,
@@ -86,7 +85,6 @@ def refuses() -> None:
         (
             everywhere,
             r"averages gradients over the workers \[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)",
-            TERNARY,
         ),
         (compressed, "compresses gradients within its node.*take the section out", TERNARY),
         (lambda: in_deepspeed(Net()).model, "no matrices of low rank: give codes", low_rank),
