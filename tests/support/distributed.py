@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
+import importlib
+import inspect
 import os
 import pickle
 import sys
@@ -15,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -26,7 +30,6 @@ Worker = Callable[..., Any]
 HUNG = 1500.0
 """Seconds after which what is not done counts as hung. Less than pytest's own limit in the Makefile."""
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=300)
-PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "hypothesis", "powersgd_triton"]
 
 
 class Failure(str):
@@ -90,12 +93,49 @@ def outcome(results: dict[str, list[Any]], case: Worker) -> list[Any]:
     """Results of one case.
 
     Raises:
-        RuntimeError: it failed on a worker; the message holds the traceback.
+        RuntimeError: it failed on a worker; the message holds the tracebacks.
     """
-    for worker, result in enumerate(results[case.__name__]):
-        if isinstance(result, Failure):
-            raise RuntimeError(f"{case.__name__} failed on worker {worker}:\n{result}")
+    failures = [(worker, result) for worker, result in enumerate(results[case.__name__]) if isinstance(result, Failure)]
+    if failures:
+        # All of them, since a worker that fails makes the others' collectives fail.
+        raise RuntimeError(
+            "\n".join(f"{case.__name__} failed on worker {worker}:\n{text}" for worker, text in failures)
+        )
     return results[case.__name__]
+
+
+def on_workers(*world_sizes: Any) -> Callable[[Worker], Worker]:
+    """Make a test of a function that all workers run, ``test(worker, world_size, …)``. Further arguments are pytest's.
+
+    Args:
+        world_sizes: numbers of processes, with each of which there is a test.
+    """
+
+    def decorate(body: Worker) -> Worker:
+        signature = inspect.signature(body)
+        _, size, *others = signature.parameters.values()
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            world_size = arguments.pop(size.name)
+            run(_Body(body.__module__, body.__name__), world_size, arguments)
+
+        test.__signature__ = signature.replace(parameters=[size, *others])  # type: ignore[attr-defined]
+        marked: Worker = pytest.mark.parametrize(size.name, world_sizes)(test)
+        return marked
+
+    return decorate
+
+
+class _Body:
+    """What a test of ``on_workers`` runs, found by the test's name."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.__name__ = module, name
+
+    def __call__(self, worker: int, world_size: int, arguments: dict[str, Any]) -> None:
+        test = getattr(importlib.import_module(self.module), self.__name__)
+        test.__wrapped__(worker, world_size, **arguments)
 
 
 def _work(
@@ -120,7 +160,8 @@ def _work(
         )
         try:
             result = case(worker, world_size, *args)
-        except Exception:
+        # Those of DCP and of pytest.raises are not derived from Exception.
+        except BaseException:
             result = Failure(traceback.format_exc())
         _path(folder, case, worker).write_bytes(pickle.dumps(result))
         # Whoever failed leaves at once: then the others' collectives fail instead of waiting for it.
@@ -139,12 +180,12 @@ def _work(
 
 
 def forkserver() -> Any:
-    """Makes processes as copies of one that has imported torch and done nothing else.
+    """Makes processes as copies of one that has imported what workers need and done nothing else.
 
     Importing takes each process seconds, copying takes milliseconds. A copy ends without Python's shutdown.
     """
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.support.preloaded"])
     return context
 
 
