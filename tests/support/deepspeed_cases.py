@@ -27,8 +27,7 @@ OVERSIZE = zero(2, reduce_bucket_size=900, overlap_comm=True)
 SMALL = zero(3, reduce_bucket_size=2000)
 
 # In `make test`.
-QUICK: list[Case] = [Case(f"stage {stage}", stage) for stage in range(4)]
-QUICK += [Case(f"stage {stage}, bf16", stage, BF16, BF16_LIMIT) for stage in range(3)]
+QUICK: list[Case] = [Case(f"stage {stage}, bf16", stage, BF16, BF16_LIMIT) for stage in range(3)]
 QUICK += [
     Case("stage 0, accumulation, clipping", 0, {**ACCUMULATE, "gradient_clipping": 0.3}),
     Case("stage 0, predivide", 0, PREDIVIDE, sgd=True),
