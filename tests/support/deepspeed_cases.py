@@ -16,6 +16,7 @@ OFFLOAD: dict[str, Any] = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
 }
+UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
 # These two with all-reduces only: DeepSpeed refuses them with its reduce-scatter.
 PRESCALE: dict[str, Any] = {"prescale_gradients": True}
 PREDIVIDE: dict[str, Any] = {"gradient_predivide_factor": 4.0}

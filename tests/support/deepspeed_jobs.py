@@ -20,6 +20,10 @@ class Job:
     workers: int = 2
     slow: bool = False
 
+    @property
+    def __name__(self) -> str:
+        return self.body.__name__
+
     def __str__(self) -> str:
         words = [getattr(argument, "__name__", str(argument)) for argument in (self.body, *self.arguments)]
         return "-".join([*words, f"{self.workers} workers"])

@@ -46,9 +46,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Predicts each token's successor. With ``unused``, a layer is used in every second step only."""
 
-    def __init__(self, *, sparse: bool = False, unused: bool = False) -> None:
+    def __init__(self, *, sparse: bool = False, unused: bool = False, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.tokens = nn.Embedding(TOKENS, WIDTH, sparse=sparse)
         self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Linear(WIDTH, TOKENS)
