@@ -17,6 +17,7 @@ OFFLOAD: dict[str, Any] = {
     "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
 }
 UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
+LOGGED: dict[str, Any] = {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False}}
 # These two with all-reduces only: DeepSpeed refuses them with its reduce-scatter.
 PRESCALE: dict[str, Any] = {"prescale_gradients": True}
 PREDIVIDE: dict[str, Any] = {"gradient_predivide_factor": 4.0}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.deepspeed_cases import PIPELINES, QUICK, THREE_WORKERS, WIDE, zero
+from tests.support.deepspeed_cases import LOGGED, PIPELINES, QUICK, THREE_WORKERS, WIDE, zero
 from tests.support.deepspeed_jobs import Job, each, parametrized
 from tests.support.deepspeed_training import (
     BF16_LIMIT,
@@ -44,7 +44,6 @@ from tests.support.training import total
 STEPS = 6
 COMPRESSED, BYPASS = "blocks.0.up.weight", "blocks.0.norm.bias"
 AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-LOGGED = {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False}}
 
 
 def full_rank(case: Case) -> None:
