@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -301,13 +300,6 @@ def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | No
     return made
 
 
-def in_deepspeed(net: Net, config: PowerSGDConfig | None, **options: Any) -> Wrapped:
-    """An engine. That module needs this one."""
-    from tests.support.deepspeed_wrapper import InDeepSpeed
-
-    return InDeepSpeed(net, config, **options)
-
-
 RANK_2 = PowerSGDConfig(rank=2, min_compression_rate=1)
 FORMATS = {
     "alternating": dataclasses.replace(RANK_2, algorithm="alternating"),
@@ -361,10 +353,6 @@ LOCAL = {
 }
 # What it owes there is not saved, and decays.
 PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
-DEEPSPEED = {
-    "clipping": "it is an option of the engine",
-    "attached": "it has messages of its own",
-}
 NODES = {"traffic": "sums within a node are all-reduces too", "attached": "it is attached as on one level"}
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
@@ -381,7 +369,3 @@ WRAPPERS: dict[str, Wrapper] = {
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
 }
-if importlib.util.find_spec("deepspeed") is not None:
-    for stage in range(4):
-        lacks = DEEPSPEED | ({} if stage else {"void": "only fp16 looks for overflows there"})
-        WRAPPERS[f"DeepSpeed {stage}"] = Wrapper(functools.partial(in_deepspeed, stage=stage), thin=stage == 1, lacks=lacks)
