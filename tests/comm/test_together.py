@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import pickle
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, checkpoint
@@ -22,27 +20,21 @@ from powersgd_triton.core import memory
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.integrations.optimizer import Config, PowerSGD
 from tests.support.checks import everything
-from tests.support.distributed import Worker, outcome, run_cases
+from tests.support.distributed import on_workers
 from tests.support.small import MANY, RANK_2, WIDTH, complaint, stack
 from tests.support.training import batch, squared_error
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
 SYMPTOMS: dict[str, dict[str, Any]] = {
-    # These waited for each other, had other gradients, and sent messages of other sizes.
+    # Without agreement these waited for each other, had other gradients, and sent messages of other sizes.
     "planned": {"compression": 4, "replan_every": 2},
     "alternating": {"rank": 2, "algorithm": "alternating"},
     "start": {"rank": 2, "start_iter": 3},
 }
 VICTIM = 1
-
-
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A folder of worker 0 that all know."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    yield Path(str(names[0]))
-    dist.barrier()
+WORLD_SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
+DIFFERS = "DisagreementError: workers do not agree: worker 1 differs from worker 0 in "
+NO_STEPS = "ValueError: expected a non-negative number of steps as iteration"
 
 
 def gradients(step: int) -> dict[str, Tensor]:
@@ -54,8 +46,8 @@ def steps(compressor: Compressor, numbers: range) -> list[dict[str, Tensor]]:
     return [dict(compressor.decompress(compressor.compress(gradients(n)))) for n in numbers]  # type: ignore[arg-type]
 
 
-def equal_everywhere(tensors: dict[str, Tensor]) -> bool:
-    mine = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+def equal_everywhere(tensors: Iterator[Tensor] | list[Tensor]) -> bool:
+    mine = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return all(torch.equal(other, mine) for other in everyone)
@@ -65,12 +57,34 @@ def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
     return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
 
 
+def told(said: str, own: str, others: str) -> None:
+    """The victim has its own error and the others one that names it."""
+    assert said.startswith(own if dist.get_rank() == VICTIM else others), said
+
+
+def backward(model: nn.Module, state: PowerSGDState, **options: Any) -> Callable[..., None]:
+    """A backward pass with DDP and the hook."""
+    replica = DistributedDataParallel(model, bucket_cap_mb=MANY, **options)
+    replica.register_comm_hook(state, powerSGD_hook)
+
+    def step(number: int = 0) -> None:
+        model.zero_grad()
+        inputs, targets = batch(dist.get_rank(), number, width=WIDTH)
+        squared_error(replica(inputs), targets).backward()
+
+    return step
+
+
+def averages(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
 # States that one worker refuses -------------------------------------------------------------------------------------
 
 
-def refused_in_mid_run(worker: int, world_size: int) -> dict[str, tuple[str, bool, bool]]:
-    """What each worker is told; whether all go on as without the attempt, and with the same averages."""
-    found = {}
+@on_workers(*WORLD_SIZES)
+def test_a_state_that_one_worker_refuses_changes_nothing(worker: int, world_size: int) -> None:
+    """All go on as without the attempt, and with the same averages."""
     for name, fields in SYMPTOMS.items():
         config = PowerSGDConfig(**fields, min_compression_rate=0)
         run, untouched = Compressor(config, SHAPES), Compressor(config, SHAPES)
@@ -81,110 +95,126 @@ def refused_in_mid_run(worker: int, world_size: int) -> dict[str, tuple[str, boo
         if worker == VICTIM:
             saved["iteration"] = "one"
         said = complaint(run.load_state_dict, saved)
+        told(said, NO_STEPS, f"ValueError: load_state_dict failed on worker 1: {NO_STEPS}")
         after = steps(run, range(4, 8))
-        equal = [equal_everywhere(averages) for averages in after]
-        found[name] = said, all(equal), same(after, steps(untouched, range(4, 8)))
-    return found
+        assert all(equal_everywhere([*averages.values()]) for averages in after), name
+        assert same(after, steps(untouched, range(4, 8))), name
 
 
-def refused_file(worker: int, world_size: int) -> list[str]:
+@on_workers(*WORLD_SIZES)
+def test_a_file_that_one_worker_cannot_read_changes_nothing(worker: int, world_size: int, tmp_path: Path) -> None:
     """DDP: a file that is cut off on one worker. All go on."""
     model = stack()
     state = PowerSGDState(None, module=model, **RANK_2, compression=None, algorithm="alternating")
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
-    replica.register_comm_hook(state, powerSGD_hook)
-
-    def train(numbers: range) -> None:
-        for number in numbers:
-            model.zero_grad()
-            inputs, targets = batch(worker, number, width=WIDTH)
-            squared_error(replica(inputs), targets).backward()
-
-    train(range(1))
+    step = backward(model, state)
+    step()
     saved = state.state_dict()
-    train(range(1, 4))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "state.pt"
-        checkpoint.save(saved, path)
-        if worker == VICTIM:
-            path.write_bytes(path.read_bytes()[:-100])
-        said = [complaint(state.load_state_dict, path)]
-        train(range(4, 6))
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        said += ["equal" if equal_everywhere(gradients) else "different", str(state.iter)]  # type: ignore[arg-type]
-        checkpoint.save(saved, path)
-        said.append(complaint(state.load_state_dict, str(path)))
-    return [*said, str(state.iter)]
+    for number in range(1, 4):
+        step(number)
+    path = tmp_path / f"state-{worker}.pt"
+    checkpoint.save(saved, path)
+    whole = path.read_bytes()
+    if worker == VICTIM:
+        path.write_bytes(whole[:-100])
+    told(
+        complaint(state.load_state_dict, path), "ValueError: ", "ValueError: load_state_dict failed on worker 1: Value"
+    )
+    for number in range(4, 6):
+        step(number)
+    assert equal_everywhere(averages(model))
+    assert state.iter == 6
+    path.write_bytes(whole)
+    assert complaint(state.load_state_dict, str(path)) == "nothing"
+    assert state.iter == 1
 
 
-def plain_loop(worker: int, world_size: int) -> list[str]:
+@on_workers(*WORLD_SIZES)
+def test_the_plain_loop_tells_all(worker: int, world_size: int) -> None:
     parameters = [torch.zeros(shape) for shape in SHAPES.values()]
     powersgd = PowerSGD(parameters, Config(rank=2, min_compression_rate=1, start_compressing_after_num_steps=0))
-    powersgd.aggregate([torch.randn(shape) for shape in SHAPES.values()])
+
+    def aggregate() -> list[Tensor]:
+        return powersgd.aggregate([torch.randn(shape) for shape in SHAPES.values()])
+
+    aggregate()
     saved = powersgd.state_dict()
-    powersgd.aggregate([torch.randn(shape) for shape in SHAPES.values()])
+    aggregate()
     said = complaint(powersgd.load_state_dict, {**saved, "iteration": "one"} if worker == VICTIM else saved)
-    averages = powersgd.aggregate([torch.randn(shape) for shape in SHAPES.values()])
-    return [said, str(equal_everywhere(dict(zip(SHAPES, averages, strict=True)))), str(powersgd.step_counter)]
+    told(said, NO_STEPS, f"ValueError: load_state_dict failed on worker 1: {NO_STEPS}")
+    assert equal_everywhere(aggregate())
+    assert powersgd.step_counter == 3
 
 
-def different_states(worker: int, world_size: int) -> dict[str, str]:
+@on_workers(*WORLD_SIZES)
+def test_workers_do_not_load_different_states(worker: int, world_size: int) -> None:
     run = Compressor(everything(compression=None), SHAPES)
     steps(run, range(2))
     one = run.state_dict()
     steps(run, range(2, 3))
     other = run.state_dict()
-    told = {"another step": complaint(run.load_state_dict, other if worker == VICTIM else one)}
+    said = complaint(run.load_state_dict, other if worker == VICTIM else one)
+    assert said.startswith(DIFFERS)
+    assert "saved iteration: 3 instead of 2" in said
     forged = run.state_dict()
     forged["matrices"]["a"]["basis"][0, 0] += 1
-    told["another basis"] = complaint(run.load_state_dict, forged if worker == VICTIM else other)
-    told["not strict"] = complaint(run.load_state_dict, other, strict=worker != VICTIM)
+    said = complaint(run.load_state_dict, forged if worker == VICTIM else other)
+    assert said.startswith(f"{DIFFERS}saved parts of 'a'")
+    said = complaint(run.load_state_dict, other, strict=worker != VICTIM)
+    assert said == f"{DIFFERS}strict: False instead of True"
     steps(run, range(3, 5))
-    return {**told, "iteration": str(run.iteration)}
+    assert run.iteration == 5
 
 
-def in_an_open_step(worker: int, world_size: int) -> list[bool]:
-    """The open step is dropped on all workers, and they go on as from the state."""
+@on_workers(*WORLD_SIZES)
+def test_loading_in_an_open_step_drops_the_step(worker: int, world_size: int) -> None:
+    """On all workers, and they go on as from the state."""
     model = stack()
     state = PowerSGDState(None, module=model, **RANK_2)
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
-    replica.register_comm_hook(state, powerSGD_hook)
-    inputs, targets = batch(worker, 0, width=WIDTH)
-    squared_error(replica(inputs), targets).backward()
-    saved, owed = state.state_dict(), state.error()
+    step = backward(model, state)
+    step()
+    saved = state.state_dict()
+    assert state.error()
     mean = {name: parts["error"] for name, parts in saved["matrices"].items()}
     first = next(iter(model.parameters()))
     engine = state._engine
     layout = engine.begin("first", lambda: {"0.weight": tuple(first.shape)}, torch.device("cpu"), last=False)
     engine.average(layout, {"0.weight": torch.ones_like(first)})
     state.load_state_dict(saved)
-    loaded = all(torch.equal(error, mean[name]) for name, error in state.error().items())
-    squared_error(replica(inputs), targets).backward()
-    averages = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return [bool(owed), loaded, equal_everywhere(averages), state.iter == 2]  # type: ignore[arg-type]
+    assert all(torch.equal(error, mean[name]) for name, error in state.error().items())
+    step()
+    assert equal_everywhere(averages(model))
+    assert state.iter == 2
 
 
 # Exceptions ---------------------------------------------------------------------------------------------------------
 
 
-def rank_function(worker: int, world_size: int) -> dict[str, list[str]]:
-    """A function of the user's that raises, or returns nonsense, on one worker. Then it works."""
+@on_workers(*WORLD_SIZES)
+def test_a_rank_function_that_fails_on_one_worker(worker: int, world_size: int) -> None:
+    """It raises, or returns nonsense, on one worker. Then it works."""
     ranks = {"negative": -1, "another": 3}
-    found = {}
-    for what in ("raises", *ranks):
+
+    def first_and_later(what: str) -> str:
         now = [True]
 
-        def rank(name: str, shape: Any, what: str = what, now: list[bool] = now) -> int:
+        def rank(name: str, shape: Any) -> int:
             return ranks[what] if now[0] and worker == VICTIM and name == "c" else 2
 
         compressor = Compressor(PowerSGDConfig(rank=rank, min_compression_rate=0), SHAPES)
-        found[what] = [complaint(steps, compressor, range(1))]
+        said = complaint(steps, compressor, range(1))
         now[0] = False
-        found[what].append(str(equal_everywhere(steps(compressor, range(2))[-1])))
-    return found
+        assert equal_everywhere([*steps(compressor, range(2))[-1].values()])
+        return said
+
+    own = "KeyError: 'raises'"
+    told(first_and_later("raises"), own, f"DisagreementError: a step failed on worker 1: {own}")
+    own = "ValueError: the rank of 'c', (8, 8), must be at least 0"
+    told(first_and_later("negative"), own, f"ValueError: a step failed on worker 1: {own}")
+    assert "worker 1 differs from worker 0 in rank of 'c': 3 instead of 2" in first_and_later("another")
 
 
-def rank_function_without_names(worker: int, world_size: int) -> str:
+@on_workers(*WORLD_SIZES)
+def test_a_rank_function_that_fails_in_a_later_bucket(worker: int, world_size: int) -> None:
     """DDP without ``module=`` meets a parameter only in its bucket, which need not be the first one."""
 
     def rank(name: str, shape: Any) -> int:
@@ -192,21 +222,21 @@ def rank_function_without_names(worker: int, world_size: int) -> str:
             raise KeyError("missing")
         return 2
 
-    options = {**RANK_2, "matrix_approximation_rank": rank}
-    model = stack()
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY, find_unused_parameters=True)
-    replica.register_comm_hook(PowerSGDState(None, **options), powerSGD_hook)
-    inputs, targets = batch(worker, 0, width=WIDTH)
-    return complaint(lambda: squared_error(replica(inputs), targets).backward())
+    state = PowerSGDState(None, **{**RANK_2, "matrix_approximation_rank": rank})
+    own = "KeyError: 'missing'"
+    said = complaint(backward(stack(), state, find_unused_parameters=True))
+    told(said, own, f"DisagreementError: a step failed on worker 1: {own}")
 
 
-def failed_allocation(worker: int, world_size: int) -> list[Any]:
+@on_workers(*WORLD_SIZES)
+def test_an_allocation_that_fails_on_one_worker(worker: int, world_size: int) -> None:
     """No gradient, no error and no loaded part is lost."""
     run = Compressor(everything(), SHAPES)
     steps(run, range(2))
     saved = run.state_dict()
-    resumed = Compressor(everything(), SHAPES)
-    resumed.load_state_dict(saved)
+    resumed, untouched = Compressor(everything(), SHAPES), Compressor(everything(), SHAPES)
+    for compressor in (resumed, untouched):
+        compressor.load_state_dict(saved)
     fill, calls = memory._fill, []
 
     def failing(*args: Any) -> bool:
@@ -217,152 +247,48 @@ def failed_allocation(worker: int, world_size: int) -> list[Any]:
 
     with mock.patch.object(memory, "_fill", failing if worker == VICTIM else fill):
         said = complaint(steps, resumed, range(2, 3))
-    untouched = Compressor(everything(), SHAPES)
-    untouched.load_state_dict(saved)
-    return [said, resumed.iteration, same(steps(resumed, range(2, 5)), steps(untouched, range(2, 5)))]
+    own = "OutOfMemoryError: no memory is left"
+    told(said, own, f"DisagreementError: the allocation for a bucket failed on worker 1: {own}")
+    assert resumed.iteration == 2
+    assert same(steps(resumed, range(2, 5)), steps(untouched, range(2, 5)))
 
 
-def pickles(worker: int, world_size: int) -> list[str]:
+@on_workers(*WORLD_SIZES)
+def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
     """Unpickling is no collective, so that the next step compares what was unpickled."""
     model = stack()
-
-    def trained(number: int) -> tuple[PowerSGDState, Callable[[], None]]:
-        state = PowerSGDState(None, module=model, **{**RANK_2, "random_seed": number})
-        return state, train(state)
-
-    def train(state: PowerSGDState) -> Callable[[], None]:
-        replica = DistributedDataParallel(model, bucket_cap_mb=100.0)
-        replica.register_comm_hook(state, powerSGD_hook)
-        inputs, targets = batch(worker, 0, width=WIDTH)
-        return lambda: squared_error(replica(inputs), targets).backward()
-
-    state, step = trained(0)
-    step()
+    state = PowerSGDState(None, module=model, **RANK_2)
+    backward(model, state)()
     content = pickle.dumps(state)
-    equal = complaint(train(pickle.loads(content)))
+    assert complaint(backward(model, pickle.loads(content))) == "nothing"
     # The same step, configuration and tensors, but other bases.
     forged = pickle.loads(content)
     if worker == VICTIM:
         for parts in forged._engine.memory.loaded.matrices.values():
             parts["basis"].neg_()
-    return [equal, complaint(train(forged))]
+    assert "worker 1 differs from worker 0 in saved parts of " in complaint(backward(model, forged))
 
 
 # Workers that are alone ---------------------------------------------------------------------------------------------
 
 
-def alone(worker: int, world_size: int) -> dict[str, str]:
+@on_workers(*WORLD_SIZES)
+def test_whoever_loads_alone_is_told(worker: int, world_size: int) -> None:
     """One worker loads while the others step, save, or begin their first step, in a group with a short timeout."""
-    found = {}
     for what in ("first step", "step", "save"):
         group = dist.new_group(timeout=datetime.timedelta(seconds=2))
         compressor = Compressor(everything(), SHAPES, group)
         steps(compressor, range(0 if what == "first step" else 2))
         saved = compressor.state_dict()
         dist.barrier()
-
-        def act(compressor: Compressor = compressor, saved: Any = saved, what: str = what) -> Any:
-            if worker == VICTIM:
-                return compressor.load_state_dict(saved)
-            return compressor.state_dict() if what == "save" else steps(compressor, range(2, 4))
-
-        found[what] = complaint(act)
+        if worker == VICTIM:
+            said = complaint(compressor.load_state_dict, saved)
+        else:
+            said = complaint(compressor.state_dict) if what == "save" else complaint(steps, compressor, range(2, 4))
+        if what == "first step":
+            assert "worker 1 differs from worker 0 in call: load_state_dict instead of a step" in said
+        elif worker == VICTIM:
+            assert said.startswith("RuntimeError: load_state_dict is collective, but this worker could not")
+        else:
+            assert "a sum over the workers failed, for example because a worker was lost" in said
         dist.barrier()
-    return found
-
-
-CASES: list[Worker] = [
-    refused_in_mid_run, refused_file, plain_loop, different_states, in_an_open_step, rank_function,
-    rank_function_without_names, failed_allocation, pickles, alone,
-]  # fmt: skip
-RESULTS: dict[int, dict[str, list[Any]]] = {}
-
-
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    if request.param not in RESULTS:
-        RESULTS[request.param] = run_cases(CASES, request.param)
-    return RESULTS[request.param]
-
-
-def told(found: list[str], own: str, others: str) -> None:
-    """Whether the victim had its own error and the others one that names it."""
-    for worker, said in enumerate(found):
-        assert said.startswith(own if worker == VICTIM else others), said
-
-
-@pytest.mark.parametrize("symptom", SYMPTOMS)
-def test_a_state_that_one_worker_refuses_changes_nothing(results: dict[str, list[Any]], symptom: str):
-    found = [seen[symptom] for seen in outcome(results, refused_in_mid_run)]
-    refusal = "ValueError: expected a non-negative number of steps as iteration"
-    told([said for said, *_ in found], refusal, f"ValueError: load_state_dict failed on worker 1: {refusal}")
-    assert all(equal and untouched for _, equal, untouched in found)
-
-
-def test_a_file_that_one_worker_cannot_read_changes_nothing(results: dict[str, list[Any]]):
-    found = outcome(results, refused_file)
-    own = "ValueError: "
-    told([said for said, *_ in found], own, f"ValueError: load_state_dict failed on worker 1: {own}")
-    assert {tuple(rest) for _, *rest in found} == {("equal", "6", "nothing", "1")}
-
-
-def test_the_plain_loop_tells_all(results: dict[str, list[Any]]):
-    found = outcome(results, plain_loop)
-    own = "ValueError: expected a non-negative number of steps as iteration"
-    told([said for said, *_ in found], own, f"ValueError: load_state_dict failed on worker 1: {own}")
-    assert {tuple(rest) for _, *rest in found} == {("True", "3")}
-
-
-def test_workers_do_not_load_different_states(results: dict[str, list[Any]]):
-    expected = "DisagreementError: workers do not agree: worker 1 differs from worker 0 in "
-    for seen in outcome(results, different_states):
-        assert seen["another step"].startswith(expected)
-        assert "saved iteration: 3 instead of 2" in seen["another step"]
-        assert seen["another basis"].startswith(f"{expected}saved parts of 'a'")
-        assert seen["not strict"] == f"{expected}strict: False instead of True"
-        assert seen["iteration"] == "5"
-
-
-def test_loading_in_an_open_step_drops_the_step(results: dict[str, list[Any]]):
-    assert all(all(seen) for seen in outcome(results, in_an_open_step))
-
-
-def test_a_rank_function_that_fails_on_one_worker(results: dict[str, list[Any]]):
-    found = outcome(results, rank_function)
-    for what, own, kind in (
-        ("raises", "KeyError: 'raises'", "DisagreementError"),
-        ("negative", "ValueError: the rank of 'c', (8, 8), must be at least 0", "ValueError"),
-    ):
-        told([seen[what][0] for seen in found], own, f"{kind}: a step failed on worker 1: {own}")
-    for seen in found:
-        assert "worker 1 differs from worker 0 in rank of 'c': 3 instead of 2" in seen["another"][0]
-        assert all(after == "True" for _, after in seen.values())
-
-
-def test_a_rank_function_that_fails_in_a_later_bucket(results: dict[str, list[Any]]):
-    own = "KeyError: 'missing'"
-    told(outcome(results, rank_function_without_names), own, f"DisagreementError: a step failed on worker 1: {own}")
-
-
-def test_an_allocation_that_fails_on_one_worker(results: dict[str, list[Any]]):
-    found = outcome(results, failed_allocation)
-    own = "OutOfMemoryError: no memory is left"
-    others = f"DisagreementError: the allocation for a bucket failed on worker 1: {own}"
-    told([said for said, *_ in found], own, others)
-    assert all(rest == [2, True] for _, *rest in found)
-
-
-def test_what_was_unpickled_is_compared(results: dict[str, list[Any]]):
-    for equal, forged in outcome(results, pickles):
-        assert equal == "nothing"
-        assert "worker 1 differs from worker 0 in saved parts of " in forged
-
-
-def test_whoever_loads_alone_is_told(results: dict[str, list[Any]]):
-    for worker, seen in enumerate(outcome(results, alone)):
-        assert "worker 1 differs from worker 0 in call: load_state_dict instead of a step" in seen["first step"]
-        for what in ("step", "save"):
-            if worker == VICTIM:
-                assert seen[what].startswith("RuntimeError: load_state_dict is collective, but this worker could not")
-            else:
-                assert "a sum over the workers failed, for example because a worker was lost" in seen[what]

@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,17 +67,53 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def broken_links(page: Path) -> list[str]:
+def broken_links(page: Path) -> Iterator[str]:
     """Relative links and images of a page whose file or heading does not exist."""
-    broken: list[str] = []
     for link in LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", link):
             continue
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
         if not target.is_file() or (anchor and (target.suffix != ".md" or anchor not in anchors(target))):
-            broken.append(link)
-    return broken
+            yield link
+
+
+def missing_names(page: Path) -> Iterator[str]:
+    """Files, tests, functions and make targets in backticks that do not exist."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for code in CODE.findall(prose(page)):
+        if code.startswith("make "):
+            exists = code.split()[1] in targets
+        elif PATH.fullmatch(code):
+            exists = any(path == code or path.endswith(f"/{code}") for path in files())
+        elif re.fullmatch(r"test_\w+|\w+_reference", code):
+            exists = code in functions()
+        else:
+            continue
+        if not exists:
+            yield code
+
+
+def wrong_imports(page: Path) -> Iterator[str]:
+    """Names that a snippet imports from the package and that it lacks. All snippets must be code."""
+    for code in snippets(page, "json"):
+        json.loads(code)
+    for code in snippets(page, "python"):
+        compile(code, name_of(page), "exec")
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("powersgd_triton"):
+                yield from (alias.name for alias in node.names if not defines(str(node.module), alias.name))
+
+
+def unknown_fields(page: Path) -> Iterator[str]:
+    """Arguments and keys of configurations, in snippets and in the text, that do not exist."""
+    known = {"PowerSGDConfig": {*FIELDS}, "from_dict": {*FIELDS}, "PowerSGDState": STATE_ARGUMENTS}
+    inline = [code for code in CODE.findall(prose(page)) if re.match(r"PowerSGD(Config|State)\(\w.*\)$", code)]
+    for code in [*snippets(page, "python"), *inline]:
+        for function, words in calls(code):
+            yield from words - known.get(function, words)
+    for code in snippets(page, "json"):
+        yield from {*json.loads(code).get("powersgd", {})} - SECTION_KEYS
 
 
 @functools.cache
@@ -152,52 +188,13 @@ def test_readme_is_short():
     assert len(README.read_bytes()) <= README_BYTES
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_relative_links_resolve(page: Path):
-    assert broken_links(page) == []
+CHECKS = [broken_links, missing_names, wrong_imports, unknown_fields]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_tests_and_targets_in_backticks_exist(page: Path):
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    missing: list[str] = []
-    for code in CODE.findall(prose(page)):
-        if code.startswith("make "):
-            exists = code.split()[1] in targets
-        elif PATH.fullmatch(code):
-            exists = any(path == code or path.endswith(f"/{code}") for path in files())
-        elif re.fullmatch(r"test_\w+|\w+_reference", code):
-            exists = code in functions()
-        else:
-            continue
-        if not exists:
-            missing.append(code)
-    assert missing == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_snippets_are_code(page: Path):
-    for code in snippets(page, "python"):
-        compile(code, name_of(page), "exec")
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("powersgd_triton"):
-                missing = [alias.name for alias in node.names if not defines(str(node.module), alias.name)]
-                assert not missing, f"{node.module} has no {missing}"
-    for code in snippets(page, "json"):
-        json.loads(code)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_configurations_have_known_fields(page: Path):
-    inline = [code for code in CODE.findall(prose(page)) if re.match(r"PowerSGD(Config|State)\(\w.*\)$", code)]
-    for code in [*snippets(page, "python"), *inline]:
-        for function, words in calls(code):
-            if function in ("PowerSGDConfig", "from_dict"):
-                assert words <= FIELDS.keys()
-            elif function == "PowerSGDState":
-                assert words <= STATE_ARGUMENTS
-    for code in snippets(page, "json"):
-        assert json.loads(code).get("powersgd", {}).keys() <= SECTION_KEYS
+@pytest.mark.parametrize("check", CHECKS)
+def test_pages_name_what_exists(check: Callable[[Path], Iterator[str]]):
+    assert len(PAGES) > 20
+    assert {name_of(page): found for page in PAGES if (found := list(check(page)))} == {}
 
 
 def test_every_field_is_documented_with_its_default():
@@ -246,8 +243,11 @@ def test_classes_of_the_architecture_are_where_it_says():
 
 def test_the_checks_can_fail(tmp_path: Path):
     page = tmp_path / "page.md"
-    page.write_text("# Same, twice\n# Same, twice\n[a](#same-twice-1) [b](#b) [c](c.md) ![d](page.md#x)\n")
-    assert broken_links(page) == ["#b", "c.md", "page.md#x"]
+    page.write_text(
+        "# Same, twice\n# Same, twice\n[a](#same-twice-1) [b](#b) [c](c.md) ![d](page.md#x)\n`make tea`, `x/y.py`\n"
+    )
+    assert list(broken_links(page)) == ["#b", "c.md", "page.md#x"]
     assert list(calls("PowerSGDConfig(rnak=4)")) == [("PowerSGDConfig", {"rnak"})]
+    assert list(missing_names(page)) == ["make tea", "x/y.py"]
     assert not defines("powersgd_triton", "Compresor")
     assert defines("powersgd_triton", "checkpoint")

@@ -23,10 +23,10 @@ DATA = {"powersgd_triton/py.typed", "powersgd_triton/demo/ds_config.json"}
 UNTRACKED = (".*", "__pycache__", "build", "demo-results", "dist", "*.egg-info")
 
 
-def call(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A finished Python process, with stderr in its stdout."""
+def output(*arguments: str | Path, cwd: Path, **variables: str) -> str:
+    """Output of a Python process that must succeed, stderr's too."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,
         env={**environment, "OMP_NUM_THREADS": "1", **variables},
@@ -36,11 +36,6 @@ def call(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.Comp
         timeout=HUNG,
         check=False,
     )
-
-
-def output(*arguments: str | Path, cwd: Path, **variables: str) -> str:
-    """Output of a Python process that must succeed."""
-    done = call(*arguments, cwd=cwd, **variables)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -74,11 +69,6 @@ def targets(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     return {kind: folder / kind for kind in distributions}
 
 
-@pytest.fixture(params=["wheel", "sdist"])
-def target(request: pytest.FixtureRequest, targets: dict[str, Path]) -> Path:
-    return targets[request.param]
-
-
 def files(folder: Path) -> dict[str, bytes]:
     """What is below a folder, without what pip writes about the installation."""
     paths = [path for path in folder.rglob("*") if path.is_file() and not path.parent.name.endswith(".dist-info")]
@@ -98,18 +88,13 @@ def test_every_folder_with_modules_is_a_package():
         assert (ROOT / module).with_name("__init__.py").is_file(), module
 
 
-def test_installed_files_are_the_packages(target: Path):
-    installed = files(target)
-    assert {name for name in installed if "/licenses/" not in name} == modules() | DATA
-    for name in modules() | DATA:
-        assert installed[name] == (ROOT / name).read_bytes(), name
-
-
-def test_installed_files_are_no_links(target: Path):
-    assert not [path for path in target.rglob("*") if path.is_symlink()]
-
-
-def test_sdist_installs_what_the_wheel_does(targets: dict[str, Path]):
+def test_wheel_and_sdist_install_the_package(targets: dict[str, Path]):
+    for target in targets.values():
+        installed = files(target)
+        assert {name for name in installed if "/licenses/" not in name} == modules() | DATA
+        for name in modules() | DATA:
+            assert installed[name] == (ROOT / name).read_bytes(), name
+        assert not [path for path in target.rglob("*") if path.is_symlink()]
     assert files(targets["sdist"]) == files(targets["wheel"])
 
 
@@ -134,26 +119,23 @@ def test_sdist_holds_only_what_the_wheel_is_built_from(distributions: dict[str, 
     assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
 
 
-def test_installed_package_is_imported(target: Path, tmp_path: Path):
+def test_installed_package_runs_its_checks(targets: dict[str, Path], tmp_path: Path):
+    """The wheel's, which has the same files as the sdist's."""
     code = """
-import importlib
+import importlib, runpy, sys
 import powersgd_triton
 print(powersgd_triton.__file__)
 for name in ("ddp", "fsdp1", "fsdp2", "optimizer"):
     print(importlib.import_module(f"powersgd_triton.integrations.{name}").__file__)
 powersgd_triton.integrations.ddp.PowerSGDState(None)
+try:
+    import integrations
+except ModuleNotFoundError as error:
+    print(error)
+sys.argv = ["powersgd_triton", "doctor"]
+runpy.run_module("powersgd_triton", run_name="__main__")
 """
-    printed = output("-c", code, cwd=tmp_path, PYTHONPATH=str(target)).split()
-    assert len(printed) == 5
-    assert all(Path(file).is_relative_to(target) for file in printed), printed
-
-
-def test_doctor_runs_in_the_installed_package(targets: dict[str, Path], tmp_path: Path):
-    printed = output("-m", "powersgd_triton", "doctor", cwd=tmp_path, PYTHONPATH=str(targets["wheel"]))
-    assert "All checks passed" in printed
-
-
-def test_adapters_have_no_other_name(target: Path, tmp_path: Path):
-    done = call("-c", "import integrations", cwd=tmp_path, PYTHONPATH=str(target))
-    assert done.returncode != 0
-    assert "ModuleNotFoundError: No module named 'integrations'" in done.stdout
+    lines = output("-c", code, cwd=tmp_path, PYTHONPATH=str(targets["wheel"])).splitlines()
+    assert all(Path(file).is_relative_to(targets["wheel"]) for file in lines[:5]), lines
+    assert lines[5] == "No module named 'integrations'"
+    assert "All checks passed" in "\n".join(lines)

@@ -160,7 +160,7 @@ def engine_for(
         accelerator.is_fp16_supported = supported
 
 
-def whole_parameters(engine: Any) -> dict[str, Tensor]:
+def weights(engine: Any) -> dict[str, Tensor]:
     """Copies in fp32, also of those that ZeRO 3 has partitioned."""
     import deepspeed
 

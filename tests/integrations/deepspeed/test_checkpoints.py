@@ -20,7 +20,7 @@ from powersgd_triton import checkpoint
 from tests.support.deepspeed_cases import OFFLOAD, UNIVERSAL
 from tests.support.deepspeed_jobs import Job, each, parametrized
 from tests.support.deepspeed_parameters import convert
-from tests.support.deepspeed_training import RANK_4, Case, Net, engine_for, losses, whole_parameters
+from tests.support.deepspeed_training import RANK_4, Case, Net, engine_for, losses, weights
 from tests.support.distributed import folder, run
 from tests.support.small import complaint
 from tests.support.training import total
@@ -88,9 +88,9 @@ def is_there_before_the_checkpoint_is_the_latest(stage: int) -> None:
                 checkpoint.save(content, file)
             dist.barrier()
         with engine_for(Case("", stage), RANK_4, Net(seed=9)) as engine:
-            before = whole_parameters(engine)
+            before = weights(engine)
             assert "head.weight" in complaint(engine.load_checkpoint, path, "a")
-            assert same(whole_parameters(engine), before)
+            assert same(weights(engine), before)
 
 
 def is_refused_by_all(stage: int) -> None:
@@ -105,13 +105,13 @@ def is_refused_by_all(stage: int) -> None:
         losses(engine, range(1))
         engine.save_checkpoint(path, "one")
         losses(engine, range(1, 4))
-        before, errors = whole_parameters(engine), mean_errors(engine)
+        before, errors = weights(engine), mean_errors(engine)
         with mock.patch("powersgd_triton.integrations.deepspeed.state.load_file", read):
             damaged = True
             said, own = complaint(engine.load_checkpoint, path, "one"), "ValueError: the file is damaged"
             assert said == (own if dist.get_rank() == 1 else f"ValueError: load failed on worker 1: {own}")
             assert engine.powersgd.iteration == 4
-            assert same(whole_parameters(engine), before)
+            assert same(weights(engine), before)
             assert same(mean_errors(engine), errors)
             losses(engine, range(4, 6))
             damaged = False

@@ -37,7 +37,7 @@ from tests.support.deepspeed_training import (
     spoiled,
     token_loss,
     train,
-    whole_parameters,
+    weights,
 )
 from tests.support.training import total
 
@@ -134,7 +134,7 @@ def skips_overflows(stage: int, where: str) -> None:
         matrices = engine.powersgd._engine.memory.matrices
         bases = {f"basis of {name}": matrix.bases["basis"].clone() for name, matrix in matrices.items()}
         errors = {f"error of {name}": error.clone() for name, error in engine.powersgd.error().items()}
-        return {**whole_parameters(engine), **bases, **errors}
+        return {**weights(engine), **bases, **errors}
 
     with contextlib.ExitStack() as stack:
         case = Case("", stage, {} if stage else AUTOCAST_FP16)
