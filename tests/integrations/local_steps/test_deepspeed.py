@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.deepspeed_training import result, run_all
-from tests.support.distributed import run
+from tests.support.deepspeed_jobs import Job
 from tests.support.local_steps import theta
 from tests.support.local_wrappers import (
     EVERY,
@@ -37,6 +36,7 @@ from tests.support.local_wrappers import (
     same_bits,
     watched,
 )
+from tests.support.sharded_training import in_one_group, outcome
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 CLIPPED: dict[str, Any] = {"gradient_clipping": 0.2}
@@ -155,16 +155,16 @@ RESUMED = ("stage 2, bf16", "stage 2", "BF16_Optimizer")
 
 
 @functools.cache
-def results(*, slow: bool) -> list[dict[str, Any]]:
+def results(*, slow: bool) -> dict[str, list[Any]]:
     kinds = [name for name in KINDS if (name in QUICK) is not slow]
     cases = {} if slow else {"clips": clips, "refuses": refuses}
     cases |= {key: case for name in kinds for key, case in named(name).items()}
-    return run(run_all, WORKERS, [(name, case, ()) for name, case in cases.items()])
+    return in_one_group({name: Job(case) for name, case in cases.items()}, WORKERS)
 
 
 def of(kind: str, case: str) -> list[Any]:
     """Results of a case for a kind of engine."""
-    return result(results(slow=kind not in QUICK), f"{case} {kind}")
+    return outcome(results(slow=kind not in QUICK), f"{case} {kind}")
 
 
 def each(kinds: Iterable[str]) -> Any:
@@ -181,7 +181,7 @@ def test_exact_messages_average_the_replicas(kind: str) -> None:
 
 
 def test_gradients_are_clipped_within_a_node() -> None:
-    for difference, clipped in result(results(slow=False), "clips"):
+    for difference, clipped in outcome(results(slow=False), "clips"):
         assert difference <= 1e-5 < 0.01 < clipped
 
 
@@ -208,5 +208,5 @@ def test_a_resumed_round_goes_on_with_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
-    for texts in result(results(slow=False), "refuses"):
+    for texts in outcome(results(slow=False), "refuses"):
         assert re.search(REFUSED[name], texts[name], re.DOTALL), texts[name]
