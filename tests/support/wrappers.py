@@ -397,6 +397,11 @@ def use_nodes() -> None:
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
 
 
+def use_nodes() -> None:
+    """Set what torchrun sets on nodes of two workers."""
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
+
+
 def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | None, **options: Any) -> Wrapped:
     """Nodes of two workers, which share the compression of their sum."""
     use_nodes()
@@ -469,9 +474,11 @@ PARTS = {
 }
 NODES = {"traffic": "sums within a node are all-reduces too", "attached": "it is attached as on one level"}
 ENGINE = {
-    **dict.fromkeys(("several backwards", "no sync", "clipping"), "its configuration says so, see test_deepspeed.py"),
+    **dict.fromkeys(
+        ("several backwards", "no sync", "clipping"), "its configuration says so, see deepspeed/test_training.py"
+    ),
     "attached": "what it says is tested in deepspeed/test_refusals.py",
-    "traffic": "its own logger counts it, see deepspeed/test_deepspeed.py",
+    "traffic": "its own logger counts it, see deepspeed/test_training.py",
 }
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
@@ -489,7 +496,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
-    "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_deepspeed.py"}),
+    "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_training.py"}),
     # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
     "DeepSpeed 1": Wrapper(Engine1, elsewhere=None, lacks=ENGINE),
     "DeepSpeed 2": Wrapper(Engine2, elsewhere=None, lacks=ENGINE),
