@@ -397,11 +397,6 @@ def use_nodes() -> None:
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
 
 
-def use_nodes() -> None:
-    """Set what torchrun sets on nodes of two workers."""
-    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
-
-
 def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | None, **options: Any) -> Wrapped:
     """Nodes of two workers, which share the compression of their sum."""
     use_nodes()
