@@ -231,7 +231,7 @@ def batched(worker: int, world_size: int) -> None:
 
 
 def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
-    """The batched hook refuses to start before DDP's buckets stay, and ranks of parameters. It notices other buckets."""
+    """The batched hook refuses ranks of parameters, and to start before DDP's buckets stay. It notices other ones."""
     hook = batched_powerSGD_hook
     said = complaint(training, stack(), worker, state_of(None, 1), range(1), hook=hook)
     assert said.startswith("ValueError"), said
