@@ -72,6 +72,7 @@ ALWAYS: list[Callable[..., None]] = [
     properties.damaged,
 ]
 THIN = [properties.full_rank, properties.conservation, properties.resume, properties.taken_over, properties.void]
+OWNED = {"DDP": "int8 standard", "Compressor": "int4 alternating"}
 
 
 def cells() -> list[Cell]:
@@ -108,6 +109,9 @@ def cells() -> list[Cell]:
         for workers in {2, 3, 4} - {few} if few == 2 else ():
             add(properties.full_rank, workers, options=(("way", "plain"),), turn=1)
             add(properties.conservation, workers, options=(("form", "fp32"),), turn=1)
+        if name in OWNED:
+            # From three workers on each of them owns a part of a message.
+            add(properties.conservation, 3, options=(("form", OWNED[name]),))
     return found
 
 
