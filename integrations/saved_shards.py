@@ -74,13 +74,11 @@ class Factors(NamedTuple):
     """What a sharded state saves as bytes.
 
     Attributes:
-        version: Format version.
         shards: {name: parts} of each shard.
         plans: Plan of each shard, empty if ranks are not planned.
-        squares: Result of ``weighted_squares``. Empty if an earlier version has saved the state.
+        squares: Result of ``weighted_squares``. Empty without error feedback.
     """
 
-    version: int
     shards: list[Any]
     plans: list[Any]
     squares: dict[str, float]
@@ -110,10 +108,10 @@ def read_factors(content: Any) -> Factors:
     parts = [part for plan in plans for part in (plan.values() if isinstance(plan, Mapping) else [None])]
     if len(plans) != len(shards) or not all(isinstance(part, Mapping) for part in parts):
         raise ValueError("the plans in the saved state must be one {part: {name: value}} for each shard")
-    squares = found.get("squares", {})
+    squares = found.get("squares")
     if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
         raise ValueError("the squares in the saved state must be {name: number}")
-    return Factors(found["version"], shards, plans, dict(squares))
+    return Factors(shards, plans, dict(squares))
 
 
 def random_basis(shape: tuple[int, ...], rank: int) -> Tensor:

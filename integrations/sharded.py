@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import FOUND, Folder, Handle
-from powersgd_triton.core.saved_state import LoadReport, Size, listing
+from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, random_basis, read_factors, weighted_squares
 from powersgd_triton.layout.layout import compressed_rank, matrix_shape
 from powersgd_triton.ops.reference import note_overflow
@@ -115,9 +115,7 @@ class ShardedHandle(Handle):
         fetched = {name: self._sharding.fetch(error) for name, error in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
-            other = [
-                name for name, total in found.items() if not math.isclose(total, sums.get(name, total), rel_tol=1e-6)
-            ]
+            other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
             if other:
                 raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
             tensors: dict[str, Size] = {}
@@ -229,7 +227,7 @@ class ShardedHandle(Handle):
 
         Returns:
             The factors of the saved shard that is nearest to this worker's, as a saved state; the errors that are
-            needed; and what ``weighted_squares`` returned for the errors that were saved, if that is known.
+            needed; and what ``weighted_squares`` returned for the errors that were saved.
 
         Raises:
             ValueError: See ``load_state_dict``.
@@ -249,7 +247,7 @@ class ShardedHandle(Handle):
         # A left basis has the rows of a shard, so it only fits the same number of shards.
         keys = ("basis", "left_basis") if len(factors.shards) == workers else ("basis",)
         nearest = {
-            "format_version": factors.version,
+            "format_version": FORMAT_VERSION,
             "iteration": state_dict["iteration"],
             "matrices": {
                 rename.get(name, name): {key: parts[key] for key in keys if key in parts}
@@ -265,7 +263,7 @@ class ShardedHandle(Handle):
         if self.config.error_feedback:
             for name, shape in self._matrices().items():
                 saved = saved_names.get(name, name)
-                if saved not in state_dict["error"]:
+                if saved not in state_dict["error"] or saved not in factors.squares:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
                 like = self._sharding.place(name, torch.zeros(shape))
                 errors[name] = own_part(saved, state_dict["error"][saved], like)

@@ -24,9 +24,10 @@ from tests.support.exchanges import bytes_decide  # noqa: E402
 bytes_decide()
 
 if INTERPRETED:
-    from tests.support.interpreter import make_faster
+    from tests.support.interpreter import make_exact, make_faster
 
     make_faster()
+    make_exact()
 
 
 def pytest_collection_finish() -> None:

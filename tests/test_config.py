@@ -7,9 +7,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from powersgd_triton import PowerSGDConfig
 
+NAN, INF = float("nan"), float("inf")
 DEFAULTS = {
     "rank": 4,
     "min_compression_rate": 2.0,
@@ -26,43 +28,8 @@ DEFAULTS = {
 def test_defaults_are_the_documented_ones():
     config = PowerSGDConfig()
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
-
-
-def test_a_budget_takes_the_place_of_the_rank():
-    config = PowerSGDConfig(compression=20)
-    assert (config.rank, config.wire_dtype, config.planned) == (None, "int4", True)
-    assert PowerSGDConfig(compression=20, wire_dtype="fp32").wire_dtype == "float32"
-    assert PowerSGDConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert not PowerSGDConfig().planned
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "said"),
-    [
-        ({"compression": 0.5}, ValueError, "compression must be finite and at least 1; got 0.5"),
-        ({"compression": float("inf")}, ValueError, "compression must be finite"),
-        ({"compression": "20"}, TypeError, "compression must be a number or .auto.; got '20'"),
-        ({"bytes_per_step": 1e5}, TypeError, "bytes_per_step must be an int; got 100000.0"),
-        ({"bytes_per_step": 0}, ValueError, "bytes_per_step must be at least 1; got 0"),
-        ({"rank": 4, "compression": 20}, ValueError, "expected one of rank, compression and bytes_per_step"),
-        ({"compression": 20, "error_feedback": False}, ValueError, "it needs error_feedback=True"),
-        ({"compression": 20, "replan_every": -1}, ValueError, "replan_every must be at least 0; got -1"),
-        ({"compression": 20, "max_rank": 0}, ValueError, "max_rank must be at least 1; got 0"),
-        ({"rank": 8, "max_rank": 16}, ValueError, "max_rank limits planned ranks: give it with compression"),
-        ({"rank": "f"}, TypeError, "rank must be an int or a function"),
-    ],
-    ids=str,
-)
-def test_budgets_are_checked(fields: dict[str, Any], error: type[Exception], said: str):
-    with pytest.raises(error, match=said):
-        PowerSGDConfig(**fields)
-
-
-def test_a_function_in_the_ranks_place_is_kept_as_its_name():
-    config = PowerSGDConfig(rank=test_is_frozen_keyword_only_and_hashable)  # type: ignore[arg-type]
-    assert config.to_dict()["rank"] == "function test_is_frozen_keyword_only_and_hashable"
-    with pytest.raises(TypeError, match="rank must be an int or a function"):
-        PowerSGDConfig.from_dict(config.to_dict())
+    assert not config.planned
+    PowerSGDConfig(rank=1, min_compression_rate=0, start_iter=0, seed=0, orthogonalization_epsilon=0.5)
 
 
 def test_is_frozen_keyword_only_and_hashable():
@@ -75,69 +42,74 @@ def test_is_frozen_keyword_only_and_hashable():
     assert config == PowerSGDConfig(rank=2) != PowerSGDConfig(rank=3)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("rank", 0),
-        ("rank", -1),
-        ("start_iter", -1),
-        ("seed", -1),
-        ("min_compression_rate", -0.5),
-        ("min_compression_rate", float("nan")),
-        ("min_compression_rate", float("inf")),
-        ("orthogonalization_epsilon", -1e-8),
-        ("orthogonalization_epsilon", 1.0),
-        ("orthogonalization_epsilon", float("nan")),
-        ("backend", "cuda"),
-    ],
-)
-def test_value_out_of_range_is_named(field: str, value: Any):
-    with pytest.raises(ValueError, match=field) as caught:
-        PowerSGDConfig(**{field: value})
-    assert str(value) in str(caught.value)
+def test_a_budget_takes_the_place_of_the_rank():
+    config = PowerSGDConfig(compression=20)
+    assert (config.rank, config.wire_dtype, config.planned) == (None, "int4", True)
+    assert PowerSGDConfig(compression=20, wire_dtype="fp32").wire_dtype == "float32"
+
+
+def test_a_function_in_the_ranks_place_is_kept_as_its_name():
+    config = PowerSGDConfig(rank=test_is_frozen_keyword_only_and_hashable)  # type: ignore[arg-type]
+    assert config.to_dict()["rank"] == "function test_is_frozen_keyword_only_and_hashable"
+    with pytest.raises(TypeError, match="rank must be an int or a function"):
+        PowerSGDConfig.from_dict(config.to_dict())
+
+
+@pytest.mark.parametrize("name", [torch.bfloat16, "bf16", "bfloat16"])
+def test_error_dtype_is_known_by_several_names(name: Any):
+    assert PowerSGDConfig(error_dtype=name) == PowerSGDConfig(error_dtype="bfloat16")
+    assert PowerSGDConfig.from_dict(PowerSGDConfig(error_dtype=name).to_dict()).error_dtype == "bfloat16"
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({"rank": value}, ValueError, f"rank.*{value}") for value in (0, -1)),
+    *(({"rank": value}, TypeError, f"rank must be an int or a function.*{value!r}") for value in (4.0, "4", True)),
+    ({"start_iter": -1}, ValueError, "start_iter.*-1"),
+    ({"start_iter": 1.5}, TypeError, "start_iter.*1.5"),
+    ({"seed": -1}, ValueError, "seed.*-1"),
+    ({"seed": None}, TypeError, "seed.*None"),
+    *(({"min_compression_rate": v}, ValueError, f"min_compression_rate.*{v}") for v in (-0.5, NAN, INF)),
+    *(({"min_compression_rate": v}, TypeError, f"min_compression_rate.*{v!r}") for v in ("2", True)),
+    *(({"orthogonalization_epsilon": v}, ValueError, f"orthogonalization_epsilon.*{v}") for v in (-1e-8, 1.0, NAN)),
+    ({"orthogonalization_epsilon": None}, TypeError, "orthogonalization_epsilon.*None"),
+    ({"error_feedback": 1}, TypeError, "error_feedback.*1"),
+    ({"warm_start": "yes"}, TypeError, "warm_start.*'yes'"),
+    ({"batch_by_shape": None}, TypeError, "batch_by_shape.*None"),
+    ({"backend": "cuda"}, ValueError, "backend.*cuda"),
+    ({"error_dtype": "int8"}, ValueError, "error_dtype"),
+    ({"algorithm": "alternating", "warm_start": False}, ValueError, "warm_start"),
+    ({"compression": 0.5}, ValueError, "compression must be finite and at least 1; got 0.5"),
+    ({"compression": INF}, ValueError, "compression must be finite"),
+    ({"compression": "20"}, TypeError, "compression must be a number or .auto.; got '20'"),
+    ({"bytes_per_step": 1e5}, TypeError, "bytes_per_step must be an int; got 100000.0"),
+    ({"bytes_per_step": 0}, ValueError, "bytes_per_step must be at least 1; got 0"),
+    ({"rank": 4, "compression": 20}, ValueError, "expected one of rank, compression and bytes_per_step"),
+    ({"compression": 20, "error_feedback": False}, ValueError, "it needs error_feedback=True"),
+    ({"compression": 20, "replan_every": -1}, ValueError, "replan_every must be at least 0; got -1"),
+    ({"compression": 20, "max_rank": 0}, ValueError, "max_rank must be at least 1; got 0"),
+    ({"rank": 8, "max_rank": 16}, ValueError, "max_rank limits planned ranks: give it with compression"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "said"), REFUSED, ids=str)
+def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[Exception], said: str):
+    for make in (lambda: PowerSGDConfig(**fields), lambda: PowerSGDConfig.from_dict(fields)):
+        with pytest.raises(error, match=said):
+            make()
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("rank", 4.0),
-        ("rank", "4"),
-        ("rank", True),
-        ("start_iter", 1.5),
-        ("seed", None),
-        ("min_compression_rate", "2"),
-        ("min_compression_rate", True),
-        ("orthogonalization_epsilon", None),
-        ("error_feedback", 1),
-        ("warm_start", "yes"),
-        ("batch_by_shape", None),
-    ],
+    "fields", [{}, {"compression": 20}, {"rank": 7, "min_compression_rate": 1, "warm_start": False, "backend": "torch"}]
 )
-def test_wrong_type_is_named(field: str, value: Any):
-    with pytest.raises(TypeError, match=field) as caught:
-        PowerSGDConfig(**{field: value})
-    assert repr(value) in str(caught.value)
-
-
-def test_limits_are_accepted():
-    PowerSGDConfig(rank=1, min_compression_rate=0, start_iter=0, seed=0, orthogonalization_epsilon=0.5)
-
-
-def test_from_dict_survives_json():
-    config = PowerSGDConfig(rank=7, min_compression_rate=1, warm_start=False, backend="torch")
+def test_from_dict_survives_json(fields: dict[str, Any]):
+    config = PowerSGDConfig(**fields)
     assert PowerSGDConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert PowerSGDConfig.from_dict({}) == PowerSGDConfig()
+    assert PowerSGDConfig.from_dict(fields) == config
 
 
 @pytest.mark.parametrize(
     ("key", "nearest"), [("rnak", "rank"), ("startiter", "start_iter"), ("warmstart", "warm_start")]
 )
 def test_from_dict_names_unknown_and_nearest_key(key: str, nearest: str):
-    with pytest.raises(ValueError, match=repr(key)) as caught:
+    with pytest.raises(ValueError, match=f"'{key}'.*did you mean '{nearest}'"):
         PowerSGDConfig.from_dict({"seed": 1, key: 1})
-    assert f"did you mean {nearest!r}" in str(caught.value)
-
-
-def test_from_dict_validates():
-    with pytest.raises(ValueError, match="rank"):
-        PowerSGDConfig.from_dict({"rank": 0})

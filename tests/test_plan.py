@@ -37,13 +37,16 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_buckets_are_those_of_ddp(name: str) -> None:
+@pytest.mark.parametrize("cap", [None, 5, 100])
+def test_buckets_are_those_of_ddp(name: str, cap: int | None) -> None:
+    """DDP's first bucket is smaller only by default."""
     tensors, _ = plan.load(name, 1.0, CPU)
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20]  # type: ignore[attr-defined]
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
     empty = [torch.empty(shape, device="meta") for shape in tensors.values()]
+    limits = [first, 25 << 20] if cap is None else [cap << 20]
     expected, _ = dist._compute_bucket_assignment_by_size(empty, limits)  # type: ignore[attr-defined]
-    names = list(tensors)
-    assert [list(bucket) for bucket in plan.ddp_buckets(tensors)] == [[names[i] for i in each] for each in expected]
+    names, buckets = list(tensors), plan.ddp_buckets(tensors) if cap is None else plan.ddp_buckets(tensors, cap)
+    assert [list(bucket) for bucket in buckets] == [[names[i] for i in each] for each in expected]
 
 
 def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -65,29 +68,20 @@ def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[st
     assert f"compression={chosen.compression!r}" in text
 
 
-def test_a_fast_network_is_recommended_an_all_reduce(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_fast_network_or_costly_compression_is_recommended_an_all_reduce(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text("{}")
-    text = output(capsys, "gpt2", "--step-ms", "200", "--bandwidth", "400", "--write", str(file))
-    assert "Recommended: do not compress" in text
+    assert "do not compress" in output(capsys, "gpt2", "--step-ms", "200", "--bandwidth", "400", "--write", str(file))
     assert file.read_text() == "{}"
-
-
-def test_compute_has_a_limit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Faster than an all-reduce in fp32, and slower than one in bf16.
+    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.3, 0.4, 0.5)))
+    assert "Recommended: do not compress" in output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", "10")
     monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.02, 0.05, 0.2)))
     arguments = ("gpt2", "--step-ms", "100", "--bandwidth", "0.1")
     assert "Recommended: PowerSGDConfig" in output(capsys, *arguments)
     assert "do not compress" in output(capsys, *arguments, "--max-overhead", "0.01")
-
-
-def test_buckets_have_the_size_that_ddp_is_given() -> None:
-    """DDP's first bucket is smaller only by default."""
-    tensors, _ = plan.load("gpt2", 1.0, CPU)
-    empty = [torch.empty(shape, device="meta") for shape in tensors.values()]
-    names = list(tensors)
-    for cap in (5, 100):
-        expected, _ = dist._compute_bucket_assignment_by_size(empty, [cap << 20])  # type: ignore[attr-defined]
-        assert [list(bucket) for bucket in plan.ddp_buckets(tensors, cap)] == [[names[i] for i in b] for b in expected]
 
 
 @pytest.mark.parametrize("arguments", [("gpt2", "--step-ms", "180"), ("llama-7b", "--step-ms", "2000")])
@@ -193,12 +187,3 @@ def test_what_compression_computes_is_timed() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert time_compute(Engine, PowerSGDConfig(), [{"bias": (64,)}], CPU)(4) == 0
     assert time_compute(Engine, PowerSGDConfig(), [], CPU)(64) == 0
-
-
-def test_an_all_reduce_in_bf16_may_be_enough(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Faster than an all-reduce in fp32, and slower than one in bf16.
-    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.3, 0.4, 0.5)))
-    text = output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", "10")
-    assert "Recommended: do not compress" in text

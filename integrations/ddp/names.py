@@ -10,20 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.saved_state import FORMAT_VERSION, Size
-from powersgd_triton.integrations.memory_order import memory_order
+from powersgd_triton.core.saved_state import Size
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.gradients import real_shape
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
 """Names and shapes of the parameters in each bucket of the first backward pass."""
-
-MEMORY_ORDER = (
-    "the state was saved by version 0.1.0, which kept parameters in the order of their memory, and this model has "
-    "parameters that are not contiguous. Give PowerSGDState module= when loading, with rename={saved number: name}, or "
-    "load the state into a contiguous model"
-)
 
 
 class ParameterNames:
@@ -39,13 +32,11 @@ class ParameterNames:
         self._seen: set[str] = set()
         self._buckets: Record = []
         self._expected: Record = []
-        # Whether the expected record is of format 2, in which parameters have the order of memory.
-        self._in_memory_order = False
 
     def copy(self) -> ParameterNames:
         """Return names of the same module, or of the same buckets if parameters are numbered."""
         copied = ParameterNames(self._module)
-        copied.expect(self.record(), FORMAT_VERSION)
+        copied.expect(self.record())
         return copied
 
     @property
@@ -85,8 +76,6 @@ class ParameterNames:
     def _number(self, index: int, parameters: list[Tensor]) -> None:
         names = [str(len(self._names) + position) for position in range(len(parameters))]
         if self._expected:
-            if self._in_memory_order and not all(map(in_order_of_shape, parameters)):
-                raise RuntimeError(MEMORY_ORDER)
             shapes = [shape_of(parameter) for parameter in parameters]
             saved = self._expected[index] if index < len(self._expected) else []
             if [shape for _, shape in saved] != shapes:
@@ -137,8 +126,6 @@ class ParameterNames:
         if self._module is None:
             if rename:
                 raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
-            if state.get("format_version") == 2 and not all(map(in_order_of_shape, self._names)):
-                raise ValueError(MEMORY_ORDER)
             if self._buckets and buckets != self._buckets:
                 raise ValueError(
                     "the state was saved with other bucket boundaries or with parameter names; give PowerSGDState "
@@ -161,18 +148,14 @@ class ParameterNames:
             )
         return [[(name, shape) for name, shape in bucket if known.get(name) == shape] for bucket in buckets]
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Return all parameters by name. Empty if parameters are numbered."""
-        return {} if self._module is None else {name: parameter for parameter, name in self._names.items()}
-
     def by_parameter(self) -> dict[Tensor, str]:
         """Return {parameter: name}, so far if parameters are numbered."""
         return self._names
 
-    def expect(self, record: Record, version: int) -> None:
-        """Number the parameters as in a saved record of a format version."""
+    def expect(self, record: Record) -> None:
+        """Number the parameters as in a saved record."""
         if not self._buckets:
-            self._expected, self._in_memory_order = record, version == 2
+            self._expected = record
 
 
 def parsed(record: Any) -> Record:
@@ -197,8 +180,3 @@ def _is_parameter(name: Any, shape: tuple[Any, ...]) -> bool:
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape as which a parameter's gradient is compressed or averaged."""
     return real_shape(parameter.shape, parameter.dtype)
-
-
-def in_order_of_shape(parameter: Tensor) -> bool:
-    """Return whether the dimensions of a parameter have the same order in memory as in its shape."""
-    return memory_order(parameter) == tuple(range(parameter.dim()))

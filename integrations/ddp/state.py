@@ -17,8 +17,7 @@ from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.integrations.ddp import pickles
 from powersgd_triton.integrations.ddp.arguments import check_group, configured, setting
-from powersgd_triton.integrations.ddp.earlier import upgraded
-from powersgd_triton.integrations.ddp.names import ParameterNames
+from powersgd_triton.integrations.ddp.names import ParameterNames, Record
 from powersgd_triton.integrations.ddp.pickles import torchs_logger
 from powersgd_triton.integrations.ddp.unused import UnusedParameters
 from powersgd_triton.integrations.ddp.views import BucketViews
@@ -247,24 +246,22 @@ class PowerSGDState(Handle):
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
         rename = {plain_name(old): plain_name(new) for old, new in (rename or {}).items()}
-        expected: list[Any] = []
+        expected: Record = []
 
         def read() -> tuple[Any, Mapping[str, Size] | None]:
             saved = opened(state_dict)
             if not isinstance(saved, Mapping) or "buckets" not in saved:
                 raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
             check_version(saved.get("format_version"))
-            if saved["format_version"] == 2 and (parameters := self._names.parameters()):
-                saved = upgraded(saved, parameters, rename)
             record = self._names.check(saved, strict=strict, rename=rename)
-            expected[:] = record, saved["format_version"]
+            expected[:] = record
             # A state with matrices but without a record comes from batched_powerSGD_hook, which does not know
             # parameters.
             known = record or saved.get("matrices") == {}
             return saved, self._names.sizes(self.config) if known else None
 
         report = self._engine.load_state_dict(read, strict=strict, rename=rename)
-        self._names.expect(*expected)
+        self._names.expect(expected)
         return report
 
     def __getstate__(self) -> dict[str, Any]:
@@ -280,7 +277,7 @@ class PowerSGDState(Handle):
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         names = ParameterNames(None)
-        names.expect(saved["buckets"], saved["core"]["format_version"])
+        names.expect(saved["buckets"])
         group = dist.group.WORLD if dist.is_initialized() else None
         self._set_up(saved["config"], names, group, saved.get("node_group"))
         # With torch's spaces, so that a filter for torch's message finds this one.

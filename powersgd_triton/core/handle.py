@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,9 @@ class Handle:
     def _report(self, layout: Layout) -> RankReport:
         engine, communicator = self._engine, self._engine.communicator
         found = exchanges(engine.memory.buckets(), engine.config, communicator)
-        return RankReport.of(layout, engine.config, engine.plan.spectra, found, communicator.share[1])
+        report = RankReport.of(layout, engine.config, engine.plan.spectra, found, communicator.share[1])
+        counts = [count for bucket in engine.memory.buckets() for count in bucket.zeroed]
+        return dataclasses.replace(report, zeroed=sum(int(count.sum()) for count in counts))
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.

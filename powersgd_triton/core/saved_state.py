@@ -16,8 +16,6 @@ from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.ops.gradients import DTYPES
 
 FORMAT_VERSION = 3
-READABLE = (2, 3)
-"""Formats that can be loaded. In format 2, DDP's parameters have the order of memory; see its adapter."""
 
 Parts = dict[str, Tensor]
 Plan = dict[str, dict[str, Any]]
@@ -127,7 +125,7 @@ class SavedState:
         for name, parts in matrices.items():
             _check_values(name, parts)
         renamed = _renaming(rename or {}, tensors)
-        plan = _checked_plan(state.get("plan", {}), state["format_version"])
+        plan = _checked_plan(state.get("plan", {}))
         return cls(
             iteration,
             {renamed(name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
@@ -193,9 +191,9 @@ class SavedState:
 
 
 def check_version(version: Any) -> None:
-    """Raise ValueError if states of this format cannot be loaded."""
-    if not isinstance(version, int) or version not in READABLE:
-        raise ValueError(f"expected format_version {' or '.join(map(str, READABLE))}; got {version!r}")
+    """Raise ValueError if a saved state has another format."""
+    if not isinstance(version, int) or version != FORMAT_VERSION:
+        raise ValueError(f"expected format_version {FORMAT_VERSION}; got {version!r}")
 
 
 def sizes_digest(tensors: Mapping[str, Iterable[int]]) -> str:
@@ -217,11 +215,8 @@ def _is_size(size: Any) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in size)
 
 
-def _checked_plan(plan: Any, version: int) -> Plan:
+def _checked_plan(plan: Any) -> Plan:
     """Check a saved plan of ranks and copy it. A value that is not a plan raises ValueError."""
-    if version == 2 and isinstance(plan, Mapping) and isinstance(plan.get("pending"), Mapping):
-        # This version also saved measurements of steps that were not finite.
-        plan = {**plan, "pending": {name: value for name, value in plan["pending"].items() if _is_spectrum(value)}}
     parts = {"ranks": _is_rank, "demands": _is_demand, "spectra": _is_spectrum, "pending": _is_spectrum}
     # What was chosen from measured times. Most states have none.
     settled = plan.get("settled", {}) if isinstance(plan, Mapping) else {}

@@ -93,6 +93,8 @@ class ProgressRow(NamedTuple):
     """Passes that are done."""
     finished: int
     """1 if these passes are enough."""
+    zeroed: int
+    """Columns that were set to 0 so far, because no pass had made them orthonormal."""
     arrived: int
     """First of ``ARRIVALS`` counters of programs that have written their parts of a sum; 0 between launches."""
 

@@ -11,6 +11,9 @@ NOISE = tl.constexpr(4 * 2.0**-53)
 ENOUGH = tl.constexpr(1e-7)
 """A pass is enough if rounding errors are at most this share of what is left of each column's squared norm."""
 
+ORTHONORMAL = tl.constexpr(1e-3)
+"""The same after the last pass, where other columns become zero; as in the reference."""
+
 
 @triton.jit
 def arrives_last(counter, expected):
@@ -61,14 +64,15 @@ def _everywhere(vector, k, C: tl.constexpr):
 
 
 @triton.jit
-def _chances(left, inverse, noise, threshold):
+def _chances(left, inverse, noise, threshold, final):
     """(share of its squared norm that is left of a column, whether that is a direction, whether it may be) [C]."""
     share = (left * inverse).to(tl.float32)
-    return share, share > tl.maximum(noise, threshold), noise > threshold
+    largest = tl.where(final, ORTHONORMAL, 1.0) * share
+    return share, (noise < largest) & (share > threshold), (noise > threshold) & (final == 0)
 
 
 @triton.jit
-def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constexpr):
+def factorize(gram, before, exact, threshold, final, r, transform, norms, C: tl.constexpr):
     """transform = L⁻ᵀ with L Lᵀ = gram [C, C]; columns that are dead are zero.
 
     Returns (number of columns that are dead, number of those that are not exact). If both are 0, no further pass is
@@ -76,11 +80,13 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
 
     A column is dead if at most the share ``threshold`` of ``before`` is left of its squared norm. Rounding errors may
     be larger than that share, where little was left of an earlier column. Then it is not known what is left: the column
-    is kept, and the next pass decides. There the columns are nearly orthogonal, so errors are small.
+    is kept, and the next pass decides. There the columns are nearly orthogonal, so errors are small. In the last pass a
+    column that is not known to be orthonormal is dead too.
 
     Args:
         before: squared norms [C] of the original columns, in the units of gram.
         exact: squared norms [C] to which rounding errors of gram are relative.
+        final: whether this is the last pass.
         r: number of columns, at most C.
         transform: where to write L⁻ᵀ [C, C].
         norms: where to write ``before`` [C] in the units of the transformed columns; 0 stands for their own.
@@ -100,7 +106,7 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
     for k in range(r):
         row = _row(square, k, C)
         # This is computed for all columns at once. It counts for column k.
-        share, known, unclear = _chances(left, inverse, noise, threshold)
+        share, known, unclear = _chances(left, inverse, noise, threshold, final)
         floor = tl.where(known, left, noise.to(tl.float64) * norm)
         scales = tl.where(known | unclear, tl.rsqrt(tl.where(known | unclear, floor, 1.0)), 0.0)
         # A column in doubt has a negative sign here. It is not a direction yet: others keep their share of it.
@@ -118,7 +124,7 @@ def factorize(gram, before, exact, threshold, r, transform, norms, C: tl.constex
         left = tl.fma(-column, column, left)
         # Fused explicitly, since the compiler may not (see ``NUMERICS``): fewer registers.
         square = tl.fma(-column[:, None], row[None, :], tl.where((ranks == k)[None, :], 0.0, square))
-    share, known, unclear = _chances(left, inverse, noise, threshold)
+    share, known, unclear = _chances(left, inverse, noise, threshold, final)
     doubtful = unclear & ~known
     # Nothing else is lost if a column in doubt dies. A known one was projected out of others, which lose their share of
     # it with it. So it dies only if little is left of what it is now, and not of the original.

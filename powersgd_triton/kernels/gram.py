@@ -20,6 +20,7 @@ from powersgd_triton.kernels.table_device import (
     PROGRESS_ARRIVED,
     PROGRESS_FINISHED,
     PROGRESS_PASSES,
+    PROGRESS_ZEROED,
     chunks_of,
     factor_chunk,
     key_of,
@@ -119,7 +120,13 @@ def _gram_kernel(
                     tl.store(finite, 0)
             # All threads have read the norms of the pass before.
             tl.debug_barrier()
-            dead, inexact = factorize(gram, before, exact, threshold, width, transforms + passes * C * C, norms, C)
+            final = passes + 1 == PASSES
+            dead, inexact = factorize(
+                gram, before, exact, threshold, final, width, transforms + passes * C * C, norms, C
+            )
+            if final:
+                zeroed = tl.load(state + PROGRESS_ZEROED)
+                tl.store(state + PROGRESS_ZEROED, zeroed + dead)
             unfinished = dead + inexact
             # Further panels are projected against this one, which enlarges its error where little is left of them.
             enough = (unfinished == 0) & ((passes > 0) | ((panel + 1) * C >= r))

@@ -22,7 +22,8 @@ from powersgd_triton.kernels.table_device import (
 )
 
 PASSES = tl.constexpr(4)
-"""At most; as in the reference."""
+"""At most. Two passes orthogonalize independent columns ("twice is enough"). A third pass is needed if a column died in
+the second one, and a fourth if its replacement happened to be nearly dependent on the others."""
 
 
 @triton.jit
@@ -39,7 +40,8 @@ def panel_of_rows(
 ):  # fmt: skip
     """(value, elements, mask) [BLOCK_ROWS, C]: rows of a panel, fp64, after transforms ``first`` to ``passes``.
 
-    A transform puts random values in the place of dead columns, the same on all workers.
+    A transform puts random values in the place of dead columns, the same on all workers. The last one leaves them zero,
+    since no further pass would make them orthonormal.
     """
     ranks = tl.arange(0, C)
     rows = row + tl.arange(0, BLOCK_ROWS)
@@ -57,7 +59,7 @@ def panel_of_rows(
         # A dead column of the transform is zero.
         dead = tl.load(transform + ranks * (C + 1), ranks < width, 1.0) == 0
         # Nearly always 0: random values are computed only where they are needed.
-        if tl.sum(dead.to(tl.int32), axis=0) > 0:
+        if (tl.sum(dead.to(tl.int32), axis=0) > 0) & (done + 1 < PASSES):
             # The step's number is read here, since a launch that is replayed has the same arguments.
             stream = stream_of((key_of(records, matrix) + done).to(tl.uint32), tl.load(number))
             some = (done == 0) | in_window(rows, rows_of(records, matrix), stream)

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 WINDOW = tl.constexpr(512)
-"""As in the reference."""
+"""Rows of a direction that replaces a column after the first pass. Elsewhere it is 0, so that only these rows have to
+be multiplied with the other columns. Which rows they are is random."""
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def stream_of(key, step):
 
 @triton.jit
 def in_window(rows, n, stream):
-    """Which rows of n a direction has that replaces a column after the first pass; see ``WINDOW`` of the reference."""
+    """Which rows of n a direction has that replaces a column after the first pass; see ``WINDOW``."""
     first = window_of(n, stream)
     return (rows >= first) & (rows < first + WINDOW)
 

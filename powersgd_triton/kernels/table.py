@@ -84,6 +84,11 @@ class FactorTable:
     progress: Tensor
     shares: int
 
+    @property
+    def zeroed(self) -> Tensor:
+        """[matrices]: number of columns that were set to 0 so far, because no pass had made them orthonormal."""
+        return self.progress[:, ProgressRow._fields.index("zeroed")]
+
 
 class BucketTable:
     """The tables of one bucket: its matrices and bypass tensors, in the order in which pointers to them are given.

@@ -94,6 +94,7 @@ CHUNK_END = column(ChunkRow, "end")
 PROGRESS = tl.constexpr(PROGRESS_COLUMNS)
 PROGRESS_PASSES = column(ProgressRow, "passes")
 PROGRESS_FINISHED = column(ProgressRow, "finished")
+PROGRESS_ZEROED = column(ProgressRow, "zeroed")
 PROGRESS_ARRIVED = column(ProgressRow, "arrived")
 
 

@@ -51,6 +51,7 @@ class Bucket:
         average: The averaged gradient Ĝ = Σ L Rᵀ.
         bypass_means: Means of the bypass tensors, flat.
         scale: Scalar, the loss scale contained in M. None for 1.
+        zeroed: Counts of the columns of bases that were set to zero since they would not have been orthonormal.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Bucket:
         self.average: Product = []
         self.bypass_means = self.message_P[layout.p_numel :]
         self.scale: Tensor | None = None
+        self.zeroed = [torch.zeros((), dtype=torch.int64, device=device)]
         self._wire_plans: dict[tuple[int, bool, int, int], WirePlan] = {}
 
     # Error buffers ---------------------------------------------------------------------------------------------------

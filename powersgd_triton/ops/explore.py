@@ -18,12 +18,15 @@ from torch import Tensor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.ops.blocks import product
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.reference import PASSES, random_directions
+from powersgd_triton.ops.reference import random_directions
 
 CARRY = 0.05
 """Weight of the old column against a random direction of about √(m/3). If what waits is less than about a twentieth of
 what the old column carries, the old column prevails. So gradients of rank at most r are still sent, up to the rounding
 errors of products with the random direction: about 1e-5 to 1e-4 of the largest singular value."""
+
+OTHER_KEY = 4
+"""Added to a matrix's key. In four passes, kernels draw what replaces dead columns with the numbers before it."""
 
 SMALLEST_REST = 2.0**-8
 """If a smaller share of a random direction's squared norm is left, what is left is not orthogonal in fp32. The column
@@ -61,8 +64,7 @@ def explore_reference(bucket: Bucket, step: int | Tensor, *, where: Tensor) -> N
 
 def _explored(bases: Tensor, keys: Tensor, step: int | Tensor, where: Tensor) -> Tensor:
     """Return new last columns [B, m, 1] for bases [B, m, r], or the old ones if ``where`` is False."""
-    # Dead columns are redrawn with the keys from ``keys`` on, so that another key gives other directions.
-    directions = random_directions(keys + PASSES, step, bases.shape[1], 1).to(bases.dtype)
+    directions = random_directions(keys + OTHER_KEY, step, bases.shape[1], 1).to(bases.dtype)
     old = bases[..., -1:]
     inside = product(bases.mT, directions)
     rest = directions - product(bases, inside)

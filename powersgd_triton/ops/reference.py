@@ -19,19 +19,12 @@ DEAD_COLUMN = 2.0**-22
 """If projection leaves a smaller share of a column of fp32 values than this, what is left is rounding error."""
 
 PASSES = 4
-"""Two passes orthogonalize independent columns ("twice is enough"). A third pass is needed if a column died in the
-second one, and a fourth if its replacement happened to be nearly dependent on the others."""
+"""Decompositions after which no further column of a factor is found to be dead. Nearly always the first one finds all.
+What is not found then is no loss: such a column is kept, and the basis is orthonormal with it."""
 
-WINDOW = 512
-"""Rows of a direction that replaces a column after the first pass. Elsewhere it is 0, so that only these rows have to
-be multiplied with the other columns. Which rows they are is random."""
-
-NOISE = 4 * 2.0**-53
-"""Rounding error of an inner product relative to the vectors' norms: a few units, since errors of long sums cancel."""
-
-LARGEST_GROWTH = 1e4
-"""If the terms of each new column have at most so many times its norm, one pass in fp64 makes columns orthogonal up to
-the square of this times NOISE: 4e-8. This suffices for fp32."""
+ORTHONORMAL = 1e-3
+"""Largest element that |P̂ᵀP̂ − I| may have. Rounding leaves less than 1e-5, dependent columns about 1. At this bound,
+the sum over 256 columns is a quarter: no average is enlarged by more than that."""
 
 HEADROOM = 2.0**-18
 """Share of the largest number that an error may keep after a step that was not finite: 2¹¹⁰ in fp32. A product of such
@@ -229,60 +222,95 @@ def largest_error(dtype: torch.dtype) -> float:
     return HEADROOM * torch.finfo(dtype).max
 
 
-def orthogonalize_reference(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor) -> None:
-    """Orthonormal basis of A's columns, in their order: Gram–Schmidt as CholeskyQR2 with Gram matrices in fp64.
+def orthogonalize_reference(
+    A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor
+) -> Tensor:
+    """Orthonormal basis of A's columns, in their order: Gram–Schmidt as Householder QR in fp64.
 
-    If at most max(epsilon, 2⁻²²) of a column's norm is left after projecting out its predecessors, the column is
-    replaced by a random direction, which is a function of (key, step). A finite A gives a finite, orthonormal result.
-    A non-finite A gives a finite result.
-
-    Stable up to κ(A) ~ 1e7, see Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case
-    studies on multicore CPU with multiple GPUs" (SIAM J. Sci. Comput. 37, 2015).
+    Dead columns are replaced first, see ``replace_dead_columns``. A finite A gives a finite, orthonormal result, whose
+    span contains A's columns up to what is dead. A non-finite A gives a finite result.
 
     Args:
         A: [B, n, r] with r ≤ n, fp32 or fp64.
         keys: [B] int64, a number for each matrix.
         step: Number of the step, also as an int64 scalar on the device.
-        epsilon: See above.
+        epsilon: Share of its norm up to which a column is dead, if that is more than 2⁻²².
         out: [B, n, r]. It may be A.
+
+    Returns:
+        Number of columns that are zero since they would not be orthonormal, an int64 scalar; see ``householder_qr``.
     """
-    threshold = max(epsilon, DEAD_COLUMN)
-    # The vectors are rows instead of columns, which makes the products below twice as fast.
+    basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
+    out.copy_(basis)
+    return zeroed
+
+
+def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q with X = Q R, for X [B, n, r] in fp64 and R with a positive diagonal, and a number of columns.
+
+    Q is orthonormal for any finite X (Higham: "Accuracy and Stability of Numerical Algorithms", theorem 19.4). If that
+    is not so after all, the columns concerned are zero, and their number, an int64 scalar, is not 0. Then nothing of
+    them is sent, and the error keeps it.
+    """
+    Q, R = torch.linalg.qr(X)
+    Q = torch.where(R.diagonal(dim1=-2, dim2=-1).unsqueeze(1) < 0, -Q, Q)
+    identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    orthonormal = (torch.bmm(Q.mT, Q) - identity).abs().amax(dim=1) <= ORTHONORMAL
+    return torch.where(orthonormal.unsqueeze(1), Q, 0), (~orthonormal).sum()
+
+
+def replace_dead_columns(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0) -> Tensor:
+    """Return A's columns in fp64, scaled if they were fp64 before, with random directions in the place of dead ones.
+
+    A column is dead if at most max(epsilon, 2⁻²²) of its norm is left after projecting out the columns before it that
+    are not dead, or if it is not finite. The random directions are a function of (key, step).
+
+    In X = Q R, |R_jj| is what is left of column j after projecting out all columns before it. These may include dead
+    ones, which must not count. So a column is dead for certain only if it has no larger part in the directions of other
+    columns that seem dead. Then it is moved behind all others, and R is decomposed again. Whatever the condition of X,
+    a column of Q R is that of X up to rounding of this column (Higham, theorem 19.4). So rounding loses no direction.
+    """
+    # As rows instead of columns, in which order LAPACK wants them in memory.
     Xt = A.mT.to(torch.float64, memory_format=torch.contiguous_format)
     if A.dtype == torch.float64:
+        # Squares of fp64 values may overflow, or vanish.
         largest = Xt.abs().amax(dim=2, keepdim=True)
         Xt = Xt / torch.where(largest > 0, largest, 1)
-    before = Xt.new_zeros(Xt.shape[:2])
-    for attempt in range(PASSES):
-        gram = torch.bmm(Xt, Xt.mT)
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        R, alive, before, enough = _cholesky(gram, before, threshold)
-        if alive is not None:
-            Xt = torch.where(alive, Xt, 0)
-        inverse = torch.linalg.solve_triangular(R, torch.eye(R.shape[-1], dtype=R.dtype, device=R.device), upper=True)
-        Xt = torch.bmm(inverse.mT, Xt)
-        if alive is not None:
-            new = random_directions(keys + attempt, step, A.shape[1], A.shape[2], None if attempt == 0 else WINDOW)
-            Xt = torch.where(alive, Xt, new.mT.double())
-        if enough and one_pass_is_enough(inverse, diagonal).all() and (attempt > 0 or A.dtype == torch.float32):
+    norms = Xt.norm(dim=2)
+    norms = torch.where(norms.isfinite(), norms, 0)
+    # A column that is not finite is dead, and must not spread to others.
+    Xt.masked_fill_((norms == 0).unsqueeze(2), 0)
+    R = torch.linalg.qr(Xt.mT, mode="r").R
+    dead = torch.zeros_like(norms, dtype=torch.bool)
+    order = torch.arange(A.shape[2], device=A.device).expand_as(dead)
+    for _ in range(PASSES):
+        little = max(epsilon, DEAD_COLUMN) * norms.gather(1, order)
+        weak = R.diagonal(dim1=-2, dim2=-1).abs() <= little
+        certain = weak & (torch.where(weak.unsqueeze(2), R, 0).norm(dim=1) <= little)
+        if _on_host(R) and not (certain & ~dead.gather(1, order)).any():
             break
-    out.copy_(Xt.mT)
+        dead = dead.scatter(1, order, dead.gather(1, order) | certain)
+        later = torch.argsort(dead.gather(1, order).byte(), dim=1, stable=True)
+        R = torch.linalg.qr(R.gather(2, later.unsqueeze(1).expand_as(R)), mode="r").R
+        order = order.gather(1, later)
+    # The random numbers take longer than the rest, so the host draws only those that are needed.
+    columns = dead.any(dim=0).nonzero().squeeze(1) if _on_host(R) else torch.arange(A.shape[2], device=A.device)
+    random = random_directions(keys, step, A.shape[1], A.shape[2], columns).mT.double()
+    Xt[:, columns] = torch.where(dead[:, columns].unsqueeze(2), random, Xt[:, columns])
+    return Xt.mT
 
 
-def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, window: int | None = None) -> Tensor:
+def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns: Tensor | None = None) -> Tensor:
     """Uniform numbers in [−1, 1), [B, n, r] fp32: a function of (key, step, row, column) on any device.
 
-    With ``window``, only so many rows are not 0; which ones depends on (key, step). ``keys`` is [B] int64. The numbers
-    are counter-based: no generator's state changes, and all workers draw the same.
+    With ``columns``, only these of the r columns. ``keys`` is [B] int64. The numbers are counter-based: no generator's
+    state changes, and all workers draw the same.
     """
-    counter = torch.arange(n * r, dtype=torch.int64, device=keys.device).view(1, n, r)
+    columns = torch.arange(r, device=keys.device) if columns is None else columns
+    counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
     # Keys are mixed separately from counters, so that no key's stream is a shifted copy of another key's stream.
     stream = _mix(_mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
-    values = ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
-    if window is None or n <= window:
-        return values
-    rows = torch.arange(n, device=keys.device).view(1, n, 1) - stream % (n - window + 1)
-    return torch.where((rows >= 0) & (rows < window), values, 0)
+    return ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -290,55 +318,6 @@ def _mix(x: Tensor) -> Tensor:
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
     return x
-
-
-def one_pass_is_enough(inverse: Tensor, diagonal: Tensor) -> Tensor:
-    """Return [B] for R⁻¹ [B, r, r] and the columns' squared norms [B, r]; see LARGEST_GROWTH."""
-    return (inverse.abs() * diagonal.sqrt().unsqueeze(2)).sum(dim=1).amax(dim=1) <= LARGEST_GROWTH
-
-
-def _cholesky(gram: Tensor, before: Tensor, threshold: float) -> tuple[Tensor, Tensor | None, Tensor, bool]:
-    """Return R with RᵀR = gram [B, r, r], which columns are alive [B, r, 1], norms, and whether one pass may do.
-
-    ``alive`` is None if all columns are known to be alive. R has the identity's row and column for a dead column.
-
-    If little is left of a column, rounding errors of later columns are large, and may exceed what is left of these.
-    Such a column in doubt is kept. The next pass decides, since errors are small once columns are nearly orthogonal.
-    ``before`` [B, r] holds squared norms of the original columns of those that were in doubt, and 0 for the others, in
-    the units of gram. The norms returned are those of the next pass.
-    """
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    norm = torch.where(before > 0, before, diagonal)
-    if _on_host(gram):
-        L, failed = torch.linalg.cholesky_ex(gram)
-        squares = L.diagonal(dim1=-2, dim2=-1).square()
-        # If the decomposition failed, the diagonal does not hold square roots.
-        if bool((squares > threshold**2 * norm).all()) and not failed.any():
-            return L.mT, None, torch.zeros_like(before), True
-    R, following = torch.zeros_like(gram), torch.zeros_like(before)
-    alive = torch.zeros_like(diagonal, dtype=torch.bool)
-    # Relative to the squared norms: rounding errors of what is left of each column.
-    noise = NOISE * diagonal / norm
-    for j in range(gram.shape[-1]):
-        row = gram[:, j] - (R[:, None, :j, j] @ R[:, :j]).squeeze(1)
-        share = row[:, j] / norm[:, j]
-        possible = (diagonal[:, j] > 0) & diagonal[:, j].isfinite()
-        unclear = possible & (noise[:, j] > threshold**2)
-        known = possible & (share > noise[:, j].clamp_min(threshold**2)) & share.isfinite()
-        alive[:, j] = known | unclear
-        doubtful = unclear & ~known
-        following[:, j] = torch.where(doubtful, 1 / noise[:, j], 0)
-        # What is left of a column in doubt is not a direction yet: others keep their share of it.
-        R[:, j] = torch.where(known.unsqueeze(-1), row * row[:, j].rsqrt().unsqueeze(-1), 0)
-        size = torch.where(doubtful, noise[:, j] * norm[:, j], row[:, j]).sqrt()
-        R[:, j, j] = torch.where(alive[:, j], size, 1)
-        # The error of a multiplier comes from those of both columns.
-        part = R[:, j].abs() / norm.sqrt()
-        doubt = torch.where(known, noise[:, j] / share, 0).unsqueeze(-1)
-        error = (doubt * noise).sqrt() + part * doubt
-        noise = torch.where(known.unsqueeze(-1), noise + (2 * part + error) * error, noise)
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.where(alive.unsqueeze(1), R.triu(), identity), alive.unsqueeze(2), following, False
 
 
 def _finite_part(G: Tensor) -> Tensor:

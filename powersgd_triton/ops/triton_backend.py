@@ -25,8 +25,8 @@ from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bucket import Bucket, seed
-from powersgd_triton.ops.explore import CARRY, SMALLEST_REST, explores
-from powersgd_triton.ops.reference import PASSES, largest_error
+from powersgd_triton.ops.explore import CARRY, OTHER_KEY, SMALLEST_REST, explores
+from powersgd_triton.ops.reference import largest_error
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.triton_wire import TritonWire
@@ -74,6 +74,7 @@ class TritonBackend:
         self._own, self._own_names = self._table, self._names
         if bucket.shared:
             self._own, self._own_names = table(bucket.own, rows_of_larger=True), names(bucket.own)
+        bucket.zeroed += [self._table.P.zeroed, self._table.Q.zeroed]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
         # takes a verdict that nobody reads.
@@ -140,7 +141,7 @@ class TritonBackend:
         if explores(bucket.config, repetition):
             explore_triton(
                 table, step.number(self._device), self._finite, self._rank, every=bucket.config.explore_every,
-                other=PASSES, carry=CARRY, smallest=SMALLEST_REST, out=following,
+                other=OTHER_KEY, carry=CARRY, smallest=SMALLEST_REST, out=following,
             )  # fmt: skip
         verdict = step.verdict(self._device)
         commit_triton(

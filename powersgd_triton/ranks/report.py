@@ -48,6 +48,8 @@ class RankReport:
         max_rank: Largest rank that may be planned. None without a budget.
         codes: Format of whole tensors, if they are sent in codes. Their rank is 0.
         every: Steps from one exchange to the next. With local steps, bytes are those of an exchange.
+        zeroed: Columns of bases, over all steps of the buckets in force, that were set to 0 because they would not have
+            been orthonormal. The error keeps what they would have sent. More than 0 shows a fault: please report it.
     """
 
     tensors: tuple[ReportedTensor, ...]
@@ -58,6 +60,7 @@ class RankReport:
     max_rank: int | None = None
     codes: str | None = None
     every: int = 1
+    zeroed: int = 0
 
     @classmethod
     def of(
@@ -132,6 +135,8 @@ class RankReport:
             kinds = ", ".join(f"{count} by {kind}" for kind, count in self.exchanges.items())
             nodes = "" if self.node_workers == 1 else f"; the {self.node_workers} workers of a node share them"
             lines.append(f"Messages in a step: {kinds}{nodes}")
+        if self.zeroed:
+            lines.append(f"{self.zeroed} columns of bases were not orthonormal. The error keeps what they did not send")
         if self.whole_step is not None:
             before, after = self.whole_step
             change = fewer(before / after) if after else "none"

@@ -12,6 +12,7 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import peers
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.saved_state import FORMAT_VERSION
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.step import LossScale
@@ -127,7 +128,7 @@ def test_a_verdict_is_read_once_for_all_remaining_errors(monkeypatch: pytest.Mon
     engine = engine_for()
     names = [str(index) for index in range(20)]
     saved = {
-        "format_version": 2,
+        "format_version": FORMAT_VERSION,
         "iteration": 0,
         "tensors": {name: [6, 1, 0] for name in names},
         "matrices": {name: {"error": torch.ones(6, 1)} for name in names},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,20 +13,21 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.ops.step import LARGEST_SCALE, LossScale
+from tests.support.checks import everything, same_bits
+from tests.support.checks import gradients as random_gradients
 from tests.support.distributed import run
 from tests.support.small import MANY, RANK_2, WIDTH, stack
 from tests.support.training import batch, flat, gradients_of, squared_error
 
 SHAPES = {"a": (12, 10), "b": (9,), "c": (20, 16), "d": (12, 10)}
-SCALES = [1.0, 65536.0, 65536.0, 32768.0, 262144.0, 2.0**-10, 1.0, 1.0]
+SCALES = [None, 65536.0, 65536.0, 32768.0, None, 262144.0, 2.0**-10, 1.0]
 """Powers of two, so that nothing rounds."""
 
 INF = float("inf")
 
 
 def gradients(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return random_gradients(step, SHAPES)
 
 
 def scaled(named: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
@@ -38,10 +40,26 @@ def results(compressor: Compressor, named: dict[str, Tensor]) -> dict[str, Tenso
     return out
 
 
-def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+class Pair:
+    """A compressor that follows a loss scale, and one whose gradients are not scaled."""
+
+    def __init__(self, **fields: Any) -> None:
+        config = everything(2, **{"backend": "torch", **fields})
+        self.plain, self.following = Compressor(config, SHAPES), Compressor(config, SHAPES)
+        self.scale: Any = 1.0
+        self.following.attach(lambda: self.scale)
+
+    def step(self, number: int, used: float, spoiled: bool = False) -> None:
+        """A step of both, with gradients multiplied by what the scale is taken for."""
+        given = gradients(number)
+        if spoiled:
+            given["c"][3, 4] = INF
+        expected, got = results(self.plain, given), results(self.following, scaled(given, used))
+        if spoiled:
+            assert got["c"].isnan().all()
+        else:
+            assert same_bits(expected, scaled(got, 1 / used))
+        assert same_bits(self.plain.error(), self.following.error())
 
 
 TORCH = [{}, {"algorithm": "alternating"}, {"iterations": 2}, {"error_dtype": "bf16"}]
@@ -52,63 +70,47 @@ TRITON = [{"backend": "triton"}, {"backend": "triton", "algorithm": "alternating
 @pytest.mark.parametrize(
     ("fields", "spoiled", "scales"),
     [
-        *((fields, spoiled, SCALES) for fields in TORCH for spoiled in (None, 1, 4)),
-        *((fields, 1, SCALES[:4]) for fields in TRITON),
+        *((fields, spoiled, SCALES) for fields in TORCH for spoiled in (None, 1, 5)),
+        *((fields, 1, [None, 65536.0, 32768.0]) for fields in TRITON),
     ],
     ids=str,
 )
-def test_results_are_those_without_a_scale(fields: dict[str, Any], spoiled: int | None, scales: list[float]):
-    config = PowerSGDConfig(rank=2, min_compression_rate=0, **{"backend": "torch", **fields})
-    plain, following = Compressor(config, SHAPES), Compressor(config, SHAPES)
-    scale = 1.0
-    following.attach(lambda: scale)
-    for step, scale in enumerate(scales):
-        given = gradients(step)
-        if step == spoiled:
-            given["c"][3, 4] = INF
-        expected, got = results(plain, given), results(following, scaled(given, scale))
-        if step == spoiled:
-            assert got["c"].isnan().all()
-        else:
-            assert_same_bits(expected, scaled(got, 1 / scale))
-    assert_same_bits(plain.error(), following.error())
+def test_results_are_those_without_a_scale(fields: dict[str, Any], spoiled: int | None, scales: list[float | None]):
+    pair = Pair(**fields)
+    for step, pair.scale in enumerate(scales):
+        pair.step(step, pair.scale or 1.0, step == spoiled)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), INF, -INF, 0.0, -2.0])
+def test_a_tensor_that_is_no_scale_leaves_the_last_one_in_force(bad: float):
+    """The step is skipped if its gradients show it, and otherwise an ordinary step at the last scale."""
+    values = [bad, 4.0, bad, bad, 16.0], [8.0, bad, 8.0, bad, 2.0]
+    for fields, given in itertools.product(({}, {"algorithm": "alternating"}, {"error_dtype": "bf16"}), values):
+        pair, used = Pair(**fields), 1.0
+        for step, value in enumerate(given):
+            pair.scale = torch.full((1,), value)
+            used = used if value is bad else value
+            pair.step(step, used, spoiled=step == 3)
 
 
 def test_without_following_it_the_error_has_the_wrong_size():
-    config = PowerSGDConfig(rank=2, min_compression_rate=0)
-    plain, ignorant = Compressor(config, SHAPES), Compressor(config, SHAPES)
+    plain, ignorant = Compressor(everything(), SHAPES), Compressor(everything(), SHAPES)
     for step, scale in enumerate([1.0, 1024.0]):
         expected, got = results(plain, gradients(step)), results(ignorant, scaled(gradients(step), scale))
     assert (expected["c"] - got["c"] / scale).norm() > 0.1 * expected["c"].norm()
 
 
-def test_checkpoint_is_not_scaled_and_goes_on_at_another_scale():
-    config = PowerSGDConfig(rank=2, min_compression_rate=0)
-    plain, following, resumed = (Compressor(config, SHAPES) for _ in range(3))
-    following.attach(lambda: 1024.0)
-    resumed.attach(lambda: 16.0)
+def test_a_checkpoint_is_not_scaled_and_goes_on_at_another_scale():
+    pair, resumed = Pair(), Pair()
+    pair.scale, resumed.scale = 1024.0, 16.0
     for step in range(4):
-        results(plain, gradients(step))
-        results(following, scaled(gradients(step), 1024.0))
-    saved, expected = following.state_dict(), plain.state_dict()
-    for name, parts in expected["matrices"].items():
-        assert_same_bits(parts, saved["matrices"][name])
-    resumed.load_state_dict(saved)
+        pair.step(step, 1024.0)
+    saved, expected = pair.following.state_dict(), pair.plain.state_dict()
+    assert all(same_bits(parts, saved["matrices"][name]) for name, parts in expected["matrices"].items())
+    resumed.following.load_state_dict(saved)
+    resumed.plain.load_state_dict(expected)
     for step in range(4, 7):
-        assert_same_bits(
-            results(plain, gradients(step)), scaled(results(resumed, scaled(gradients(step), 16.0)), 1 / 16.0)
-        )
-
-
-def test_scale_that_appears_and_disappears():
-    config = PowerSGDConfig(rank=2, min_compression_rate=0)
-    plain, following = Compressor(config, SHAPES), Compressor(config, SHAPES)
-    scale: float | None = None
-    following.attach(lambda: scale)
-    for step, scale in enumerate([None, 8.0, None, None, 2.0]):
-        factor = scale or 1.0
-        expected, got = results(plain, gradients(step)), results(following, scaled(gradients(step), factor))
-        assert_same_bits(expected, scaled(got, 1 / factor))
+        resumed.step(step, 16.0)
 
 
 # What is read -------------------------------------------------------------------------------------------------------
@@ -141,30 +143,6 @@ def test_tensors_are_kept_within_bounds(value: float):
     assert 1 / LARGEST_SCALE <= float(read) <= LARGEST_SCALE
 
 
-@pytest.mark.parametrize("bad", [float("nan"), INF, -INF, 0.0, -2.0])
-@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"error_dtype": "bf16"}], ids=str)
-@pytest.mark.parametrize("first", [False, True])
-def test_a_tensor_that_is_no_scale_leaves_the_last_one_in_force(bad: float, fields: dict[str, Any], first: bool):
-    """The step is skipped if its gradients show it, and otherwise an ordinary step at the last scale."""
-    config = PowerSGDConfig(rank=2, min_compression_rate=0, backend="torch", **fields)
-    plain, following = Compressor(config, SHAPES), Compressor(config, SHAPES)
-    scale = torch.ones(1)
-    following.attach(lambda: scale)
-    used = 1.0
-    for step, value in enumerate([bad, 4.0, bad, bad, 16.0] if first else [8.0, bad, 8.0, bad, 2.0]):
-        scale = torch.full((1,), value)
-        used = used if value == bad or value != value else value
-        given = gradients(step)
-        if step == 3:
-            given["c"][3, 4] = INF
-        expected, got = results(plain, given), results(following, scaled(given, used))
-        if step == 3:
-            assert got["c"].isnan().all()
-        else:
-            assert_same_bits(expected, scaled(got, 1 / used))
-    assert_same_bits(plain.error(), following.error())
-
-
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
@@ -177,17 +155,14 @@ def test_a_tensor_that_is_no_scale_leaves_the_last_one_in_force(bad: float, fiel
     ],
 )
 def test_what_is_no_scale_is_refused_before_anything_changes(value: Any, kind: type[Exception], message: str):
-    compressor = Compressor(PowerSGDConfig(rank=2, min_compression_rate=0), SHAPES)
-    results(compressor, gradients(0))
-    before = compressor.state_dict()
-    compressor.attach(lambda: value)
+    pair = Pair()
+    pair.step(0, 1.0)
+    pair.scale = value
     with pytest.raises(kind, match=message):
-        compressor.compress(gradients(1))
-    compressor.attach(lambda: 1.0)
-    assert_same_bits(
-        {name: parts["error"] for name, parts in before["matrices"].items()},
-        {name: parts["error"] for name, parts in compressor.state_dict()["matrices"].items()},
-    )
+        pair.following.compress(gradients(1))
+    pair.scale = 1.0
+    assert pair.following.iteration == 1
+    assert same_bits(pair.plain.error(), pair.following.error())
 
 
 def test_what_is_no_source_is_refused():
@@ -230,13 +205,14 @@ def train(worker: int, scaler: torch.amp.GradScaler | None) -> dict[str, Any]:
     return {"weights": flat(dict(model.named_parameters())).detach(), "error": state.error(), "scales": scales}
 
 
-def with_and_without(worker: int, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    return train(worker, None), train(worker, torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2))
+def with_and_without(worker: int, world_size: int) -> None:
+    plain = train(worker, None)
+    scaled = train(worker, torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2))
+    assert len(set(scaled["scales"])) >= 3
+    assert torch.equal(plain["weights"], scaled["weights"])
+    assert same_bits(plain["error"], scaled["error"])
+    assert all(error.any() for error in plain["error"].values())
 
 
 def test_ddp_with_a_grad_scaler():
-    for plain, with_scaler in run(with_and_without, 2):
-        assert len(set(with_scaler["scales"])) >= 3
-        assert torch.equal(plain["weights"], with_scaler["weights"])
-        assert_same_bits(plain["error"], with_scaler["error"])
-        assert all(error.any() for error in plain["error"].values())
+    run(with_and_without, 2)

@@ -2,65 +2,61 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from powersgd_triton import Compressor
-from tests.support.checks import COMPRESSED, SHAPES, bases, everything, gradients, same_bits, step
+from tests.support.checks import COMPRESSED, DTYPES, MODES, bases, everything, gradients, same_bits, step, trained
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-INF, NAN = float("inf"), float("nan")
-# Unit roundoff of fp32 arithmetic.
-U = 2.0**-24
+INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize("batch", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+def assert_given_back(before: dict[str, Tensor], after: dict[str, Tensor], given: dict[str, Tensor], u: float) -> None:
+    """That errors are as before: a finite gradient was added and subtracted again, each rounded once."""
+    for name, error in after.items():
+        G = torch.where(given[name].isfinite(), given[name], 0).double()
+        bound = u * ((before[name] + G).abs() + 2 * before[name].abs())
+        assert ((error.double() - before[name].double()).abs() <= bound).all(), name
+
+
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("where", ["linear", "conv", "row", "column", "bias", "scalar"])
-def test_non_finite_element_spoils_one_step_only(where: str, value: float, dtype: torch.dtype, batch: bool):
-    compressor, untouched = (Compressor(everything(batch_by_shape=batch), SHAPES) for _ in range(2))
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        *((fields, torch.float32) for fields in MODES.values() if "error_dtype" not in fields),
+        *(({}, dtype) for dtype in DTYPES[1:]),
+    ],
+    ids=str,
+)
+def test_a_non_finite_element_spoils_one_step_only(fields: dict[str, Any], dtype: torch.dtype, value: float):
     compute = torch.float64 if dtype == torch.float64 else torch.float32
-    u = torch.finfo(compute).eps / 2
-    for seed in range(3):
-        step(compressor, gradients(seed, dtype=dtype), compute)
-        step(untouched, gradients(seed, dtype=dtype), compute)
-    error, basis = compressor.error(), bases(compressor)
-
-    now = gradients(3, dtype=dtype)
-    now[where].view(-1)[now[where].numel() // 2] = value
-    got = step(compressor, now, compute)
-    for name in COMPRESSED:
-        assert got[name].isnan().all(), name
-    assert not got[where].isfinite().all()
-    assert same_bits(bases(compressor), basis)
-    for name, after in compressor.error().items():
-        # G was added and subtracted again, each rounded once.
-        G = torch.where(now[name].isfinite(), now[name], 0).double()
-        bound = u * ((error[name] + G).abs() + 2 * error[name].abs())
-        assert ((after.double() - error[name].double()).abs() <= bound).all(), name
-
-    expected = step(untouched, gradients(4, dtype=dtype), compute)
-    for name, tensor in step(compressor, gradients(4, dtype=dtype), compute).items():
-        assert tensor.isfinite().all()
-        if name not in COMPRESSED:
-            assert torch.equal(tensor, expected[name])
-
-
-@pytest.mark.parametrize("value", [INF, NAN])
-def test_non_finite_without_error_feedback_or_warm_start(value: float):
-    for fields in ({"error_feedback": False}, {"warm_start": False}):
-        compressor = Compressor(everything(**fields), SHAPES)
-        step(compressor, gradients(0))
-        now = gradients(1)
-        now["linear"][3, 3] = value
-        assert step(compressor, now)["linear"].isnan().all()
-        assert all(tensor.isfinite().all() for tensor in step(compressor, gradients(2)).values())
+    # Where a message has the element depends on its tensor, and not on the mode.
+    places = ("linear", "conv", "row", "column", "bias", "scalar") if fields == {} else ("conv", "bias")
+    turns = (2, 3) if "algorithm" in fields else (3,)
+    for when, where in itertools.product(turns, places):
+        compressor, untouched = (trained(when, dtype=dtype, **fields) for _ in range(2))
+        error, basis = compressor.error(), bases(compressor)
+        now = gradients(when, dtype=dtype)
+        now[where].view(-1)[now[where].numel() // 2] = value
+        got = step(compressor, now, compute)
+        assert all(got[name].isnan().all() for name in COMPRESSED)
+        assert not got[where].isfinite().all()
+        assert fields == MODES["cold"] or same_bits(bases(compressor), basis)
+        assert_given_back(error, compressor.error(), now, torch.finfo(compute).eps / 2)
+        for seed in (8, 9):
+            expected = step(untouched, gradients(seed, dtype=dtype), compute)
+            for name, tensor in step(compressor, gradients(seed, dtype=dtype), compute).items():
+                assert tensor.isfinite().all()
+                assert name in COMPRESSED or torch.equal(tensor, expected[name])
 
 
 def test_many_spoiled_steps_in_a_row_lose_nothing_that_was_owed():
-    compressor = Compressor(everything(), SHAPES)
-    step(compressor, gradients(0))
+    compressor = trained(1)
     error = compressor.error()
     size = {name: tensor.abs() for name, tensor in error.items()}
     for seed in range(1, 21):
@@ -70,7 +66,7 @@ def test_many_spoiled_steps_in_a_row_lose_nothing_that_was_owed():
         for name, total in size.items():
             total += (now[name] + error[name]).abs().nan_to_num(posinf=0) + 2 * error[name].abs()
     for name, after in compressor.error().items():
-        assert ((after - error[name]).abs() <= 1.01 * U * size[name]).all()
+        assert ((after - error[name]).abs() <= 1.01 * 2.0**-24 * size[name]).all()
     assert all(tensor.isfinite().all() for tensor in step(compressor, gradients(30)).values())
 
 
@@ -82,7 +78,7 @@ def test_finite_gradients_whose_product_overflows_spoil_one_step_only():
     assert step(compressor, gradients(1, {"w": (24, 18)}))["w"].isfinite().all()
 
 
-def test_error_that_overflows_spoils_one_step_only():
+def test_an_error_that_overflows_spoils_one_step_only():
     """E + G may overflow although both are finite; what cannot be given back must not stay for ever."""
     torch.manual_seed(0)
     G = torch.diag(torch.tensor([3e38, -3e38, 1e38, 0.0]) * torch.rand(4))
@@ -94,7 +90,7 @@ def test_error_that_overflows_spoils_one_step_only():
     assert step(compressor, {"w": torch.ones(4, 4)})["w"].isfinite().all()
 
 
-def test_error_that_overflows_when_it_is_written_down_stays_finite():
+def test_an_error_that_overflows_when_it_is_written_down_stays_finite():
     """M and the factors may be in range and M − P̂ Qᵀ not; every state that is saved must be one that can be loaded."""
     compressor = Compressor(everything(rank=1, algorithm="alternating"), {"w": (13, 2)})
     for sign in (1.0, -1.0, 1.0):

@@ -37,24 +37,11 @@ def fixed(dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     return {name: tensor.clamp(-60000, 60000).to(dtype) for name, tensor in given.items()}
 
 
-SLOW = {"nothing is lost": "triton alternating", "the scale falls": "triton"}
-"""By test the mode that it tries in ``make test-all`` only; a step in the interpreter takes a third of a second."""
-
-
-def modes(test: str) -> pytest.MarkDecorator:
-    """All modes, of which one is slow."""
-    params = [pytest.param(mode, marks=[pytest.mark.slow] if mode == SLOW.get(test) else []) for mode in MODES]
-    return pytest.mark.parametrize("compressor", params, indirect=True)
-
-
-@pytest.fixture
-def compressor(request: pytest.FixtureRequest) -> Compressor:
-    fields = MODES[request.param]
+def compressor_for(mode: str) -> Compressor:
+    fields = MODES[mode]
     if fields.get("backend") == "triton" and not INTERPRETED:
         pytest.skip("kernels are compiled for the GPU")
-    compressor = Compressor(everything(rank=1, **{"backend": "torch", **fields}), SHAPES)
-    compressor.attach(lambda: 1.0)
-    return compressor
+    return Compressor(everything(rank=1, **{"backend": "torch", **fields}), SHAPES)
 
 
 def fits(tensors: dict[str, Tensor]) -> bool:
@@ -73,57 +60,51 @@ def step(compressor: Compressor, given: dict[str, Tensor]) -> tuple[bool, dict[s
     return fits(narrow), wide
 
 
+# A step in the interpreter takes a third of a second.
+IN_THE_INTERPRETER = {("triton", True), ("triton alternating", False)}
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@modes("nothing is lost")
-def test_nothing_is_lost_where_an_average_does_not_fit(compressor: Compressor) -> None:
+@pytest.mark.parametrize(
+    ("mode", "falls"),
+    [
+        pytest.param(mode, falls, marks=[pytest.mark.slow] * ((mode, falls) in IN_THE_INTERPRETER))
+        for mode in MODES
+        for falls in (False, True)
+    ],
+)
+def test_nothing_is_lost_where_an_average_does_not_fit(mode: str, falls: bool) -> None:
+    """At one scale, the gradients shrink in the end. Or the scale falls until all averages fit."""
+    compressor, scale, applied = compressor_for(mode), torch.ones(()), list[bool]()
+    compressor.attach(lambda: scale)
     balance = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items() if name != "bias"}
     size = {name: tensor.clone() for name, tensor in balance.items()}
-    applied = []
-    for factor in FACTORS:
-        given = {name: (factor * tensor.float()).half() for name, tensor in fixed().items()}
+    for factor in [1.0] * 9 if falls else FACTORS:
+        given = {name: (scale * factor * tensor.float()).half() for name, tensor in fixed().items()}
         counts, averages = step(compressor, given)
         applied.append(counts)
         errors = compressor.error()
         for name in balance:
             # Tensors whose averages do fit are skipped with the others, and carried with them.
-            balance[name] += given[name].double()
+            balance[name] += given[name].double() / scale
             if counts:
-                balance[name] -= averages[name].double()
+                balance[name] -= averages[name].double() / scale
             assert averages[name].isfinite().all()
-            size[name] += given[name].double().abs() + errors[name].abs() + 2 * averages[name].abs()
+            size[name] += (given[name].double().abs() + 2 * averages[name].abs()) / scale + errors[name].abs()
             tolerance = gamma(16, torch.float32) * size[name]
             assert ((errors[name].double() - balance[name]).abs() <= tolerance).all(), name
+        if falls and not counts:
+            scale = scale / 2
     assert not all(applied[:3])
     assert all(applied[-2:])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@modes("the scale falls")
-def test_a_loss_scale_that_falls_ends_it(compressor: Compressor) -> None:
-    scale = torch.ones(())
-    compressor.attach(lambda: scale)
-    balance = torch.zeros(SHAPES["large"], dtype=torch.float64)
-    size, history = balance.clone(), []
-    for _ in range(12):
-        given = {name: (scale * tensor.float()).half() for name, tensor in fixed().items()}
-        counts, averages = step(compressor, given)
-        history.append(counts)
-        balance += given["large"].double() / scale
-        if counts:
-            balance -= averages["large"].double() / scale
-        error = compressor.error()["large"]
-        size += (given["large"].double().abs() + 2 * averages["large"].abs()) / scale + error.abs()
-        assert ((error.double() - balance).abs() <= gamma(16, torch.float32) * size).all()
-        if not counts:
-            scale = scale / 2
-    assert False in history
-    assert all(history[-4:])
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@modes("another dtype")
-def test_another_dtype_afterwards_does_no_harm(compressor: Compressor) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_another_dtype_afterwards_does_no_harm(mode: str) -> None:
     """Averages that were applied in fp32, and then looked at in fp16, are not owed any more."""
+    compressor = compressor_for(mode)
+    compressor.attach(lambda: 1.0)
     given = {name: 3 * tensor for name, tensor in fixed(torch.float32).items()}
     compressed = compressor.compress(given)
     averages = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import math
 import pickle
 import re
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,12 @@ from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.telemetry import StepRecord, Telemetry
 from powersgd_triton.integrations import optimizer as loop
 from powersgd_triton.integrations.ddp import PowerSGDState
-from powersgd_triton.ops.step import LossScale
-from tests.support.checks import everything
+from tests.support.checks import everything, gradients, same_bits
 from tests.support.lockstep import Fleet
 
 CPU = torch.device("cpu")
 SHAPES: dict[str, tuple[int, ...]] = {"weight": (24, 20), "same": (24, 20), "thin": (30, 1), "bias": (7,)}
-
-
-def gradients(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES, scale: float = 1.0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+SMALL: dict[str, tuple[int, ...]] = {"weight": (24, 20), "bias": (7,)}
 
 
 def handle(**fields: Any) -> Handle:
@@ -44,19 +39,37 @@ def handle(**fields: Any) -> Handle:
     return Handle(Engine(everything(2, **fields), Communicator(), lambda: SHAPES))
 
 
-def step(handle: Handle, given: dict[str, Tensor]) -> None:
-    engine = handle._engine
-    layout = engine.begin("all", lambda: SHAPES, CPU, last=True)
+def watched(every: int = 1, **fields: Any) -> tuple[Handle, list[StepRecord]]:
+    """The same, with the records that it reports."""
+    state, records = handle(**fields), list[StepRecord]()
+    state.telemetry(records.append, every=every)
+    return state, records
+
+
+def step(state: Handle, given: dict[str, Tensor], applied: bool | None = None, **how: Any) -> None:
+    """One step, which the engine ends with its last bucket, or the adapter if it says whether the step counts."""
+    engine = state._engine
+    layout = engine.begin("all", lambda: SHAPES, CPU, last=True if applied is None else None)
     if engine.compressing:
-        engine.average(layout, {name: tensor.clone() for name, tensor in given.items()})
+        engine.average(layout, {name: tensor.clone() for name, tensor in given.items()}, **how)
     else:
         engine.average_exactly(torch.cat([tensor.reshape(-1) for tensor in given.values()]))
+    if applied is not None:
+        engine.end_step(applied=applied)
+
+
+def steps(state: Handle, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        step(state, gradients(number, SHAPES))
 
 
 def assert_errors(record: StepRecord, errors: dict[str, Tensor], rtol: float = 1e-4) -> None:
     for name, layer in record.layers.items():
         norm = float(torch.linalg.vector_norm(errors[name].double()))
         assert layer.error_norm == pytest.approx(norm, rel=rtol, abs=1e-5 * layer.gradient_norm), name
+
+
+# Energies -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,142 +85,45 @@ def assert_errors(record: StepRecord, errors: dict[str, Tensor], rtol: float = 1
     ids=str,
 )
 def test_norms_are_those_of_the_error(fields: dict[str, Any]):
-    records: list[StepRecord] = []
-    state = handle(**fields)
-    state.telemetry(records.append, every=1)
-    for number in range(4):
-        error = state.error()
-        step(state, gradients(number))
-        if number == 0:
-            assert records == [], "the first step has no step before it, from whose end it could be timed"
-            continue
-        record = records[-1]
-        assert record.step == number + 1
-        assert record.applied
-        assert record.layers.keys() == {"weight", "same", "thin"}
-        for name, layer in record.layers.items():
-            whole = float(torch.linalg.vector_norm(error[name].float() + gradients(number)[name]))
-            assert layer.gradient_norm == pytest.approx(whole, rel=0.01 if "error_dtype" in fields else 1e-4)
-            assert layer.rank == min(2, SHAPES[name][1])
-            share = 1 - (layer.error_norm / layer.gradient_norm) ** 2
-            assert layer.captured == pytest.approx(share)
-            assert 0 < layer.captured <= 1
-        assert_errors(record, state.error(), 0.02 if "error_dtype" in fields else 1e-4)
-    assert len(records) == 3
-
-
-def test_every_nth_step_is_measured():
-    records: list[StepRecord] = []
-    state = handle()
-    state.telemetry(records.append, every=3)
-    for number in range(10):
-        step(state, gradients(number))
-    assert [record.step for record in records] == [3, 6, 9]
-    state.telemetry(every=0)
-    for number in range(4):
-        step(state, gradients(number))
-    assert len(records) == 3
-
-
-def test_nothing_is_measured_between(monkeypatch: pytest.MonkeyPatch):
-    """Steps that are not reported read no clock and multiply nothing."""
-    state = handle()
-    state.telemetry(every=5)
-    for number in range(5):
-        step(state, gradients(number))
-    monkeypatch.setattr(Clock, "_now", lambda _: pytest.fail("read the clock"))
-    monkeypatch.setattr("powersgd_triton.core.telemetry._squares", lambda *_: pytest.fail("measured energies"))
-    for number in range(3):
-        step(state, gradients(number))
-
-
-def test_bytes_are_those_of_the_report():
-    records: list[StepRecord] = []
-    state = handle(start_iter=3)
-    state.telemetry(records.append, every=1)
+    """Without the loss scale, which changes. One gradient is not finite, and the optimizer skips another step."""
+    state, records = watched(**fields)
+    scales: list[float] = []
+    state.attach(lambda: scales.append(4.0 ** (len(scales) % 3)) or scales[-1])  # type: ignore[func-returns-value]
+    rtol = 0.02 if "error_dtype" in fields else 1e-4
     for number in range(6):
-        step(state, gradients(number))
-    exact = sum(4 * math.prod(shape) for shape in SHAPES.values())
-    assert [record.bytes for record in records] == [exact] * 2 + [state.report().bytes_per_step] * 3
-    assert [bool(record.layers) for record in records] == [False] * 2 + [True] * 3
-    assert records[0].captured == 0
-    assert "captured" not in str(records[0])
-
-
-def test_a_loss_scale_is_not_in_the_norms():
-    records: list[StepRecord] = []
-    plain: list[StepRecord] = []
-    scale = 1.0
-    state, other = handle(), handle()
-    state.attach(lambda: scale)
-    state.telemetry(records.append, every=1)
-    other.telemetry(plain.append, every=1)
-    for number in range(4):
-        scale = 4.0**number
-        step(state, gradients(number, scale=scale))
-        step(other, gradients(number))
-    for scaled, one in zip(records, plain, strict=True):
-        for name, layer in one.layers.items():
-            assert scaled.layers[name].gradient_norm == pytest.approx(layer.gradient_norm, rel=1e-4)
-            assert scaled.layers[name].error_norm == pytest.approx(layer.error_norm, rel=1e-4)
-
-
-def test_a_step_that_is_not_finite_has_sent_nothing():
-    records: list[StepRecord] = []
-    state = handle()
-    state.telemetry(records.append, every=1)
-    for number in range(4):
-        given = gradients(number)
+        error, given = state.error(), gradients(number, SHAPES)
         if number == 2:
             given["weight"][3, 3] = math.nan
-        step(state, given)
-        if number == 2:
-            assert_errors(records[-1], state.error())
-    assert [record.applied for record in records] == [True, False, True]
-    assert records[1].captured == 0
-    assert "(not applied)" in str(records[1])
-    assert all(math.isfinite(layer.error_norm) for layer in records[1].layers.values())
-
-
-def test_a_step_that_the_optimizer_skips_has_sent_nothing():
-    records: list[StepRecord] = []
-    state = handle()
-    engine = state._engine
-    state.telemetry(records.append, every=1)
-    for number in range(3):
-        layout = engine.begin("all", lambda: SHAPES, CPU)
-        engine.average(layout, gradients(number))
-        engine.end_step(applied=number != 2)
-    assert [record.applied for record in records] == [True, False]
-    assert_errors(records[-1], state.error())
-
-
-def test_the_step_after_an_interrupted_one_is_measured():
-    records: list[StepRecord] = []
-    state = handle()
-    engine = state._engine
-    state.telemetry(records.append, every=4)
-    for number in range(3):
-        step(state, gradients(number))
-    engine.begin("all", lambda: SHAPES, CPU, last=True)
-    with pytest.raises(ZeroDivisionError):
-        engine.average(engine.layout(), gradients(9), write=lambda _: 1 / 0)  # type: ignore[arg-type]
-    for number in range(3, 6):
-        step(state, gradients(number))
-        assert_errors(records[-1], state.error()) if number == 4 else None
-    assert [record.step for record in records] == [5]
+        scaled = {name: 4.0 ** (number % 3) * tensor for name, tensor in given.items()}
+        step(state, scaled, applied=False if number == 4 else None)
+        assert len(scales) == number + 1, "a loss scale is read once a step"
+        assert len(records) == number, "the first step has no step before it, from whose end it could be timed"
+        if number == 0:
+            continue
+        record = records[-1]
+        assert (record.step, record.applied) == (number + 1, number not in (2, 4))
+        assert ("(not applied)" in str(record)) is not record.applied
+        assert record.layers.keys() == {"weight", "same", "thin"}
+        assert_errors(record, state.error(), rtol)
+        for name, layer in record.layers.items():
+            # Errors do not keep the gradients of a step that is not finite.
+            if number != 2:
+                whole = float(torch.linalg.vector_norm(error[name].float() + given[name]))
+                assert layer.gradient_norm == pytest.approx(whole, rel=rtol)
+                assert layer.captured == pytest.approx(1 - (layer.error_norm / layer.gradient_norm) ** 2)
+            assert layer.rank == min(2, SHAPES[name][1])
+            assert 0 < layer.captured <= 1 if record.applied else layer.captured == 0
 
 
 def test_workers_report_their_own_numbers():
     """Two of four workers measure, and the others do not hear of it."""
-    shapes: dict[str, tuple[int, ...]] = {"weight": (24, 20), "bias": (7,)}
     for node_size, wire in [(1, None), (1, "int8"), (2, None), (2, "int4")]:
-        fleet = Fleet(PowerSGDConfig(rank=2, min_compression_rate=0.1, wire_dtype=wire), shapes, 4, node_size)
+        fleet = Fleet(PowerSGDConfig(rank=2, min_compression_rate=0.1, wire_dtype=wire), SMALL, 4, node_size)
         records: dict[int, list[StepRecord]] = {0: [], 3: []}
         for worker, found in records.items():
             fleet.engines[worker].telemetry = Telemetry(found.append, None, 1)
         for number in range(3):
-            fleet.step([gradients(10 * number + worker, shapes) for worker in range(4)], [["weight"], ["bias"]])
+            fleet.step([gradients(10 * number + worker, SMALL) for worker in range(4)], [["weight"], ["bias"]])
         for worker, found in records.items():
             assert [record.step for record in found] == [2, 3]
             # The last step subtracted what the owner of a part lost by rounding only after its sums.
@@ -216,25 +132,23 @@ def test_workers_report_their_own_numbers():
 
 
 def test_a_worker_without_rows_of_a_bucket_reports_nothing_of_it():
-    shapes: dict[str, tuple[int, ...]] = {"row": (1, 64)}
-    fleet = Fleet(PowerSGDConfig(rank=1, min_compression_rate=0), shapes, 4, 2)
+    fleet = Fleet(everything(1), {"row": (1, 64)}, 4, 2)
     records: list[list[StepRecord]] = [[], [], [], []]
     for engine, found in zip(fleet.engines, records, strict=True):
         engine.telemetry = Telemetry(found.append, None, 1)
     for number in range(3):
-        fleet.step([gradients(10 * number + worker, shapes) for worker in range(4)], [["row"]])
+        fleet.step([gradients(10 * number + worker, {"row": (1, 64)}) for worker in range(4)], [["row"]])
     assert sorted(len(found[-1].layers) for found in records) == [0, 0, 1, 1]
     assert all(found[-1].applied for found in records)
 
 
 def test_a_plain_loop_reports_though_it_has_no_error_buffer():
     records: list[StepRecord] = []
-    parameters = [torch.zeros(24, 20), torch.zeros(7)]
-    powersgd = loop.PowerSGD(parameters, loop.Config(rank=2, start_compressing_after_num_steps=2))
+    given = [torch.zeros(shape) for shape in SMALL.values()]
+    powersgd = loop.PowerSGD(given, loop.Config(rank=2, start_compressing_after_num_steps=2))
     powersgd.telemetry(records.append, every=1)
-    given = [torch.zeros_like(parameter) for parameter in parameters]
     for number in range(5):
-        for tensor, gradient in zip(given, gradients(number, {"0": (24, 20), "1": (7,)}).values(), strict=True):
+        for tensor, gradient in zip(given, gradients(number, SMALL).values(), strict=True):
             tensor += gradient
         powersgd.aggregate(given)
         if records:
@@ -243,23 +157,55 @@ def test_a_plain_loop_reports_though_it_has_no_error_buffer():
     assert records[-1].milliseconds["reconstruct"] > 0, "the average that decompress writes was not timed"
 
 
-def test_phases_are_parts_of_the_step(monkeypatch: pytest.MonkeyPatch):
-    hands = Hands(monkeypatch)
-    records: list[StepRecord] = []
-    state = handle()
-    state.telemetry(records.append, every=1)
-    for number in range(3):
-        hands.sleep(20)
-        step(state, gradients(number))
-    for record in records:
-        found = record.milliseconds
-        assert found.keys() == {*PHASES, STEP}
-        assert all(milliseconds >= 0 for milliseconds in found.values())
-        assert all(found[phase] > 0 for phase in COMPUTE)
-        assert record.compute == pytest.approx(sum(found[phase] for phase in COMPUTE))
-        # Between the turns of the bucket, one before each of two sums and one after them, nothing is counted.
-        assert found[STEP] == pytest.approx(sum(found[phase] for phase in PHASES) + 20 + 4)
-        assert dataclasses.asdict(record)["step"] == record.step
+# Which steps ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch):
+    state, records = watched(every=3)
+    steps(state, range(9))
+    assert [record.step for record in records] == [3, 6, 9]
+    with monkeypatch.context() as patch:
+        # Steps that are not reported read no clock and multiply nothing.
+        patch.setattr(Clock, "_now", lambda _: pytest.fail("read the clock"))
+        patch.setattr("powersgd_triton.core.telemetry._squares", lambda *_: pytest.fail("measured energies"))
+        steps(state, [9])
+    steps(state, [10])
+    # The twelfth step would be measured now. It is not, since what it began with is replaced.
+    state.load_state_dict(state.state_dict())
+    steps(state, range(11, 15))
+    assert [record.step for record in records[3:]] == [13, 15]
+    state.telemetry(every=0)
+    steps(state, range(4))
+    assert len(records) == 5
+
+
+def test_the_step_after_an_interrupted_one_is_measured():
+    state, records = watched(every=4)
+    engine = state._engine
+    steps(state, range(3))
+    engine.begin("all", lambda: SHAPES, CPU, last=True)
+    with pytest.raises(ZeroDivisionError):
+        engine.average(engine.layout(), gradients(9, SHAPES), write=lambda _: 1 / 0)  # type: ignore[arg-type]
+    steps(state, range(3, 5))
+    assert_errors(records[-1], state.error())
+    steps(state, [5])
+    assert [record.step for record in records] == [5]
+
+
+def test_an_exception_of_the_callback_is_not_in_the_way():
+    """It reaches the program, and the step has been ended before."""
+    state, other = handle(), handle()
+    state.telemetry(lambda _: 1 / 0, every=2)
+    steps(state, [0])
+    with pytest.raises(ZeroDivisionError):
+        steps(state, [1])
+    assert state.iteration == 2
+    steps(state, [2])
+    steps(other, range(3))
+    assert same_bits(state.error(), other.error())
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
 
 
 class Hands:
@@ -277,19 +223,31 @@ class Hands:
         self.now += milliseconds / 1000
 
 
+def test_phases_are_parts_of_the_step(monkeypatch: pytest.MonkeyPatch):
+    hands, (state, records) = Hands(monkeypatch), watched()
+    for number in range(3):
+        hands.sleep(20)
+        steps(state, [number])
+    for record in records:
+        found = record.milliseconds
+        assert found.keys() == {*PHASES, STEP}
+        assert all(milliseconds >= 0 for milliseconds in found.values())
+        assert all(found[phase] > 0 for phase in COMPUTE)
+        assert record.compute == pytest.approx(sum(found[phase] for phase in COMPUTE))
+        # Between the turns of the bucket, one before each of two sums and one after them, nothing is counted.
+        assert found[STEP] == pytest.approx(sum(found[phase] for phase in PHASES) + 20 + 4)
+
+
 def test_waiting_is_counted_as_exchange_and_the_backward_pass_as_nothing(monkeypatch: pytest.MonkeyPatch):
-    hands = Hands(monkeypatch)
+    hands, (state, records) = Hands(monkeypatch), watched()
     # A collective for which one has to wait.
     work = types.SimpleNamespace(wait=lambda: hands.sleep(100))
     monkeypatch.setattr(Communicator, "all_reduce", lambda *_: work)
-    records: list[StepRecord] = []
-    state = handle()
     engine = state._engine
-    state.telemetry(records.append, every=1)
     for number in range(2):
         for name in ("weight", "same"):
             layout = engine.begin(name, lambda name=name: {name: SHAPES[name]}, CPU, last=name == "same")  # type: ignore[misc]
-            engine.average(layout, {name: gradients(number)[name]})
+            engine.average(layout, {name: gradients(number, SHAPES)[name]})
             # More of the backward pass, while the first bucket is under way.
             hands.sleep(1000)
     (record,) = records
@@ -327,22 +285,18 @@ def test_a_record_comes_when_the_device_has_reached_its_end(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(clock, "has_streams", lambda _: True)
     FakeEvent.made = FakeEvent.reached = 0
-    records: list[StepRecord] = []
-    state = handle()
-    state.telemetry(records.append, every=2)
-    for number in range(4):
-        step(state, gradients(number))
+    state, records = watched(every=2)
+    steps(state, range(4))
     assert records == []
     made, FakeEvent.reached = FakeEvent.made, FakeEvent.made // 2
-    step(state, gradients(4))
+    steps(state, [4])
     assert [record.step for record in records] == [2]
     FakeEvent.reached = made
-    step(state, gradients(5))
+    steps(state, [5])
     assert [record.step for record in records] == [2, 4]
     for record in records:
         # One unit between two events.
-        assert record.milliseconds["commit"] == 1
-        assert record.milliseconds["telemetry"] == 1
+        assert record.milliseconds["commit"] == record.milliseconds["telemetry"] == 1
         assert record.milliseconds[STEP] == made // 2 - 1
 
 
@@ -357,36 +311,15 @@ def test_a_cancelled_clock_has_no_result():
     assert timer.stop() is None
 
 
-def test_the_examples_of_the_documentation_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    writers: list[Writer] = []
-
-    def summary_writer(folder: str) -> Writer:
-        writers.append(Writer())
-        return writers[-1]
-
-    monkeypatch.setitem(
-        sys.modules,
-        "torch.utils.tensorboard",
-        types.SimpleNamespace(SummaryWriter=summary_writer),
-    )
-    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
-    examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    state = handle()
-    for example in examples:
-        exec(example, {"state": state})
-        before = state.iteration
-        while state.iteration < before + 50:
-            step(state, gradients(state.iteration))
-    assert len(examples) == 3
-    assert {tag for tag, _ in writers[0].scalars} >= {"powersgd/captured", "powersgd/layers/same/captured"}
-    assert "compression computes in" in capsys.readouterr().out
+# Who is told ----------------------------------------------------------------------------------------------------------
 
 
 class Writer:
     """Keeps what a SummaryWriter would write."""
 
-    def __init__(self) -> None:
+    def __init__(self, _folder: str = "") -> None:
         self.scalars: dict[tuple[str, int], float] = {}
+        written.append(self)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         self.scalars[tag, step] = value
@@ -395,22 +328,46 @@ class Writer:
         raise TypeError("a file cannot be copied")
 
 
-def test_a_writer_and_the_logger_get_the_record(caplog: pytest.LogCaptureFixture):
-    writer, records = Writer(), list[StepRecord]()
+written: list[Writer] = []
+
+
+def test_the_examples_of_the_documentation_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    page = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 3
     state = handle()
+    for example in examples:
+        exec(example, {"state": state})
+        # The examples report every 50 steps.
+        steps(state, range(50))
+    assert {tag for tag, _ in written[-1].scalars} >= {"powersgd/captured", "powersgd/layers/same/captured"}
+    assert "compression computes in" in capsys.readouterr().out
+
+
+def test_a_callback_a_writer_and_the_logger_get_the_same_record(caplog: pytest.LogCaptureFixture):
+    writer, records = Writer(), list[StepRecord]()
+    state = handle(start_iter=2)
     state.telemetry(records.append, writer=writer, every=2)
     with caplog.at_level(logging.INFO, "powersgd_triton"):
-        for number in range(2):
-            step(state, gradients(number))
-    (record,) = records
-    assert writer.scalars["powersgd/layers/weight/captured", 2] == record.layers["weight"].captured
-    assert writer.scalars["powersgd/layers/weight/error_norm", 2] == record.layers["weight"].error_norm
-    assert writer.scalars["powersgd/milliseconds/exchange", 2] == record.milliseconds[EXCHANGE]
-    assert writer.scalars["powersgd/bytes", 2] == record.bytes
-    assert writer.scalars["powersgd/captured", 2] == record.captured
-    lines = [message for message in caplog.messages if message.startswith("PowerSGD step 2: captured ")]
-    assert len(lines) == 1
-    assert "\n" not in lines[0]
+        steps(state, range(4))
+    exact, record = records
+    # Exact steps send all bytes and have no layers.
+    assert exact.bytes == sum(4 * math.prod(shape) for shape in SHAPES.values())
+    assert (exact.captured, exact.layers) == (0, {})
+    assert record.bytes == state.report().bytes_per_step < exact.bytes
+    expected = {"bytes": record.bytes, "captured": record.captured}
+    expected |= {f"milliseconds/{phase}": record.milliseconds[phase] for phase in (*PHASES, STEP)}
+    for name in ("weight", "same", "thin"):
+        expected[f"layers/{name}/captured"] = record.layers[name].captured
+        expected[f"layers/{name}/error_norm"] = record.layers[name].error_norm
+    assert {tag: value for (tag, at), value in writer.scalars.items() if at == 4} == {
+        f"powersgd/{name}": value for name, value in expected.items()
+    }
+    first, second = [message for message in caplog.messages if message.startswith("PowerSGD step")]
+    assert "captured" not in first
+    assert second.startswith("PowerSGD step 4: captured ")
+    assert "\n" not in second
 
 
 @pytest.mark.parametrize(
@@ -424,30 +381,11 @@ def test_a_writer_and_the_logger_get_the_record(caplog: pytest.LogCaptureFixture
     ids=str,
 )
 def test_bad_arguments_change_nothing(arguments: dict[str, Any], error: type[Exception], match: str):
-    records: list[StepRecord] = []
-    state = handle()
-    state.telemetry(records.append, every=1)
+    state, records = watched()
     with pytest.raises(error, match=match):
         state.telemetry(**arguments)
-    for number in range(2):
-        step(state, gradients(number))
+    steps(state, range(2))
     assert len(records) == 1
-
-
-def test_an_exception_of_the_callback_is_not_in_the_way():
-    """It reaches the program, and the step has been ended before."""
-    state = handle()
-    state.telemetry(lambda _: 1 / 0, every=2)
-    step(state, gradients(0))
-    with pytest.raises(ZeroDivisionError):
-        step(state, gradients(1))
-    assert state.iteration == 2
-    other = handle()
-    for number in range(2):
-        step(other, gradients(number))
-    step(state, gradients(2))
-    step(other, gradients(2))
-    assert all(torch.equal(error, other.error()[name]) for name, error in state.error().items())
 
 
 def test_copies_are_without_telemetry():
@@ -456,30 +394,3 @@ def test_copies_are_without_telemetry():
     for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert other._engine.telemetry is None
     assert "telemetry" not in str(state.state_dict())
-
-
-def test_a_checkpoint_goes_on_being_reported():
-    records: list[StepRecord] = []
-    state = handle()
-    state.telemetry(records.append, every=2)
-    for number in range(5):
-        step(state, gradients(number))
-    state.load_state_dict(state.state_dict())
-    for number in range(5, 9):
-        step(state, gradients(number))
-    assert [record.step for record in records] == [2, 4, 7, 8]
-
-
-def test_a_loss_scale_source_is_read_once_a_step():
-    reads: list[int] = []
-
-    def scale() -> float:
-        reads.append(1)
-        return 2.0
-
-    state = handle()
-    state._engine.step.loss_scale = LossScale(scale)
-    state.telemetry(every=1)
-    for number in range(3):
-        step(state, gradients(number))
-    assert len(reads) == 3

@@ -17,148 +17,129 @@ from powersgd_triton.comm.cost import Network, measure_network
 from powersgd_triton.core import tuning
 from powersgd_triton.core.trial import ComputeTime
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.distributed import run
+from tests.support.checks import gradients as random_gradients
+from tests.support.distributed import outcome, run_cases
 
 SHAPES = {"wide": (96, 400), "tall": (500, 64), "bias": (96,)}
 FIRST = tuning.WARM_UP + tuning.MEASURED + 1
 """Steps after which the choice is in force."""
 SLOW, FAST = Network(2, card=1e4), Network(2, card=1e12, latency=0.0)
+AUTO = PowerSGDConfig(compression="auto")
 
 
 def gradients(worker: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + worker)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return random_gradients(100 * step + worker, SHAPES)
+
+
+def averaged(compressor: Compressor, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    averages = compressor.decompress(compressor.compress(own))
+    assert isinstance(averages, dict)
+    return averages
 
 
 def train(compressor: Compressor, worker: int, steps: range) -> list[bool]:
     """Whether each step was exact. Conservation: what was averaged and what is left over is what came."""
     exact = []
     for step in steps:
-        before = compressor.error()
-        averages = compressor.decompress(compressor.compress(gradients(worker, step)))
-        assert isinstance(averages, dict)
+        before, own = compressor.error(), gradients(worker, step)
+        averages = averaged(compressor, own)
         after, (one, two) = compressor.error(), (gradients(w, step) for w in range(2))
         exact.append(all(torch.allclose(averages[name], (one[name] + two[name]) / 2) for name in SHAPES))
         for name in after:
-            mean = Communicator().mean(gradients(worker, step)[name] + before.get(name, torch.zeros(())) - after[name])
+            mean = Communicator().mean(own[name] + before.get(name, torch.zeros(())) - after[name])
             torch.testing.assert_close(averages[name], mean, rtol=1e-4, atol=1e-5)
     return exact
 
 
-def choices(worker: int, world_size: int) -> dict[str, Any]:
+def choices(worker: int, world_size: int) -> list[Any]:
     """What workers settle on networks and with trials that are given."""
-    found: dict[str, Any] = {}
+    found: list[Any] = []
     # This worker's own times differ from those of the others.
     times = tuple((1 + worker) * 1e-5 * rank for rank in (4, 16, 64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "time_compute", lambda *_: ComputeTime(times))
-        for name, network, seconds in (("slow", SLOW, 25.0), ("fast", FAST, 1e-3)):
+        for network, seconds in ((SLOW, 25.0), (FAST, 1e-3)):
             patch.setattr(tuning, "measure_network", lambda *_, network=network: network)
             clock = itertools.count(0.0, seconds + 1e-4 * worker)
             patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=clock.__next__))
-            compressor = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
+            compressor, resumed = Compressor(AUTO, SHAPES), Compressor(AUTO, SHAPES)
             assert "exact" in str(compressor.report())
             exact = train(compressor, worker, range(FIRST + 4))
             saved = compressor.state_dict()
-            resumed = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
             resumed.load_state_dict(saved)
-            later = train(resumed, worker, range(FIRST + 4, FIRST + 6))
-            found[name] = exact, later, saved["plan"]["settled"], resumed.config.compression
+            later, settled = train(resumed, worker, range(FIRST + 4, FIRST + 6)), saved["plan"]["settled"]
+            if network is SLOW:
+                assert exact + later == [True] * FIRST + [False] * 6
+                assert settled["compression"] == resumed.config.compression > 10  # type: ignore[operator]
+            else:
+                assert all(exact + later)
+                assert (settled, resumed.config.compression) == ({"compression": None}, "auto")
+            found.append(settled)
         patch.setattr(tuning, "time_compute", lambda *_: ComputeTime((4e-5, 16e-5, 64e-5)))
         limited = Compressor(PowerSGDConfig(compression=4, max_overhead=0.01, replan_every=5), SHAPES)
-        before = limited.report().tensors[0].rank
+        assert limited.report().tensors[0].rank > 1
         train(limited, worker, range(FIRST + 8))
-        found["limited"] = before, limited.config.max_rank, [row.rank for row in limited.report().tensors]
-    found["network"] = measure_network(Communicator(), torch.device("cpu"))
-    return found
-
-
-def test_all_workers_settle_the_same_and_lose_nothing() -> None:
-    first, second = run(choices, 2)
-    assert first == second
-    exact, later, settled, compression = first["slow"]
-    assert exact == [True] * FIRST + [False] * 4
-    assert later == [False, False]
-    assert settled["compression"] == compression > 10
-    exact, later, settled, compression = first["fast"]
-    assert all(exact + later)
-    assert (settled, compression) == ({"compression": None}, "auto")
-    # Steps of 1.1 ms allow the slower worker 1% for a column, of which each takes 10 µs.
-    before, limit, ranks = first["limited"]
-    assert before > 1
-    assert limit == 1
-    assert ranks == [1, 1, 0]
-    network = first["network"]
+        # Steps of 1.1 ms allow the slower worker 1% for a column, of which each takes 10 µs.
+        assert (limited.config.max_rank, [row.rank for row in limited.report().tensors]) == (1, [1, 1, 0])
+    network = measure_network(Communicator(), torch.device("cpu"))
     assert (network.nodes, network.node_size) == (2, 1)
     assert 1e6 < network.card < 1e12
     assert 0 <= network.latency < 1
+    return [*found, network]
 
 
 def ddp(worker: int, world_size: int) -> list[Any]:
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), bucket_cap_mb=0.1)
-    state = PowerSGDState(PowerSGDConfig(compression="auto"), module=model.module)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), bucket_cap_mb=0.1)
+    state = PowerSGDState(AUTO, module=model.module)
     model.register_comm_hook(state, powerSGD_hook)
     for step in range(FIRST + 3):
         torch.manual_seed(step * world_size + worker)
         model(torch.randn(8, 64)).square().mean().backward()
-    return [state.state_dict()["plan"]["settled"], next(model.parameters()).grad]
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    return [state.state_dict()["plan"]["settled"], gradient.tolist()]
 
 
-def test_ddp_chooses_from_what_it_measures() -> None:
-    first, second = run(ddp, 2)
-    assert first[0] == second[0]
-    assert torch.equal(first[1], second[1])
+def test_all_workers_settle_the_same_and_lose_nothing() -> None:
+    results = run_cases([choices, ddp], 2)
+    for case in (choices, ddp):
+        first, second = outcome(results, case)
+        assert first == second
 
 
 def test_one_worker_does_not_compress() -> None:
-    compressor = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
+    compressor = Compressor(AUTO, SHAPES)
     for step in range(FIRST + 1):
         own = gradients(0, step)
-        averages = compressor.decompress(compressor.compress(own))
-        assert isinstance(averages, dict)
+        averages = averaged(compressor, own)
         assert all(torch.equal(averages[name], own[name]) for name in SHAPES)
     assert compressor.state_dict()["plan"]["settled"] == {"compression": None}
 
 
-CHOICES: list[tuple[dict[str, Any], bool]] = [
-    ({"max_rank": 7}, True),
-    ({"compression": None}, True),
-    ({"compression": 20, "wire_dtype": "int4"}, True),
-    ({"max_rank": "wide"}, False),
-    ({"max_rank": [1]}, False),
-    ({"max_rank": 3.5}, False),
-    ({"max_rank": 0}, False),
-    ({"max_rank": None}, False),
-    ({"compression": 0.5}, False),
-    ({"compression": "auto"}, False),
-    ({"compression": None, "wire_dtype": None}, False),
-    ({"wire_dtype": "int4"}, False),
-    ({"rank": 3}, False),
-]
-
-
-@pytest.mark.parametrize(("settled", "fine"), CHOICES, ids=str)
-def test_a_choice_that_cannot_be_is_refused(settled: dict[str, Any], *, fine: bool) -> None:
-    compressor = Compressor(PowerSGDConfig(compression=4), SHAPES)
-    compressor.compress(gradients(0, 0))
-    saved = compressor.state_dict()
-    saved["plan"]["settled"] = settled
-    if fine:
-        compressor.load_state_dict(saved)
-        # This configuration has nothing to choose.
-        assert (compressor.config.compression, compressor.config.max_rank) == (4, 64)
-        return
-    with pytest.raises(ValueError, match="expected a plan of ranks with ranks"):
-        compressor.load_state_dict(saved)
-
-
-def saved_by(config: PowerSGDConfig, settled: dict[str, Any]) -> dict[str, Any]:
+def saved_with(settled: dict[str, Any]) -> dict[str, Any]:
     compressor = Compressor(PowerSGDConfig(compression=4), SHAPES)
     compressor.compress(gradients(0, 0))
     saved = compressor.state_dict()
     saved["plan"]["settled"] = settled
     return saved
+
+
+@pytest.mark.parametrize(
+    "settled",
+    [
+        *({"max_rank": value} for value in ("wide", [1], 3.5, 0, None)),
+        {"compression": 0.5},
+        {"compression": "auto"},
+        {"compression": None, "wire_dtype": None},
+        {"wire_dtype": "int4"},
+        {"rank": 3},
+    ],
+    ids=str,
+)
+def test_a_choice_that_cannot_be_is_refused(settled: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected a plan of ranks with ranks"):
+        Compressor(PowerSGDConfig(compression=4), SHAPES).load_state_dict(saved_with(settled))
 
 
 @pytest.mark.parametrize(
@@ -172,29 +153,34 @@ def saved_by(config: PowerSGDConfig, settled: dict[str, Any]) -> dict[str, Any]:
         ({"compression": 4, "max_overhead": 0.5}, {"compression": 10, "wire_dtype": "float32"}, False),
         ({"compression": 4, "max_overhead": 0.5}, {"compression": None}, False),
         ({"bytes_per_step": 40_000, "max_overhead": 0.5}, {"max_rank": 2}, True),
+        # These have nothing to choose.
+        ({"compression": 4}, {"max_rank": 7}, None),
+        ({"compression": 4}, {"compression": None}, None),
+        ({"compression": 4}, {"compression": 20, "wire_dtype": "int4"}, None),
     ],
 )
-def test_a_choice_belongs_to_what_was_to_be_chosen(given: dict[str, Any], settled: dict[str, Any], used: bool) -> None:
+def test_a_choice_belongs_to_what_was_to_be_chosen(given: Any, settled: dict[str, Any], used: bool | None) -> None:
     compressor = Compressor(PowerSGDConfig(**given), SHAPES)
-    compressor.load_state_dict(saved_by(PowerSGDConfig(**given), settled))
+    compressor.load_state_dict(saved_with(settled))
+    if used is None:
+        assert (compressor.config.compression, compressor.config.max_rank) == (4, 64)
+        return
     assert compressor.state_dict()["plan"].get("settled") == (settled if used else None)
     # If it is not used, the first steps are measured again.
     assert compressor._engine.plan.measures is not used
 
 
 def test_errors_of_a_saved_state_are_sent_if_nothing_is_compressed() -> None:
-    before = Compressor(PowerSGDConfig(rank=2), SHAPES)
+    before, compressor = Compressor(PowerSGDConfig(rank=2), SHAPES), Compressor(AUTO, SHAPES)
     before.compress(gradients(0, 0))
     errors = before.error()
-    compressor = Compressor(PowerSGDConfig(compression="auto"), SHAPES)
     compressor.load_state_dict(before.state_dict())
     assert not compressor._engine.compressing
     total = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(1, FIRST + 4):
-        averages = compressor.decompress(compressor.compress(gradients(0, step)))
-        assert isinstance(averages, dict)
-        for name in SHAPES:
-            total[name] += averages[name] - gradients(0, step)[name]
+        own = gradients(0, step)
+        for name, average in averaged(compressor, own).items():
+            total[name] += average - own[name]
     assert compressor.state_dict()["plan"]["settled"] == {"compression": None}
     for name, error in errors.items():
         assert error.norm() > 1

@@ -21,7 +21,9 @@ SHAPES = {"weight": (40, 36), "odd": (21, 17), "bias": (7,)}
 
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
-    """Offsets from an argument have 32 bits on AMD, so only an address can lead to other memory."""
+    """Offsets from an argument have 32 bits on AMD, so only an address leads to other memory. No integer overflows."""
+    from tests.support.interpreter import CHECKED
+
     compressor = Compressor(everything(3, backend="triton", algorithm=algorithm), SHAPES)
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     run, load, store = executor.__call__, builder.create_masked_load, builder.create_masked_store
@@ -60,6 +62,7 @@ def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
     compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()})
     errors = [matrix.error for matrix in compressor._engine.memory.matrices.values() if matrix.error is not None]
     with (
+        mock.patch.object(interpreter.interpreter_builder, "options", CHECKED),
         mock.patch.object(executor, "__call__", watched_run),
         mock.patch.object(builder, "create_masked_load", watched_load),
         mock.patch.object(builder, "create_masked_store", watched_store),

@@ -76,7 +76,6 @@ def test_commit_takes_a_step_back(gradient: torch.dtype, error: torch.dtype | No
     assert bucket.M.guarded()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @over_dtypes("gradient", GRADIENTS)
 def test_commit_gives_back_what_compensate_took(gradient: torch.dtype, device: torch.device):
     bucket = Bucket(mixed(3), device, gradient=gradient, factor_gap=0)

@@ -10,8 +10,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.kernels.explore import explore_triton
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.explore import CARRY, SMALLEST_REST, explore_reference
-from powersgd_triton.ops.reference import PASSES
+from powersgd_triton.ops.explore import CARRY, OTHER_KEY, SMALLEST_REST, explore_reference
 from powersgd_triton.ops.triton_backend import TritonBackend
 
 EVERY = 3
@@ -37,7 +36,7 @@ def explored(bucket: Bucket, step: int, finite: bool = True) -> tuple[list[Tenso
     explore_triton(
         TritonBackend(bucket, {})._table, torch.tensor(step, device=device),
         torch.tensor(int(finite), dtype=torch.int32, device=device), max(g.rank for g in bucket.layout.groups),
-        every=EVERY, other=PASSES, carry=CARRY, smallest=SMALLEST_REST, out=bucket.basis,
+        every=EVERY, other=OTHER_KEY, carry=CARRY, smallest=SMALLEST_REST, out=bucket.basis,
     )  # fmt: skip
     got = [basis.clone() for bases in bucket.right(bucket.basis) for basis in bases]
     bucket.basis.copy_(before)

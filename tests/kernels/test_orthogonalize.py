@@ -6,15 +6,19 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels import gram, panels
 from powersgd_triton.kernels.columns import ProgressRow
 from powersgd_triton.kernels.gram import gram_triton
 from powersgd_triton.kernels.orthogonalize import _orthogonalize_kernel, grams_numel, orthogonalize_triton
-from powersgd_triton.ops.reference import DEAD_COLUMN, WINDOW, orthogonalize_reference, random_directions
+from powersgd_triton.kernels.random_device import WINDOW
+from powersgd_triton.ops.reference import DEAD_COLUMN, orthogonalize_reference, random_directions
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
 from tests.support.kernel_checks import compensate_project
@@ -33,10 +37,11 @@ U, U64 = 2.0**-24, 2.0**-53
 
 @dataclasses.dataclass
 class Result:
-    """Bases in the inputs' order, and whether the input was found finite."""
+    """Bases in the inputs' order, whether the input was found finite, and how many columns were set to zero."""
 
     P: list[Tensor]
     finite: int
+    zeroed: int
 
 
 def factors_of(matrices: Sequence[Tensor], device: torch.device, keys: Sequence[int] = ()) -> Bucket:
@@ -72,12 +77,12 @@ def orthogonalize(
     assert all(memory.guarded() for memory in (bucket.first, X, grams, out))
     assert not factors.progress[:, ProgressRow._fields.index("arrived") :].any(), "a counter is not 0 again"
     assert in_place or out.views[-1].isnan().all()
-    return Result([P.float() for P in bucket.row_factors(out)], int(bucket.finite))
+    return Result([P.float() for P in bucket.row_factors(out)], int(bucket.finite), int(factors.zeroed.sum()))
 
 
 def check(matrices: Sequence[Tensor], device: torch.device, **options: Any) -> list[Tensor]:
     result = orthogonalize(matrices, device, **options)
-    assert result.finite == 1
+    assert (result.finite, result.zeroed) == (1, 0)
     for A, P in zip(matrices, result.P, strict=True):
         assert_basis_of(P[None], A[None])
     return result.P
@@ -199,7 +204,7 @@ def test_deficient_products(rank: int, device: torch.device):
 @pytest.mark.parametrize("rank", [8, 16, 32])
 def test_many_rows_and_columns_that_die_in_the_second_pass(rank: int, device: torch.device):
     """They depend on a weak direction. The directions that replace them have few rows of these."""
-    n = WINDOW + 188
+    n = int(WINDOW.value) + 188
     weak = [random(n, len(x), rank) * torch.tensor(x) @ random(len(x), rank, 9) for x in ([1, 1e-3], [1, 1e-2, 1e-5])]
     for key, (A, P) in enumerate(zip(weak, check(weak, device), strict=True), start=1):
         assert departure(by_reference(A, key)[None]) <= ORTHONORMAL
@@ -271,6 +276,20 @@ def test_real_directions_that_look_like_rounding_errors_are_kept(device: torch.d
     """Little is left of a column after one that is nearly parallel, but it is no rounding error."""
     matrices = [*nearly_parallel(8), *combined(32)]
     check(matrices, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel's number of passes is fixed")
+@pytest.mark.parametrize("rank", [8, 40])
+def test_what_the_last_pass_finds_dead_is_zero_and_counted(rank: int, device: torch.device):
+    """Columns that depend on a weak direction die in the second pass, which is made the last one."""
+    weak = random(60, 2, rank) * torch.tensor([1, 1e-3]) @ random(2, rank, 9)
+    with mock.patch.object(panels, "PASSES", tl.constexpr(2)), mock.patch.object(gram, "PASSES", tl.constexpr(2)):
+        result = orthogonalize([weak, random(60, rank)], device)
+    P, healthy = result.P
+    zero = (P == 0).all(dim=0)
+    assert 0 < int(zero.sum()) == result.zeroed
+    assert departure(P[None, :, ~zero]) <= ORTHONORMAL
+    assert_basis_of(healthy[None], random(60, rank)[None])
 
 
 # Random directions --------------------------------------------------------------------------------------------------

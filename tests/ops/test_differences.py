@@ -66,20 +66,15 @@ def heavy_tailed(numel: int, seed: int = 0) -> Tensor:
 
 
 @linear
-@pytest.mark.parametrize("numel", SIZES)
 @over_dtypes("dtype", DTYPES)
-def test_one_step_ends_within_a_code(width: WireFormat, numel: int, dtype: torch.dtype):
-    target, copies = heavy_tailed(numel), heavy_tailed(numel, 1).to(dtype)[None]
-    scales = follow(target, copies, width)
-    left = (target.double() - copies[0].double()).abs()
-    assert bool((left <= step(width) * scales + rounding(copies[0], target)).all())
-
-
-@linear
-@over_dtypes("dtype", DTYPES)
-def test_repeated_steps_end_at_the_copys_rounding(width: WireFormat, dtype: torch.dtype):
+def test_steps_end_within_a_code_and_repeated_ones_at_the_copys_rounding(width: WireFormat, dtype: torch.dtype):
     """A step leaves at most step / levels of a block's largest difference, and adds a rounding of the copy."""
-    target, copies = heavy_tailed(5000), torch.zeros(1, 5000, dtype=dtype)
+    for numel in SIZES:
+        target, copies = heavy_tailed(numel), heavy_tailed(numel, 1).to(dtype)[None]
+        scales = follow(target, copies, width)
+        left = (target.double() - copies[0].double()).abs()
+        assert bool((left <= step(width) * scales + rounding(copies[0], target)).all()), numel
+    copies.zero_()
     follow(target, copies, width, 40)
     blocks = torch.zeros(2, 40 * BLOCK, dtype=torch.float64)
     blocks[0, :5000] = (target.double() - copies[0].double()).abs()
@@ -105,30 +100,23 @@ def test_equal_tensors_stay_equal(width: WireFormat, dtype: torch.dtype):
 
 @widths
 @over_dtypes("dtype", DTYPES)
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_target_that_is_not_finite_makes_its_block_nan_until_it_recovers(
-    width: WireFormat, dtype: torch.dtype, value: float
-):
-    target, copies = heavy_tailed(3 * BLOCK + 5), heavy_tailed(3 * BLOCK + 5, 1).to(dtype)[None]
-    broken = target.clone()
-    broken[BLOCK + 7] = broken[-1] = value
-    follow(broken, copies, width)
-    spoiled = copies[0].isnan()
-    assert bool(spoiled[BLOCK : 2 * BLOCK].all())
-    assert bool(spoiled[3 * BLOCK :].all())
-    assert int(spoiled.sum()) == BLOCK + 5
-    follow(target, copies, width)
-    # Blocks that were NaN follow from 0.
-    expected = torch.zeros_like(copies)
-    follow(target, expected, width)
-    assert torch.equal(copies[0, spoiled], expected[0, spoiled])
-
-
-@widths
-@over_dtypes("dtype", DTYPES)
-def test_a_copy_that_is_not_finite_counts_as_zero(width: WireFormat, dtype: torch.dtype):
-    target, numel = heavy_tailed(300), 300
-    copies, zeros = torch.zeros(2, 1, numel, dtype=dtype)
+def test_what_is_not_finite_makes_its_block_nan_until_it_recovers(width: WireFormat, dtype: torch.dtype):
+    for value in (NAN, INF, -INF):
+        target, copies = heavy_tailed(3 * BLOCK + 5), heavy_tailed(3 * BLOCK + 5, 1).to(dtype)[None]
+        broken = target.clone()
+        broken[BLOCK + 7] = broken[-1] = value
+        follow(broken, copies, width)
+        spoiled = copies[0].isnan()
+        assert bool(spoiled[BLOCK : 2 * BLOCK].all())
+        assert bool(spoiled[3 * BLOCK :].all())
+        assert int(spoiled.sum()) == BLOCK + 5
+        follow(target, copies, width)
+        # Blocks that were NaN follow from 0.
+        expected = torch.zeros_like(copies)
+        follow(target, expected, width)
+        assert torch.equal(copies[0, spoiled], expected[0, spoiled])
+    # A copy that is not finite counts as 0.
+    copies, zeros = torch.zeros(2, 1, len(target), dtype=dtype)
     copies[0, :3] = torch.tensor([INF, -INF, NAN])
     follow(target, copies, width)
     follow(target, zeros, width)
@@ -172,8 +160,8 @@ def test_rows_of_a_wider_tensor_are_applied_alone(width: WireFormat, dtype: torc
     assert torch.equal(wide, before)
 
 
+@pytest.mark.parametrize("numel", [127, 641, 5000])
 @widths
-@pytest.mark.parametrize("numel", SIZES)
 def test_message_is_scales_then_codes(width: WireFormat, numel: int):
     """Each in whole blocks and aligned; what aligns them is not written."""
     blocks, numbers = (numel + 639) // 640 * 5 if width == TERNARY else -(-numel // BLOCK), width.numbers
@@ -200,44 +188,39 @@ def test_message_is_scales_then_codes(width: WireFormat, numel: int):
     assert copy[0].tolist() == torch.tensor(expected).tolist()
 
 
-@pytest.mark.parametrize("numel", SIZES)
-def test_ternary_codes_of_each_block(numel: int):
+def test_ternary_codes_of_each_block():
     """Against fp64: elements near the border between 0 and ±1 may have either code."""
-    target, content = heavy_tailed(numel), torch.zeros(TERNARY.difference_bytes(numel)[1], dtype=torch.uint8)
-    decoded = torch.zeros(1, numel)
-    encode_reference(target, None, TERNARY, content)
-    apply_reference(content[None], TERNARY, decoded)
-    parts = zip(
-        target.double().split(BLOCK), decoded[0].split(BLOCK), scales_of(content, numel).split(BLOCK), strict=True
-    )
-    for block, got, scale in parts:
-        border = 0.7 * block.abs().mean()
-        assert bool((got[block.abs() <= border * (1 - 2.0**-20)] == 0).all())
-        assert bool((got[block.abs() > border * (1 + 2.0**-20)] != 0).all())
-        kept = got != 0
-        assert torch.equal(got[kept].double(), scale[kept] * block[kept].sign())
-        # Rounded to the 8 bits of bf16.
-        torch.testing.assert_close(scale[0], block[kept].abs().mean(), rtol=2.0**-8, atol=0)
+    for numel in SIZES:
+        target, content = heavy_tailed(numel), torch.zeros(TERNARY.difference_bytes(numel)[1], dtype=torch.uint8)
+        decoded = torch.zeros(1, numel)
+        encode_reference(target, None, TERNARY, content)
+        apply_reference(content[None], TERNARY, decoded)
+        parts = (target.double(), decoded[0], scales_of(content, numel))
+        for block, got, scale in zip(*(part.split(BLOCK) for part in parts), strict=True):
+            border = 0.7 * block.abs().mean()
+            assert bool((got[block.abs() <= border * (1 - 2.0**-20)] == 0).all())
+            assert bool((got[block.abs() > border * (1 + 2.0**-20)] != 0).all())
+            kept = got != 0
+            assert torch.equal(got[kept].double(), scale[kept] * block[kept].sign())
+            # Rounded to the 8 bits of bf16.
+            torch.testing.assert_close(scale[0], block[kept].abs().mean(), rtol=2.0**-8, atol=0)
 
 
 def test_ternary_error_on_gaussian_values():
-    target, decoded = (
-        torch.randn(1000 * BLOCK, generator=torch.Generator().manual_seed(0)),
-        torch.zeros(1, 1000 * BLOCK),
-    )
+    target = torch.randn(1000 * BLOCK, generator=torch.Generator().manual_seed(0))
+    decoded = torch.zeros(1, len(target))
     follow(target, decoded, TERNARY)
     error = float((target - decoded[0]).square().sum() / target.square().sum())
     assert 0.185 < error < 0.195
 
 
 @pytest.mark.parametrize("largest", [torch.finfo(torch.float32).max, 2.0**-120, 2.0**-149])
-@pytest.mark.parametrize("numel", [1, 3, BLOCK])
-def test_ternary_scales_of_the_largest_and_the_smallest_values(largest: float, numel: int):
+def test_ternary_scales_of_the_largest_and_the_smallest_values(largest: float):
     """Neither sums nor scales overflow, and what is too small for a scale in bf16 is 0."""
-    target = torch.full((numel,), largest)
-    scales = follow(target, torch.zeros(1, numel), TERNARY)
-    expected = min(largest, (2 - 2.0**-7) * 2.0**127) if largest >= 2.0**-133 else 0.0
-    assert scales.tolist() == [expected] * numel
+    for numel in (1, 3, BLOCK):
+        scales = follow(torch.full((numel,), largest), torch.zeros(1, numel), TERNARY)
+        expected = min(largest, (2 - 2.0**-7) * 2.0**127) if largest >= 2.0**-133 else 0.0
+        assert scales.tolist() == [expected] * numel
 
 
 @widths
@@ -254,81 +237,48 @@ def test_a_single_element_among_zeros(width: WireFormat):
 
 @widths
 @over_dtypes("dtype", DTYPES)
-def test_no_base_stands_for_zeros(width: WireFormat, dtype: torch.dtype):
-    target = heavy_tailed(700).to(dtype)
-    contents = torch.zeros(2, width.difference_bytes(700)[1], dtype=torch.uint8)
-    encode_reference(target, None, width, contents[0])
-    encode_reference(target, torch.zeros(700), width, contents[1])
-    assert torch.equal(*contents)
-
-
-@widths
-@over_dtypes("dtype", DTYPES)
-def test_weights(width: WireFormat, dtype: torch.dtype):
-    """The product is rounded to fp32, then the sum, then to the base's dtype."""
+def test_bases_weights_and_what_is_subtracted(width: WireFormat, dtype: torch.dtype):
+    """No base stands for zeros; what was sent is taken back as with weight −1, and nothing is lost."""
     numel, weight = 700, 1 / 3
-    base, content = (
-        heavy_tailed(numel, 1).to(dtype),
-        torch.zeros(1, width.difference_bytes(numel)[1], dtype=torch.uint8),
-    )
-    encode_reference(heavy_tailed(numel), None, width, content[0])
-    decoded, got = torch.zeros(1, numel), base.clone()[None]
+    target, base = heavy_tailed(numel).to(dtype), heavy_tailed(numel, 1).to(dtype)
+    left, expected, got = target.clone(), target.clone(), base.clone()
+    contents = torch.zeros(3, width.difference_bytes(numel)[1], dtype=torch.uint8)
+    encode_reference(target, None, width, contents[0])
+    encode_reference(target, torch.zeros(numel), width, contents[1])
+    encode_reference(left, None, width, contents[2], subtract=True)
+    assert torch.equal(contents[0], contents[1])
+    assert torch.equal(contents[0], contents[2])
+    content, decoded = contents[:1], torch.zeros(1, numel)
     apply_reference(content, width, decoded)
-    apply_reference(content, width, got, weight)
-    assert torch.equal(got[0], (base.float() + decoded[0] * torch.tensor(weight)).to(dtype))
-
-
-@widths
-@over_dtypes("dtype", DTYPES)
-def test_what_was_sent_is_subtracted(width: WireFormat, dtype: torch.dtype):
-    """The same as taking it back with weight −1; and nothing is lost."""
-    numel = 700
-    target = heavy_tailed(numel).to(dtype)
-    left, expected = target.clone(), target.clone()
-    contents = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
-    encode_reference(left, None, width, contents[0], subtract=True)
-    encode_reference(target, None, width, contents[1])
-    assert torch.equal(*contents)
-    apply_reference(contents[:1], width, expected[None], -1.0)
+    apply_reference(content, width, expected[None], -1.0)
     assert torch.equal(left, expected)
-    decoded = torch.zeros(1, numel)
-    apply_reference(contents[:1], width, decoded)
     whole = left.double() + decoded[0].double()
     assert bool(((whole - target.double()).abs() <= rounding(left, target)).all())
+    # The product is rounded to fp32, then the sum, then to the base's dtype.
+    apply_reference(content, width, got[None], weight)
+    assert torch.equal(got, (base.float() + decoded[0] * torch.tensor(weight)).to(dtype))
 
 
 @widths
 @over_dtypes("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [5000, 5120])
-def test_spans_do_not_change_a_bit(width: WireFormat, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch):
+def test_spans_do_not_change_a_bit(width: WireFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """A tensor that is worked on in several spans, of which the last one may be shorter."""
-    target, base, results = heavy_tailed(numel).to(dtype), heavy_tailed(numel, 1).to(dtype), []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    for span in (8 * 640, 2 * 640):
-        monkeypatch.setattr(differences, "SPAN", span)
-        left, copies = target.clone(), base.clone()[None]
-        contents = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
-        encode_reference(left, None, width, contents[0], subtract=True)
-        encode_reference(target, base, width, contents[1])
-        apply_reference(contents[1:], width, copies, 1 / 3)
-        results.append((contents, left, copies))
-    for whole, divided in zip(*results, strict=True):
-        assert torch.equal(whole, divided)
+    for numel in (5000, 5120):
+        target, base, results = heavy_tailed(numel).to(dtype), heavy_tailed(numel, 1).to(dtype), []
+        for span in (8 * 640, 2 * 640):
+            monkeypatch.setattr(differences, "SPAN", span)
+            left, copies = target.clone(), base.clone()[None]
+            contents = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
+            encode_reference(left, None, width, contents[0], subtract=True)
+            encode_reference(target, base, width, contents[1])
+            apply_reference(contents[1:], width, copies, 1 / 3)
+            results.append((contents, left, copies))
+        for whole, divided in zip(*results, strict=True):
+            assert torch.equal(whole, divided)
 
 
-@widths
-def test_empty(width: WireFormat):
-    assert width.difference_bytes(0) == (0, 0)
-    copies = torch.zeros(1, 0)
-    content = torch.zeros(1, 0, dtype=torch.uint8)
-    encode_reference(copies[0], copies[0], width, content[0])
-    apply_reference(content, width, copies)
-
-
-def test_configuration_knows_all_formats():
+def test_the_configuration_knows_all_formats_and_the_backend_decides_who_codes():
     assert sorted(CODES) == sorted(DIFFERENCES)
-
-
-def test_backend_decides_who_codes():
     choices = {name: difference_codec(PowerSGDConfig(backend=name), CPU, torch.float32) for name in ("torch", "triton")}
     assert choices == {"torch": (encode_reference, apply_reference), "triton": (encode_triton, apply_triton)}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.reference import orthogonalize_reference, random_directions
-from powersgd_triton.ops.torch_backend import orthogonalize_together
+from powersgd_triton.ops.torch_backend import orthogonalize_groups
 from tests.support.orthonormal import (
     ORTHONORMAL,
     assert_basis_of,
@@ -25,11 +29,27 @@ from tests.support.orthonormal import (
 NAN = float("nan")
 
 
+@pytest.fixture(params=["reference", "groups"], autouse=True)
+def implementation(request: pytest.FixtureRequest) -> None:
+    """All tests of this file are run with the specification, and with what the torch backend does on the CPU."""
+    global by_groups
+    by_groups = request.param == "groups"
+
+
+by_groups = False
+
+
 def orthogonalize(A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) -> Tensor:
     out = torch.full_like(A, NAN)
-    keys = torch.arange(A.shape[0]) + key
-    orthogonalize_reference(A, keys=keys, step=step, epsilon=epsilon, out=out)
+    assert orthogonalize_into(out, A, key, step, epsilon) == 0
     return out
+
+
+def orthogonalize_into(out: Tensor, A: Tensor, key: int = 1, step: int = 0, epsilon: float = 0.0) -> int:
+    keys = torch.arange(A.shape[0]) + key
+    if by_groups:
+        return int(orthogonalize_groups([A], keys=[keys], step=step, epsilon=epsilon, out=[out]))
+    return int(orthogonalize_reference(A, keys=keys, step=step, epsilon=epsilon, out=out))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -166,7 +186,7 @@ def test_same_input_same_bits_also_in_place():
     A[1, :, 3] = 0
     first = orthogonalize(A)
     assert torch.equal(first, orthogonalize(A.clone()))
-    orthogonalize_reference(A, keys=torch.arange(3) + 1, step=0, out=A)
+    orthogonalize_into(A, A)
     assert torch.equal(first, A)
 
 
@@ -208,22 +228,77 @@ def test_random_directions_are_uniform(step: int):
     assert draws.unique().numel() > 0.99 * draws.numel()
 
 
-def test_groups_together_have_the_same_bits():
-    """Groups that need more than one pass, or are not in fp32, are left to the reference."""
+@pytest.mark.parametrize("implementation", ["groups"], indirect=True)
+def test_groups_do_not_disturb_each_other():
+    """Groups share decompositions. Some matrices need more than one pass, or are not in fp32."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 40, 4), (2, 17, 4), (1, 30, 7), (2, 9, 4), (1, 8, 4), (1, 20, 4)]
+    shapes = [(3, 40, 4), (2, 17, 4), (1, 30, 7), (2, 9, 4), (1, 8, 4), (3, 20, 4)]
     groups = [torch.randn(shape, generator=generator) for shape in shapes]
     groups[3][1] = 0
     groups[4][0, :, 1] = groups[4][0, :, 0] * (1 + 1e-5 * torch.randn(8, generator=generator))
-    groups[5][0, 3, 2] = torch.nan
+    groups[5][0, :, 1] = groups[5][0, :, 0]
+    groups[5][2, 3, 2] = torch.nan
     groups.append(groups[0].double())
+    keys = [torch.arange(len(A)) + 1 for A in groups]
     found = [torch.full_like(A, torch.nan) for A in groups]
-    assert orthogonalize_together(groups, out=found) == [True, True, True, False, False, False, False]
-    for A, basis in zip(groups[:3], found, strict=False):
-        alone = torch.empty_like(A)
-        orthogonalize_reference(A, keys=torch.arange(len(A)), step=0, out=alone)
-        assert torch.equal(basis, alone)
-    assert all(basis.isnan().all() for basis in found[3:])
+    orthogonalize_groups(groups, keys=keys, step=0, out=found)
+    for A, basis in zip(groups, found, strict=True):
+        good = A.isfinite().all(dim=(1, 2))
+        assert_basis_of(basis[good], A[good])
+        assert departure(basis) <= ORTHONORMAL
+        # Products of other sizes may be summed in another order.
+        assert torch.allclose(basis, orthogonalize(A), rtol=0, atol=1e-4)
     in_place = [A.clone() for A in groups]
-    orthogonalize_together(in_place, out=in_place)
-    assert all(torch.equal(A, basis) for A, basis in zip(in_place[:3], found, strict=False))
+    orthogonalize_groups(in_place, keys=keys, step=0, out=in_place)
+    assert all(torch.equal(one, other) for one, other in zip(in_place, found, strict=True))
+
+
+# Bases that would not be orthonormal ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def spoiled(value: float) -> Iterator[None]:
+    """Let decompositions have two equal columns at the end, and ``value`` in the first. CholeskyQR is never exact."""
+    qr = torch.linalg.qr
+
+    def spoiled_qr(A: Tensor, mode: str = "reduced") -> Any:
+        found = qr(A, mode)
+        if mode == "reduced":
+            found.Q[..., -1] = found.Q[..., -2]
+            found.Q[..., 0] *= value
+        return found
+
+    growth = mock.patch("powersgd_triton.ops.torch_backend.LARGEST_GROWTH", 0.0)
+    with mock.patch.object(torch.linalg, "qr", spoiled_qr), growth:
+        yield
+
+
+def test_columns_that_are_not_orthonormal_are_zero_and_counted():
+    A, out = torch.randn(2, 20, 6, generator=torch.Generator().manual_seed(0)), torch.empty(2, 20, 6)
+    A[0, :, 3] = A[0, :, 1]
+    with spoiled(1.1):
+        assert orthogonalize_into(out, A) == 2 * 3
+    assert not out[..., [0, 4, 5]].any()
+    assert departure(out[..., 1:4]) <= ORTHONORMAL
+    with spoiled(NAN):
+        assert orthogonalize_into(out, A) == 2 * 6
+    assert not out.any(), "what is not a number is not orthogonal to anything"
+
+
+@pytest.mark.parametrize("implementation", ["groups"], indirect=True)
+def test_what_is_not_orthonormal_is_not_sent_and_reported():
+    """The average lacks directions. The error keeps them, so nothing is lost."""
+    G = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    compressor = Compressor(PowerSGDConfig(rank=4, min_compression_rate=0), {"G": G.shape})
+    assert "orthonormal" not in str(compressor.report())
+    M = G.clone()
+    with spoiled(3.0):
+        for _ in range(3):
+            given = {"G": G.clone()}
+            compressor.decompress(compressor.compress(given), out=given)
+            assert given["G"].norm() <= (1 + 1e-5) * M.norm()
+            assert torch.allclose(compressor.error()["G"], M - given["G"], rtol=0, atol=1e-4)
+            M += G - given["G"]
+    report = compressor.report()
+    assert report.zeroed > 0
+    assert f"{report.zeroed} columns of bases were not orthonormal" in str(report)

@@ -7,15 +7,17 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from powersgd_triton import Compressor
 from powersgd_triton.ops import blocks
 from powersgd_triton.ops.ranges import reconstruct_ranges
+from powersgd_triton.ops.reference import orthogonalize_reference
+from powersgd_triton.ops.torch_backend import orthogonalize_groups
 from tests.support.checks import everything, same_bits
 
 SHAPES = {"weight": (48, 40), "other": (48, 40), "odd": (33, 29), "bias": (7,)}
@@ -112,20 +114,25 @@ def test_products_are_computed_in_one_module():
                 product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
                 if product or (isinstance(node, ast.Attribute) and node.attr in names):
                     found.add(function.name)
-    assert found == {"orthogonalize_reference", "_cholesky", "orthogonalize_together"}
+    assert found == {"householder_qr", "_cholesky_qr"}
 
 
 def test_orthogonalization_has_fp64_products_only():
-    from powersgd_triton.ops.reference import orthogonalize_reference
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ in (
+                "mm",
+                "bmm",
+                "linalg_qr",
+                "linalg_cholesky_ex",
+                "linalg_solve_triangular",
+            ):
+                dtypes.update(arg.dtype for arg in args if isinstance(arg, Tensor))
+            return func(*args, **(kwargs or {}))
 
     dtypes: set[torch.dtype] = set()
-    matmul = Tensor.__matmul__
-
-    def noted(A: Tensor, B: Tensor) -> Tensor:
-        dtypes.update((A.dtype, B.dtype))
-        return matmul(A, B)
-
-    with mock.patch.object(Tensor, "__matmul__", noted):
+    with Noting():
         for A in (torch.randn(2, 9, 3), torch.zeros(2, 9, 3)):
             orthogonalize_reference(A, keys=torch.arange(2), step=0, out=A)
+            orthogonalize_groups([A], keys=[torch.arange(2)], step=0, out=[A])
     assert dtypes == {torch.float64}

@@ -14,7 +14,7 @@ from powersgd_triton.ops.reference import reconstruct_reference
 from powersgd_triton.ops.triton_backend import TritonBackend
 from tests.support.bounds import assert_within
 from tests.support.checks import COMPRESSED, SHAPES, bases, everything, gradients, poisoned, same_bits
-from tests.support.kernel_cases import GRADIENTS, INF, NAN, over_dtypes, rounding, stored
+from tests.support.kernel_cases import GRADIENTS, INF, NAN, rounding, stored
 from tests.support.orthonormal import ORTHONORMAL, departure
 from tests.support.thinned import thinned
 
@@ -106,29 +106,39 @@ def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], boun
 
 # Steps --------------------------------------------------------------------------------------------------------------
 
-CONFIGS = {
-    "standard": everything(),
-    "all shapes": everything(),
-    "rank 5": everything(rank=5),
-    "some bypass": PowerSGDConfig(rank=2, min_compression_rate=1.5),
-    "all bypass": PowerSGDConfig(rank=8, min_compression_rate=20),
-    "exact first": everything(start_iter=2),
-    "without error feedback": everything(error_feedback=False),
-    "without warm start": everything(warm_start=False),
-    "all shapes, one by one": everything(batch_by_shape=False),
-    "alternating": everything(algorithm="alternating"),
-    "alternating, all shapes, rank 3": everything(3, algorithm="alternating"),
-    "alternating without error feedback": everything(algorithm="alternating", error_feedback=False),
-    "errors in bf16": everything(error_dtype="bf16"),
-    "alternating with errors in bf16": everything(algorithm="alternating", error_dtype="bf16"),
+FP32, BF16, FP16 = GRADIENTS
+CASES = {
+    "all shapes": (FP32, everything()),
+    "read after each step": (FP32, everything()),
+    "some bypass": (FP32, PowerSGDConfig(rank=2, min_compression_rate=1.5)),
+    "all bypass": (FP32, PowerSGDConfig(rank=8, min_compression_rate=20)),
+    "exact first": (FP32, everything(start_iter=1)),
+    "without warm start": (FP32, everything(warm_start=False)),
+    "without error feedback": (FP16, everything(error_feedback=False)),
+    "alternating": (FP16, everything(algorithm="alternating")),
+    "alternating, all shapes, rank 3": (FP32, everything(3, algorithm="alternating")),
+    "errors in bf16": (BF16, everything(error_dtype="bf16")),
+}
+# Of what these combine each part is above, or in a quick test of the kernels.
+SLOW = {
+    "rank 5": (FP32, everything(5)),
+    "all shapes, one by one": (FP32, everything(batch_by_shape=False)),
+    "gradients in bf16": (BF16, everything()),
+    "fp32 without error feedback": (FP32, everything(error_feedback=False)),
+    "alternating in fp32": (FP32, everything(algorithm="alternating")),
+    "alternating without error feedback": (FP32, everything(algorithm="alternating", error_feedback=False)),
+    "alternating with errors in bf16": (FP32, everything(algorithm="alternating", error_dtype="bf16")),
 }
 
 
-def check_five_steps(name: str, dtype: torch.dtype, device: torch.device) -> Compressor:
-    shapes, config = SHAPES if "shapes" in name else FEW, CONFIGS[name]
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_steps(name: str, device: torch.device):
+    """Reading the error between steps changes when the product is subtracted, and by whom, but not what is owed."""
+    dtype, config = {**CASES, **SLOW}[name]
+    shapes = SHAPES if "all shapes" in name else FEW
     kernels, truth = triton(shapes, config), Truth(shapes, config, device)
     reference = Compressor(PowerSGDConfig.from_dict({**config.to_dict(), "backend": "torch"}), shapes)
-    for seed in range(5):
+    for seed in range(4 if config.algorithm == "alternating" else 3):
         given = gradients(seed, shapes, dtype)
         expected, bounds = truth.step(given)
         got, other = step(kernels, given, device), step(reference, given)
@@ -137,42 +147,14 @@ def check_five_steps(name: str, dtype: torch.dtype, device: torch.device) -> Com
         layout = kernels.layout if seed >= config.start_iter else kernels._exact
         for segment in layout.bypass:
             assert torch.equal(got[segment.name], given[segment.name].float())
+        if "read" in name:
+            kernels.error()
     assert uses_triton(kernels)
     if not config.warm_start:
         # Redrawn from the keys and the step in fp64, and rounded once by each backend.
         expected, got = bases(reference), on(torch.device("cpu"), bases(kernels))
         assert all((got[name] - basis).abs().max() <= 2 * U for name, basis in expected.items())
-    return kernels
-
-
-# Of what these combine each part is in another configuration, or in a quick test of the kernels.
-SLOW = (
-    *("rank 5", "all shapes, one by one"),
-    *("alternating", "alternating without error feedback", "alternating with errors in bf16"),
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CONFIGS]
-)
-def test_five_steps(name: str, device: torch.device):
-    check_five_steps(name, torch.float32, device)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("standard", torch.bfloat16),
-        ("alternating", torch.float16),
-        ("without error feedback", torch.float16),
-        ("errors in bf16", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_five_steps_with_16_bit_gradients(name: str, dtype: torch.dtype, device: torch.device):
-    compressor = check_five_steps(name, dtype, device)
-    factors = compressor.compress(on(device, gradients(9, FEW, dtype))).factors()
-    for P_hat, Q in factors.values():
+    for P_hat, Q in kernels.compress(on(device, gradients(9, shapes, dtype))).factors().values():
         assert P_hat.dtype == Q.dtype == torch.float32
         # The alternating algorithm makes one side orthonormal at a time.
         assert min(departure(P_hat[None].cpu()), departure(Q[None].cpu())) <= ORTHONORMAL
@@ -198,21 +180,12 @@ def test_nothing_is_lost(rank: int, algorithm: str, device: torch.device):
     assert_within(compressor.error()["w"].cpu(), owed, bound)
 
 
-def test_lazy_error_feedback_is_that_of_the_reference(device: torch.device):
-    """Reading the error between steps changes when the product is subtracted, and by whom, but not what is owed."""
-    lazy, read, truth = triton(FEW), triton(FEW), Truth(FEW, everything(), device)
-    for seed in range(4):
-        given = gradients(seed, FEW)
-        expected, bounds = truth.step(given)
-        read.error()
-        assert_close(step(lazy, given, device), expected, bounds)
-        assert_close(step(read, given, device), expected, bounds)
-
-
 # Input that is zero or not finite -----------------------------------------------------------------------------------
 
 
-@over_dtypes("dtype", GRADIENTS)
+@pytest.mark.parametrize(
+    "dtype", [FP32, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (BF16, FP16))], ids=str
+)
 def test_zero_gradient_wakes_up(dtype: torch.dtype, device: torch.device):
     """At the first step that is not zero, a gradient of low rank comes through whole."""
     shapes = {"w": (24, 18), "v": (7, 40)}
@@ -232,20 +205,19 @@ def test_zero_gradient_wakes_up(dtype: torch.dtype, device: torch.device):
     assert_close(step(compressor, given, device), expected, bounds)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize(
     ("where", "value", "dtype"),
     [
-        ("linear", INF, torch.float32),
         ("linear", NAN, torch.float16),
         ("column", -INF, torch.bfloat16),
-        ("bias", INF, torch.bfloat16),
-        ("scalar", NAN, torch.float32),
+        ("bias", INF, torch.float32),
     ],
 )
 def test_non_finite_element_spoils_one_step_only(where: str, value: float, dtype: torch.dtype, device: torch.device):
     compressor = triton(FEW)
-    step(compressor, gradients(0, FEW, dtype), device)
+    compressed = compressor.compress(on(device, gradients(0, FEW, dtype)))
+    factors = {name: [factor.cpu().double().abs() for factor in pair] for name, pair in compressed.factors().items()}
+    compressor.decompress(compressed)
     error, basis = on(torch.device("cpu"), compressor.error()), bases(compressor)
 
     now = gradients(3, FEW, dtype)
@@ -255,9 +227,13 @@ def test_non_finite_element_spoils_one_step_only(where: str, value: float, dtype
     assert not got[where].isfinite().all()
     assert same_bits(bases(compressor), basis)
     for name, after in on(torch.device("cpu"), compressor.error()).items():
-        # G was added and subtracted again, each rounded once.
+        # G was added and subtracted again, each rounded once. The product was subtracted by plain torch, which computes
+        # the error, and then by the kernel.
         G = torch.where(now[name].isfinite(), now[name], 0).double()
+        P_hat, Q = factors[name]
+        product = P_hat @ Q.mT
         bound = U * ((error[name] + G).abs() + 2 * error[name].abs())
+        bound += 2 * rounding(Q.shape[1] + 1, device) * (error[name].abs() + product)
         assert ((after.double() - error[name].double()).abs() <= bound).all(), name
 
     given = gradients(4, FEW, dtype)
@@ -267,10 +243,14 @@ def test_non_finite_element_spoils_one_step_only(where: str, value: float, dtype
             assert torch.equal(tensor, given[name].float())
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize(
     "fields",
-    [{"error_feedback": False}, {"warm_start": False}, {"rank": 33}, {"algorithm": "alternating"}],
+    [
+        {"error_feedback": False},
+        {"warm_start": False},
+        {"algorithm": "alternating"},
+        pytest.param({"rank": 33}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_non_finite_with_other_settings(fields: dict[str, Any], device: torch.device):
@@ -301,7 +281,7 @@ def test_overflow_spoils_one_step_only(device: torch.device):
 # Checkpoints and outputs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("source", "rank"), [("torch", 2), ("triton", 2), ("triton", 3)])
+@pytest.mark.parametrize(("source", "rank"), [("torch", 3), ("triton", 2)])
 def test_state_goes_from_one_backend_to_the_other(source: str, rank: int, device: torch.device):
     """Also to a higher rank, whose further columns are random."""
     first = Compressor(everything(backend=source), FEW)
@@ -313,11 +293,10 @@ def test_state_goes_from_one_backend_to_the_other(source: str, rank: int, device
     truth = Truth(FEW, everything(rank), device)
     for compressor in (reference, kernels, *truth.compressors):
         compressor.load_state_dict(saved)
-    for seed in range(2, 4):
-        given = gradients(seed, FEW)
-        expected, bounds = truth.step(given)
-        assert_close(step(reference, given), expected, bounds)
-        assert_close(step(kernels, given, device), expected, bounds)
+    given = gradients(2, FEW)
+    expected, bounds = truth.step(given)
+    assert_close(step(reference, given), expected, bounds)
+    assert_close(step(kernels, given, device), expected, bounds)
     assert uses_triton(kernels)
 
 

@@ -23,6 +23,20 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "column": (40, 1),
     "empty": (0, 5),
 }
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MODES: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "one by one": {"batch_by_shape": False},
+    "without feedback": {"error_feedback": False},
+    "cold": {"warm_start": False},
+    "twice": {"iterations": 2},
+    "alternating": {"algorithm": "alternating"},
+    "alternating twice": {"algorithm": "alternating", "iterations": 2},
+    "alternating three times": {"algorithm": "alternating", "iterations": 3},
+    "16-bit error": {"algorithm": "alternating", "error_dtype": "bf16"},
+}
+"""Fields of the configuration, by a name for each."""
+
 COMPRESSED = ("linear", "twin", "conv", "row", "column")
 
 
@@ -49,8 +63,34 @@ def step(compressor: Compressor, given: Mapping[str, Tensor], dtype: torch.dtype
     return out
 
 
+def trained(steps: int = 5, *, dtype: torch.dtype = torch.float32, **fields: Any) -> Compressor:
+    """A compressor after so many steps. Fields are those of the configuration."""
+    compressor = Compressor(everything(**fields), SHAPES)
+    for seed in range(steps):
+        step(compressor, gradients(seed, dtype=dtype))
+    return compressor
+
+
+def trajectory(compressor: Compressor, steps: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Averages of further steps, and the error after them."""
+    found = {
+        f"{name} in step {seed}": tensor
+        for seed in range(compressor.iteration, compressor.iteration + steps)
+        for name, tensor in step(compressor, gradients(seed, dtype=dtype)).items()
+    }
+    return found | {f"error of {name}": error for name, error in compressor.error().items()}
+
+
 def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_equal_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """That two saved states are equal, tensors bit by bit."""
+    assert one.keys() == other.keys()
+    assert all(one[key] == other[key] for key in one.keys() - {"matrices"})
+    assert one["matrices"].keys() == other["matrices"].keys()
+    assert all(same_bits(parts, other["matrices"][name]) for name, parts in one["matrices"].items())
 
 
 def bases(compressor: Compressor) -> dict[str, Tensor]:

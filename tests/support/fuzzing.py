@@ -277,6 +277,10 @@ class Follower:
 
         average = model.step(G, chosen_basis, sizes)
         tolerance = share * total(model.sizes) + k * TINY
+        # A projection on orthonormal columns enlarges nothing.
+        sent = run.averages[0][segment.name].double().norm() * len(given)
+        largest = (1 + ORTHONORMAL) * (total(G) + total(E)).norm() + tolerance.norm()
+        assert sent <= largest or not sent.isfinite(), f"{segment}: {sent} of {largest} was sent"
         average *= len(G) / len(given)
         error = (run.averages[0][segment.name].double().view_as(average) - average).abs() * len(given)
         # Finite factors may have a product that is out of range.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,21 +18,84 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language import core
 from triton.runtime import interpreter
 
+CHECKED = interpreter.interpreter_builder.options
+"""Options with which integers that overflow are an error."""
+
 
 def make_faster() -> None:
-    """Remember what of Triton's language is replaced in the interpreter.
+    """Remember what the interpreter looks up again and again, which takes as long as the kernels of the tests.
 
-    It looks all members of the language through in each launch and in each call of a function within a kernel, which
-    takes as long as the kernels of the tests. What it replaces are the built-in ones, always the same.
+    In each launch it replaces members of Triton's language, always the same ones, and again in each call of a function
+    within a kernel, which finds them replaced. For each value it looks up a NumPy dtype in a table that it makes anew,
+    and it computes each sum of integers once more to find an overflow, as compiled kernels do only when debugged.
     """
     names: dict[Any, list[str]] = {}
+    dtypes: dict[str, Any] = {}
+    patch, dtype_of = interpreter._patch_lang, interpreter._get_np_dtype
 
     def members(package: Any) -> list[tuple[str, Any]]:
         if package not in names:
             names[package] = [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
         return [(name, getattr(package, name)) for name in names[package]]
 
+    @functools.cache
+    def languages(fn: Any) -> list[Any]:
+        return [value for value in fn.__globals__.values() if value is interpreter.tl or value is core]
+
+    def patch_once(fn: Any) -> Any:
+        return patch(fn) if any(core.is_builtin(language.load) for language in languages(fn)) else None
+
+    def remembered(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(kind)
+        return dtypes[name]
+
+    @functools.cache
+    def shape_of(sizes: tuple[int, ...]) -> Any:
+        return core.tuple([core.constexpr(size) for size in sizes])
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        sizes = tuple(kind.shape) if kind.is_block() else ()
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shape_of(sizes), core.constexpr(math.prod(sizes))
+
+    core.tensor.__init__ = tensor
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+    interpreter._patch_lang = patch_once
+    interpreter.interpreter_builder.options = dataclasses.replace(CHECKED, sanitize_overflow=False)
+    interpreter._get_np_dtype = remembered
+
+
+def make_exact() -> None:
+    """Compute ``tl.dot`` in one order, with the same bits on every CPU and in blocks of every shape.
+
+    The interpreter's own calls a BLAS, whose order of summation depends on both.
+    """
+
+    def create_dot(_: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
+        return interpreter.TensorHandle(dot(a.data, b.data, accumulator.data), accumulator.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
+    """accumulator + a b, summed in fp64 and rounded once to the accumulator's dtype.
+
+    Of the operations on whole arrays only those are used that have one result for each element: products, which are
+    exact for fp32 values, and sums of two.
+    """
+    if not {a.dtype, b.dtype} <= {np.dtype(np.float32), np.dtype(np.float64)}:
+        raise TypeError(f"expected products of fp32 or fp64 values; got {a.dtype} and {b.dtype}")
+    # What is beyond a factor's rank is zero on both sides.
+    used = a.any(axis=0) | b.any(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        terms = a.T[used, :, None].astype(np.float64) * b[used, None, :].astype(np.float64)
+        while len(terms) > 1:
+            half = (len(terms) + 1) // 2
+            terms[: len(terms) - half] += terms[half:]
+            terms = terms[:half]
+        return (accumulator + terms[0] if len(terms) else accumulator).astype(accumulator.dtype)
 
 
 @dataclasses.dataclass

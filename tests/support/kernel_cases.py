@@ -6,6 +6,7 @@ values, whatever the order of summation.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ GROWTH = 0.75
 """How much a loss scale grew; no power of two, so that it rounds."""
 Shape = tuple[int, int, int]
 Shapes = Callable[[int], list[Shape]]
+
+BYPASS = [1, 0, 1500, 3]
+"""Elements of bypass tensors: none, within a block of the packing and in several."""
 
 MARGIN = 16
 """Guards before and behind everything; of any dtype they keep the alignment to 16 bytes."""
@@ -150,6 +154,11 @@ class Bucket:
             device,
         )
         self.finite = torch.ones((), dtype=torch.int32, device=device)
+
+    @functools.cached_property
+    def left_basis(self) -> Memory:
+        """Factors [n, r] that the left half of the alternating algorithm multiplies by."""
+        return self.rows().fill(self.random(self.row_sizes))
 
     @property
     def row_sizes(self) -> list[int]:

@@ -2,46 +2,111 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
+from torch import Tensor
 
 from powersgd_triton.kernels.backproject import backproject_triton
+from powersgd_triton.kernels.compensate_backproject import compensate_backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
-from powersgd_triton.ops.reference import backproject_reference, compensate_project_reference
+from powersgd_triton.ops.reference import (
+    backproject_reference,
+    compensate_backproject_reference,
+    compensate_project_reference,
+)
 from tests.support.bounds import assert_within
-from tests.support.compensation import check_compensation
-from tests.support.kernel_cases import GROWTH, NAN, Bucket, Memory, rounding
+from tests.support.kernel_cases import GROWTH, NAN, Bucket, Memory, rounding, stored
 
 
 def compensate_project(bucket: Bucket, applied: float = 0.0, growth: float = 1.0) -> Memory:
     """Run the kernel and the packing behind it; P in the first message."""
-    parts = bucket.parts(bucket.table.p_parts_numel)
+    parts, entries = bucket.parts(bucket.table.p_parts_numel), bucket.table.pack_P
     compensate_project_triton(
-        bucket.table,
-        bucket.pointers_G(),
-        bucket.pointers_M(),
-        bucket.P_hat.flat,
-        bucket.Q.flat,
-        bucket.scalar(applied),
-        bucket.scalar(growth),
-        bucket.basis.flat,
-        bucket.launches.compensate_project,
+        bucket.table, bucket.pointers_G(), bucket.pointers_M(), bucket.P_hat.flat, bucket.Q.flat,
+        bucket.scalar(applied), bucket.scalar(growth), bucket.basis.flat, bucket.launches.compensate_project,
         out=parts.flat,
-    )
+    )  # fmt: skip
     assert parts.guarded()
-    bucket.finite.fill_(0 if len(bucket.table.pack_P) else 1)
-    G, entries = bucket.pointers_G(), bucket.table.pack_P
-    pack_triton(entries, parts.flat, G, bucket.finite, own=None, message=bucket.first.flat)
+    bucket.finite.fill_(0 if len(entries) else 1)
+    pack_triton(entries, parts.flat, bucket.pointers_G(), bucket.finite, own=None, message=bucket.first.flat)
     return bucket.first
 
 
-def check_compensate_project(bucket: Bucket, applied: float) -> None:
-    matrices, run = len(bucket.shapes), functools.partial(compensate_project, bucket, applied, GROWTH)
-    check_compensation(bucket, run, compensate_project_reference, bucket.basis, applied, left=False)
-    for got, tensor in zip(bucket.first.cpu()[matrices:], bucket.G.cpu()[matrices:], strict=True):
-        assert torch.equal(got, tensor.float())
+def compensate_backproject(bucket: Bucket, applied: float = 0.0, growth: float = 1.0) -> Memory:
+    """Run the kernel and the packing behind it; Q in the second message, and once more as this worker's own."""
+    parts, own, entries = bucket.parts(bucket.table.q_parts_numel), bucket.columns(), bucket.table.pack_left
+    compensate_backproject_triton(
+        bucket.table, bucket.pointers_G(), bucket.pointers_M(), bucket.P_hat.flat, bucket.Q.flat,
+        bucket.scalar(applied), bucket.scalar(growth), bucket.left_basis.flat, bucket.launches.compensate_backproject,
+        bucket.launches.backproject, out=parts.flat,
+    )  # fmt: skip
+    assert parts.guarded()
+    bucket.finite.fill_(0)
+    pack_triton(entries, parts.flat, bucket.pointers_G(), bucket.finite, own=own.flat, message=bucket.second.flat)
+    assert own.guarded()
+    for mine, sent in zip(own.views, bucket.second.views, strict=True):
+        torch.testing.assert_close(mine, sent, rtol=0, atol=0, equal_nan=True)
+    return bucket.second
+
+
+def compensate(bucket: Bucket, *, left: bool, applied: float = 0.0, growth: float = 1.0) -> Memory:
+    """M ← G + growth · (M − applied · P_hat Qᵀ), and its product with a basis: Mᵀ P if ``left``, else M Q."""
+    return (compensate_backproject if left else compensate_project)(bucket, applied, growth)
+
+
+def check_compensate(bucket: Bucket, applied: float = 1.0, *, left: bool = False) -> None:
+    """Compare M and the product with fp64 truth, at a growing loss scale; so too the reference."""
+    feedback, device = bucket.M is not None, bucket.device
+    launch = bucket.launches.compensate_backproject if left else bucket.launches.compensate_project
+    reference = compensate_backproject_reference if left else compensate_project_reference
+    G, P_hat, Q = bucket.matrices(bucket.G), bucket.row_factors(bucket.P_hat), bucket.column_factors(bucket.Q)
+    M = [torch.zeros_like(x) for x in G] if bucket.M is None else bucket.matrices(bucket.M)
+    basis = bucket.left_basis if left else bucket.basis
+    right = bucket.row_factors(basis) if left else bucket.column_factors(basis)
+    inputs = [bucket.G, bucket.P_hat, bucket.Q, basis]
+    before = [memory.cpu() for memory in inputs]
+    memory = compensate(bucket, left=left, applied=applied, growth=GROWTH)
+    products = bucket.column_factors(memory) if left else bucket.row_factors(memory)
+    M_after = G if bucket.M is None else bucket.matrices(bucket.M)
+    growth, pending = (GROWTH, applied) if feedback else (1.0, 0.0)
+    for i, (_, _, r) in enumerate(bucket.shapes):
+        truth = G[i] + growth * (M[i] - pending * (P_hat[i] @ Q[i].mT))
+        # r products and their sum, one subtraction, one multiplication, one addition.
+        size = G[i].abs() + growth * (M[i].abs() + pending * (P_hat[i].abs() @ Q[i].abs().mT))
+        error, lost = rounding(r + 3, device) * size, torch.zeros_like(size)
+        if bucket.M is not None:
+            lost = stored(truth.abs() + error, bucket.M.flat.dtype, device)
+            assert_within(M_after[i], truth, error + lost)
+        if left:
+            truth, size, error, lost = truth.mT, size.mT, error.mT, lost.mT
+        terms = rounding(truth.shape[1], device)
+        slack = error @ right[i].abs() + terms * ((size + error) @ right[i].abs())
+        # Further panels read M as it was stored.
+        slack[:, launch.panel :] += (lost @ right[i].abs() * (1 + terms))[:, launch.panel :]
+        assert_within(products[i], truth @ right[i], slack)
+        if bucket.M is not None and bucket.M.flat.dtype == torch.float32:
+            out = torch.full((1, *products[i].shape), NAN)
+            reference(
+                [G[i].float()], [M[i].float()], P_hat[i][None].float(), Q[i][None].float(), torch.tensor(pending),
+                right[i][None].float(), growth=torch.tensor(growth), out=out,
+            )  # fmt: skip
+            assert_within(out[0], truth @ right[i], slack)
+    if not left:
+        # Bypass tensors travel with P.
+        for got, tensor in zip(bucket.first.cpu()[len(M) :], bucket.G.cpu()[len(M) :], strict=True):
+            assert torch.equal(got, tensor.float())
+    for memory, old in zip(inputs, before, strict=True):
+        assert all(torch.equal(new, values) for new, values in zip(memory.cpu(), old, strict=True))
+        assert memory.guarded()
+    assert bucket.guarded()
+    assert int(bucket.finite) == 1
+
+
+def pack_and_average(bucket: Bucket, parts: Tensor, workers: int) -> None:
+    pack_and_average_triton(
+        bucket.table, parts, bucket.pointers_G(), bucket.first.flat, workers, bucket.finite, own=bucket.Q.flat,
+        message=bucket.second.flat,
+    )  # fmt: skip
 
 
 def check_backproject(bucket: Bucket, workers: int = 3) -> None:
@@ -54,16 +119,7 @@ def check_backproject(bucket: Bucket, workers: int = 3) -> None:
     bucket.Q.poison()
     backproject_triton(bucket.table, pointers, bucket.P_hat.flat, bucket.launches.backproject, out=parts.flat)
     assert parts.guarded()
-    pack_and_average_triton(
-        bucket.table,
-        parts.flat,
-        bucket.pointers_G(),
-        bucket.first.flat,
-        workers,
-        bucket.finite,
-        own=bucket.Q.flat,
-        message=bucket.second.flat,
-    )
+    pack_and_average(bucket, parts.flat, workers)
     Q = bucket.column_factors(bucket.Q)
     for i, (n, m, r) in enumerate(bucket.shapes):
         bound = rounding(n, bucket.device) * (M[i].abs().mT @ P_hat[i].abs())

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.core.saved_state import sizes_digest
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.small import complaint
 
@@ -84,37 +83,15 @@ def test_names_are_those_of_the_model_that_was_compiled() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_files_with_the_names_of_compiled_modules_are_loaded(compiled: bool) -> None:
-    """Version 0.1.0 saved them so."""
+def test_renaming_takes_the_names_of_compiled_modules() -> None:
     model = network()
     state = state_for(model)
     train(model, state)
-    saved = state.state_dict()
-
-    def old(name: str) -> str:
-        return name.replace("0.0", "0._orig_mod.0")
-
-    tensors = {old(name): size for name, size in saved["tensors"].items()}
-    earlier = {
-        **saved,
-        "format_version": 2,
-        "tensors": tensors,
-        "fingerprint": sizes_digest(tensors),
-        "matrices": {old(name): parts for name, parts in saved["matrices"].items()},
-        "buckets": [[(old(name), shape) for name, shape in bucket] for bucket in saved["buckets"]],
-    }
-    resumed = state_for(network(compiled))
-    assert resumed.load_state_dict(earlier).loaded == ("0.0.weight", "1.weight")
-    assert resumed.error().keys() == state.error().keys()
     renamed = state_for(nn.Sequential(nn.Sequential(nn.Linear(6, 10)), nn.Tanh(), nn.Linear(10, 8)))
     report = renamed.load_state_dict(
-        earlier, rename={"0._orig_mod.0.weight": "0.0.weight", "1.weight": "2.weight", "1.bias": "2.bias"}
+        state.state_dict(), rename={"0._orig_mod.0.weight": "0.0.weight", "1.weight": "2.weight", "1.bias": "2.bias"}
     )
     assert report.loaded == ("0.0.weight", "2.weight")
-    earlier["buckets"][0].append(("0.0.bias", (10,)))
-    with pytest.raises(ValueError, match="same name"):
-        resumed.load_state_dict(earlier)
 
 
 def test_shapes_in_the_record_are_compared_with_the_model() -> None:

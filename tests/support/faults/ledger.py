@@ -63,6 +63,7 @@ class Ledger:
         self._size = dict.fromkeys(shapes, 0.0)
         self._slack = dict.fromkeys(shapes, 0.0)
         self._slack_of_elements = {name: torch.zeros_like(owed) for name, owed in self._owed.items()}
+        self._amplified: list[str] = []
 
     def enter(self, name: str, fate: Fate, given: Sequence[Tensor], average: Tensor) -> None:
         """One step of a parameter.
@@ -79,10 +80,15 @@ class Ledger:
         # Two buffers are written in a step.
         unit, rounds = self._unit if rank else U, 2.0
         if fate is Fate.APPLIED:
-            self._owed[name] += sum(given) - self.workers * average.view_as(self._owed[name])
+            before, applied = self._owed[name] + sum(given), self.workers * average.view_as(self._owed[name])
+            self._owed[name] = before - applied
             root = math.sqrt(rank)
             constant = 1 + (rank + 1) * (1 + root) + (self.workers + rank) * max(1.0, root)
             self._slack[name] += SECOND_ORDER * (constant * U + rounds * (unit - U)) * size
+            # An average is M projected on orthonormal columns, which enlarges nothing.
+            excess = float(applied.norm() - before.norm() - self._slack_of_elements[name].norm())
+            if excess > self._slack[name] + 1e-5 * float(before.norm()):
+                self._amplified.append(f"{name}: W · Ĝ is larger than Σ M by {excess:.3g}")
         elif fate is Fate.CARRIED:
             self._owed[name] += sum(given)
             self._slack[name] += SECOND_ORDER * rounds * unit * size
@@ -111,12 +117,12 @@ class Ledger:
         self._unit, self._tiny = UNITS[_kind(config)], TINY[_kind(config)]
 
     def differences(self, errors: Sequence[Named]) -> list[str]:
-        """Parameters whose Σ E is not what it must be; from here on it is taken for given.
+        """Parameters whose Σ E is not what it must be, or whose averages were too large; from here on Σ E is given.
 
         Args:
             errors: every worker's E, fp64; zeros for what it owes nothing for.
         """
-        found = []
+        found, self._amplified = self._amplified, []
         for name, owed in self._owed.items():
             matrices = [error[name].view_as(owed) for error in errors]
             total = torch.stack(matrices).sum(dim=0)
