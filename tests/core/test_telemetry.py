@@ -242,8 +242,8 @@ def test_waiting_is_exchange_and_the_backward_pass_is_no_phase(monkeypatch: pyte
     assert found[EXCHANGE] == pytest.approx(4 * 100 + 6)
     assert all(0 < found[phase] < 20 for phase in COMPUTE)
     assert record.compute == pytest.approx(sum(found[phase] for phase in COMPUTE))
-    # The step begins at the end of the first one, before a pause. What is
-    # between the turns of the buckets is in no phase: two pauses, and seven readings of the clock.
+    # The step begins at the end of the first one, before a pause. What is between the turns of the buckets is in no
+    # phase: two pauses, and seven readings of the clock.
     assert found[STEP] == pytest.approx(sum(found[phase] for phase in PHASES) + 2000 + 7)
 
 
