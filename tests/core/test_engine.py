@@ -120,8 +120,9 @@ def test_checks_are_counted_anew_with_other_workers(monkeypatch: pytest.MonkeyPa
         give(engine, "a", gradient(step), last=True)
     assert calls == [*new, "a check"]
     engine.connect(Communicator())
-    for step in range(2):
-        give(engine, "a", gradient(step), last=True)
+    give(engine, "a", gradient(0), last=True)
+    assert calls == [*new, "a check", *new]
+    give(engine, "a", gradient(1), last=True)
     assert calls == [*new, "a check"] * 2
 
 
