@@ -24,6 +24,7 @@ from tests.support.deepspeed_training import (
     WORLD,
     Case,
     Net,
+    StubScaler,
     batch,
     coalesced_losses,
     engine_for,
@@ -32,6 +33,7 @@ from tests.support.deepspeed_training import (
     pipeline_losses,
     token_loss,
     train,
+    weights,
 )
 from tests.support.small import complaint
 
@@ -142,26 +144,6 @@ def traffic(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-class StubScaler:
-    """A dynamic loss scale as DeepSpeed's, which halves at each overflow."""
-
-    dynamic = True
-
-    def __init__(self) -> None:
-        self.cur_scale = 2.0**8
-
-    @property
-    def loss_scale(self) -> float:
-        return self.cur_scale
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.cur_scale
-
-    def update_scale(self, overflow: bool) -> None:
-        if overflow:
-            self.cur_scale /= 2
-
-
 @contextlib.contextmanager
 def spoiled(parameter: nn.Parameter, value: float) -> Any:
     """A gradient with one element that is not finite, on the last worker only."""
@@ -190,13 +172,13 @@ def overflow(stage: int, where: str, options: Mapping[str, Any], scaler: bool = 
         prepared(engine)
         losses(engine, range(3))
         errors, basis = engine.powersgd.error(), bases(engine)
-        weights = _weights(engine)
+        before = weights(engine)
         with spoiled(dict(engine.module.named_parameters())[where], float("inf")):
             losses(engine, range(100, 101))
         found = {
             "errors": _largest(engine.powersgd.error(), errors),
             "bases": _largest(bases(engine), basis),
-            "weights": _largest(_weights(engine), weights),
+            "weights": _largest(weights(engine), before),
             "scale": getattr(getattr(engine.optimizer, "loss_scaler", None), "cur_scale", None),
         }
         found["losses"] = losses(engine, range(3, 6))
@@ -204,16 +186,6 @@ def overflow(stage: int, where: str, options: Mapping[str, Any], scaler: bool = 
         prepared(engine)
         losses(engine, range(3))
         found["expected"] = losses(engine, range(3, 6))
-    return found
-
-
-def _weights(engine: Any) -> dict[str, Tensor]:
-    import deepspeed
-
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            found[name] = parameter.detach().float().clone()
     return found
 
 
@@ -253,7 +225,7 @@ def digests(stage: int) -> str:
 
     with engine_for(Case("", stage), {**RANK_4, "algorithm": "alternating"}) as engine:
         losses(engine, range(4))
-        return digest(_weights(engine).values())
+        return digest(weights(engine).values())
 
 
 def messages() -> dict[str, Any]:
@@ -359,7 +331,7 @@ def commit_order(stage: int, folder: str) -> dict[str, bool]:
         found = {"first": seen == [[1, False]]}
         latest = Path(folder, "latest").read_text() if dist.get_rank() == 0 else "a"
         found["latest"] = latest == "a"
-        before = _weights(engine)
+        before = weights(engine)
         dist.barrier()
         if dist.get_rank() == 0:
             (file,) = Path(folder, "a").glob("powersgd_*")
@@ -372,12 +344,12 @@ def commit_order(stage: int, folder: str) -> dict[str, bool]:
     for parameter in other.parameters():
         nn.init.normal_(parameter)
     with engine_for(Case("", stage), RANK_4, other) as engine:
-        before = _weights(engine)
+        before = weights(engine)
         try:
             engine.load_checkpoint(folder, "a")
         except ValueError as error:
             found["refused"] = "head.weight" in str(error)
-        found["unchanged"] = _largest(_weights(engine), before) == 0
+        found["unchanged"] = _largest(weights(engine), before) == 0
     return found
 
 
@@ -394,11 +366,11 @@ def one_file_refused(stage: int, folder: str) -> dict[str, Any]:
         losses(engine, range(1))
         engine.save_checkpoint(folder, "one")
         losses(engine, range(1, 4))
-        before, errors = _weights(engine), mean_errors(engine)
+        before, errors = weights(engine), mean_errors(engine)
         with mock.patch("powersgd_triton.integrations.deepspeed.state.load_file", read):
             damaged = True
             said = complaint(engine.load_checkpoint, folder, "one")
-            unchanged = _largest(_weights(engine), before) == 0 and engine.powersgd.iteration == 4
+            unchanged = _largest(weights(engine), before) == 0 and engine.powersgd.iteration == 4
             unchanged &= all(torch.equal(error, errors[name]) for name, error in mean_errors(engine).items())
             losses(engine, range(4, 6))
             damaged = False

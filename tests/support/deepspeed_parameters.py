@@ -17,8 +17,17 @@ from torch import Tensor, nn
 
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
-from tests.support.deepspeed_jobs import StubScaler, spoiled
-from tests.support.deepspeed_training import Case, Net, batch, engine_for, largest_difference, losses, pipeline_losses
+from tests.support.deepspeed_jobs import spoiled
+from tests.support.deepspeed_training import (
+    Case,
+    Net,
+    StubScaler,
+    batch,
+    engine_for,
+    largest_difference,
+    losses,
+    pipeline_losses,
+)
 from tests.support.distributed import HUNG
 from tests.support.small import complaint
 from tests.support.training import digest

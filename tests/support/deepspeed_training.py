@@ -25,7 +25,6 @@ STEPS = 10
 # With DeepSpeed's own all-gather of parameters, except where it is what is tested.
 FULL_RANK = {"rank": 999, "min_compression_rate": 0, "parameters": None}
 RANK_4 = {"rank": 4, "parameters": None}
-# Of relative differences: what rounding adds up to in some steps is below them.
 FP32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 WORLD = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
 """What follows each token."""
@@ -152,6 +151,37 @@ def engine_for(
     finally:
         engine.destroy()
         accelerator.is_fp16_supported = supported
+
+
+class StubScaler:
+    """A dynamic loss scale as DeepSpeed's, which halves at each overflow."""
+
+    dynamic = True
+
+    def __init__(self) -> None:
+        self.cur_scale = 2.0**8
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.cur_scale
+
+    def update_scale(self, overflow: bool) -> None:
+        if overflow:
+            self.cur_scale /= 2
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """Whole parameters of any stage, by name."""
+    import deepspeed
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().float().clone()
+    return found
 
 
 def pipeline(stages: int) -> nn.Module:

@@ -40,6 +40,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.optimizer import Config, PowerSGD
+from tests.support import deepspeed_training
 from tests.support.sharded_training import (
     Block,
     Gradients,
@@ -90,11 +91,28 @@ class Wrapped:
 
     # A step -----------------------------------------------------------------------------------------------------------
 
-    def step(self, batches: Sequence[Batch], *, sync_each: bool = False, clip: float | None = None) -> None:
-        """Train with the mean loss of micro-batches. ``sync_each``: average the gradients after each of them."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        sync_each: bool = False,
+        all_reduce_last: bool = False,
+        clip: float | None = None,
+    ) -> None:
+        """Train with the mean loss of micro-batches.
+
+        Args:
+            batches: The micro-batches.
+            sync_each: Average the gradients after each of them.
+            all_reduce_last: Sum over the shards after each, and over the replicas after the last one.
+            clip: Largest norm of the gradient.
+        """
         self.optimizer.zero_grad()
         for index, batch in enumerate(batches):
-            with self.syncing(sync_each or index == len(batches) - 1):
+            last = index == len(batches) - 1
+            if all_reduce_last:
+                self.module.set_requires_all_reduce(last)
+            with self.syncing(sync_each or all_reduce_last or last):
                 (loss_of(self.module, batch) / len(batches)).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
@@ -291,10 +309,68 @@ class Exchanged(PlainLoop):
         return {name: error / RATE for name, error in super().mean_error().items()}
 
 
+class Engine(Wrapped):
+    """DeepSpeed with a stage of ZeRO, and a loss scale that halves where a gradient is not finite."""
+
+    stage = 0
+
+    def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
+        from powersgd_triton.integrations import deepspeed
+
+        deepspeed_training.prepare(dist.get_rank(), dist.get_world_size())
+        if node_group is not None:
+            use_nodes()
+        section = None
+        if config is not None:
+            given = {key: value for key, value in config.to_dict().items() if value is not None}
+            section = {**given, "parameters": None, "node_group": node_group}
+        made = deepspeed_training.configuration(self.stage, section, options)
+        made.pop("optimizer")
+        made["zero_allow_untested_optimizer"] = True
+        self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=RATE)
+        with contextlib.redirect_stdout(None):
+            self.module = deepspeed.initialize(
+                model=net, model_parameters=list(net.parameters()), config=made, optimizer=self.optimizer
+            )[0]
+        if self.stage:
+            self.module.optimizer.loss_scaler = deepspeed_training.StubScaler()
+        self.state = getattr(self.module, "powersgd", None)
+
+    def step(self, batches: Sequence[Batch], **_options: Any) -> None:
+        (batch,) = batches
+        self.module.backward(loss_of(self.module, batch))
+        self.module.step()
+
+    def parameters(self) -> Gradients:
+        return deepspeed_training.weights(self.module)
+
+    def save(self, folder: str) -> None:
+        self.module.save_checkpoint(folder)
+
+    def load(self, folder: str) -> None:
+        self.module.load_checkpoint(folder)
+
+
+class Engine1(Engine):
+    stage = 1
+
+
+class Engine2(Engine):
+    stage = 2
+
+
+class Engine3(Engine):
+    stage = 3
+
+
+def use_nodes() -> None:
+    """Set what torchrun sets on nodes of two workers."""
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
+
+
 def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | None, **options: Any) -> Wrapped:
     """Nodes of two workers, which share the compression of their sum."""
-    # As torchrun sets them.
-    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
+    use_nodes()
     made = kind(net, config, node_group="auto", **options)
     made.levels = min(2, dist.get_world_size() // 2)
     return made
@@ -354,6 +430,11 @@ LOCAL = {
 # What it owes there is not saved, and decays.
 PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
 NODES = {"traffic": "sums within a node are all-reduces too", "attached": "it is attached as on one level"}
+ENGINE = {
+    **dict.fromkeys(("several backwards", "no sync", "clipping"), "its configuration says so, see test_deepspeed.py"),
+    "attached": "what it says is tested in deepspeed/test_refusals.py",
+    "traffic": "its own logger counts it, see deepspeed/test_deepspeed.py",
+}
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
@@ -368,4 +449,10 @@ WRAPPERS: dict[str, Wrapper] = {
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
+    "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_deepspeed.py"}),
+    # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
+    "DeepSpeed 1": Wrapper(Engine1, elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2": Wrapper(Engine2, elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 3": Wrapper(Engine3, elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2 in nodes": Wrapper(functools.partial(in_nodes, Engine2), 4, None, thin=True, lacks=ENGINE),
 }
