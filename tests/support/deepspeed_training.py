@@ -25,7 +25,6 @@ STEPS = 10
 # With DeepSpeed's own all-gather of parameters, except where it is what is tested.
 FULL_RANK = {"rank": 999, "min_compression_rate": 0, "parameters": None}
 RANK_4 = {"rank": 4, "parameters": None}
-# Of relative differences: what rounding adds up to in some steps is below them.
 FP32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 WORLD = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
 """What follows each token."""
@@ -47,9 +46,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Predicts each token's successor. With ``unused``, a layer is used in every second step only."""
 
-    def __init__(self, *, sparse: bool = False, unused: bool = False) -> None:
+    def __init__(self, *, sparse: bool = False, unused: bool = False, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.tokens = nn.Embedding(TOKENS, WIDTH, sparse=sparse)
         self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Linear(WIDTH, TOKENS)
@@ -88,6 +87,9 @@ class Case:
     pipeline_stages: int = 0
     fp16: bool = False
 
+    def __str__(self) -> str:
+        return self.name
+
 
 def configuration(stage: int, section: Mapping[str, Any] | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """A DeepSpeed configuration."""
@@ -119,10 +121,7 @@ def prepare(worker: int, world_size: int) -> None:
     deepspeed.init_distributed("gloo")
 
 
-@contextlib.contextmanager
-def engine_for(
-    case: Case, section: Mapping[str, Any] | None = None, model: nn.Module | None = None
-) -> Iterator[Any]:  # fmt: skip
+def new_engine(case: Case, section: Mapping[str, Any] | None = None, model: nn.Module | None = None) -> Any:
     """An engine for a case, compressing where a section is given."""
     from powersgd_triton.integrations import deepspeed
 
@@ -134,24 +133,79 @@ def engine_for(
     if case.sgd or case.own_adamw:
         config.pop("optimizer")
         config["zero_allow_untested_optimizer"] = True
-        given["optimizer"] = (
-            torch.optim.SGD(model.parameters(), lr=0.5) if case.sgd else torch.optim.AdamW(model.parameters(), lr=3e-3)
-        )
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        given["optimizer"] = torch.optim.SGD(trained, lr=0.5) if case.sgd else torch.optim.AdamW(trained, lr=3e-3)
+    groups = getattr(model, "groups", lambda: list(model.parameters()))()
+    with contextlib.redirect_stdout(None):
+        return deepspeed.initialize(model=model, model_parameters=groups, config=config, **given)[0]
+
+
+@contextlib.contextmanager
+def engine_for(
+    case: Case, section: Mapping[str, Any] | None = None, model: nn.Module | None = None
+) -> Iterator[Any]:  # fmt: skip
+    """``new_engine``, for a while."""
+    import deepspeed
+
     accelerator = type(deepspeed.accelerator.get_accelerator())
     supported = accelerator.is_fp16_supported
     if case.fp16:
         # The CPU computes with it all the same, slowly.
         accelerator.is_fp16_supported = lambda _: True
-    groups = getattr(model, "groups", lambda: list(model.parameters()))()
-    with contextlib.redirect_stdout(None):
-        engine = deepspeed.initialize(
-            model=model, model_parameters=groups, config=config, **given
-        )[0]  # fmt: skip
+    engine = new_engine(case, section, model)
     try:
         yield engine
     finally:
         engine.destroy()
         accelerator.is_fp16_supported = supported
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """Copies in fp32, also of those that ZeRO 3 has partitioned."""
+    import deepspeed
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().float().clone()
+    return found
+
+
+class StubScaler:
+    """A dynamic loss scale as DeepSpeed's, which halves at each overflow."""
+
+    dynamic = True
+
+    def __init__(self) -> None:
+        self.cur_scale = 2.0**8
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.cur_scale
+
+    def update_scale(self, overflow: bool) -> None:
+        if overflow:
+            self.cur_scale /= 2
+
+
+@contextlib.contextmanager
+def spoiled(parameter: nn.Parameter) -> Iterator[None]:
+    """A gradient with one infinite element, on the last worker only."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[3] = torch.inf
+        return gradient
+
+    handle = parameter.register_hook(spoil) if dist.get_rank() == dist.get_world_size() - 1 else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def pipeline(stages: int) -> nn.Module:
@@ -248,9 +302,18 @@ def train(case: Case, section: Mapping[str, Any] | None, steps: int = STEPS) -> 
         return TRAINING[case.train](engine, range(steps))
 
 
-def compare(case: Case) -> dict[str, Any]:
-    """Plain DeepSpeed and full rank."""
-    return {"plain": train(case, None), "full rank": train(case, FULL_RANK)}
+def logged_bytes(engine: Any, steps: int, above: int = 0) -> dict[str, float]:
+    """Bytes a step of messages above a size, by DeepSpeed's own logger, which the configuration must switch on."""
+    from deepspeed.comm.comm import comms_logger
+
+    losses(engine, range(1))
+    comms_logger.comms_dict.clear()
+    losses(engine, range(1, 1 + steps))
+    comms_logger.enabled = False
+    return {
+        name: sum(size * record[0] for size, record in sizes.items() if size > above) / steps
+        for name, sizes in comms_logger.comms_dict.items()
+    }
 
 
 def run_all(worker: int, world_size: int, jobs: Sequence[tuple[str, Callable[..., Any], tuple[Any, ...]]]) -> Any:

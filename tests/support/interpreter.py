@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -138,23 +138,39 @@ class _Operations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def watched(*, run_kernels: bool = True) -> Iterator[Activity]:
-    """Everything within is counted; without ``run_kernels`` launches are counted only."""
+def watched(
+    *,
+    run_kernels: bool = True,
+    at_launch: Callable[[str, Sequence[Any]], None] | None = None,
+    at_access: Callable[[np.ndarray], None] | None = None,
+) -> Iterator[Activity]:
+    """Everything within is counted; without ``run_kernels`` launches are counted only.
+
+    ``at_launch`` is called with each kernel's name and arguments, ``at_access`` with the addresses that it reaches.
+    """
     activity = Activity()
     operations = _Operations(activity)
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
 
+    def count(sizes: list[int], ptrs: Any, mask: Any) -> None:
+        reached = ptrs.data[mask.data.astype(bool)]
+        sizes[-1] += reached.size * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        if at_access is not None:
+            at_access(reached)
+
     def counted_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        activity.loaded[-1] += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        count(activity.loaded, ptrs, mask)
         return load(self, ptrs, mask, *rest)
 
     def counted_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        activity.stored[-1] += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        count(activity.stored, ptrs, mask)
         return store(self, ptrs, value, mask, *rest)
 
     def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         activity.kernels.append(self.fn.__name__)
+        if at_launch is not None:
+            at_launch(self.fn.__name__, args)
         activity.loaded.append(0)
         activity.stored.append(0)
         operations.in_kernel = True

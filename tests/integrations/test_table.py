@@ -1,0 +1,146 @@
+"""Every wrapper against every property, on gloo workers. Each cell runs once, with few workers; products are slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import properties
+from tests.support.properties import FORMATS, WAYS
+from tests.support.sharded_training import in_one_group, outcome
+from tests.support.wrappers import WRAPPERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A property of a wrapper.
+
+    Attributes:
+        wrapper: Name of a row of ``WRAPPERS``.
+        check: A function of ``properties.py``.
+        workers: How many.
+        options: Of the function.
+        folder: Whether it takes one, which all cells share.
+        slow: Whether only ``make test-all`` runs it.
+    """
+
+    wrapper: str
+    check: Callable[..., None]
+    workers: int
+    options: tuple[tuple[str, Any], ...] = ()
+    folder: bool = False
+    slow: bool = False
+
+    def __str__(self) -> str:
+        words = [self.check.__name__, self.wrapper, *(str(value) for _, value in self.options)]
+        return "-".join(words) + (f"-{self.workers} workers" if self.workers != WRAPPERS[self.wrapper].workers else "")
+
+    def bound(self, folder: Path) -> Callable[..., None]:
+        given = {"folder": str(folder)} if self.folder else {}
+        return functools.partial(self.check, wrapper=self.wrapper, **given, **dict(self.options))
+
+    def kind(self) -> tuple[Any, ...]:
+        """Cells of one kind run in the same processes."""
+        return self.workers, self.slow, bool(self.needs()), self.wrapper.startswith("DeepSpeed")
+
+    def needs(self) -> list[Cell]:
+        """What must have run before."""
+        source = dict(self.options).get("source", self.wrapper)
+        return [saved(source)] if self.check is properties.taken_over else []
+
+
+def saved(wrapper: str) -> Cell:
+    """The cell that saves what others take over. It is always quick."""
+    return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True)
+
+
+SOURCES = [("replicate", "HSDP"), ("FSDP2", "HSDP"), ("FSDP1", "HSDP"), ("HSDP", "FSDP1"), ("HSDP", "HSDP by group")]
+"""(wrapper, the one whose saved state it loads), on four workers."""
+
+
+ALWAYS: list[Callable[..., None]] = [
+    properties.exact_first,
+    properties.traffic,
+    properties.attached,
+    properties.watched,
+    properties.void,
+    properties.damaged,
+]
+THIN = [properties.full_rank, properties.conservation, properties.resume, properties.taken_over, properties.void]
+
+
+def cells() -> list[Cell]:
+    """Each wrapper with each property. Of the ways to train and the formats some are quick, by turns."""
+    found: list[Cell] = []
+    for index, (name, wrapper) in enumerate(WRAPPERS.items()):
+        few = wrapper.workers
+
+        def add(
+            check: Callable[..., None], workers: int = few, *, turn: bool | int = False, name: str = name, **more: Any
+        ) -> None:
+            chosen = [value for _, value in more.get("options", ())]
+            form = dict(more.get("options", ())).get("form", "")
+            words = {check.__name__, *chosen, *(f"{check.__name__} {value}" for value in chosen)}
+            if not words & WRAPPERS[name].lacks.keys():
+                quick = not turn and (not WRAPPERS[name].thin or (check in THIN and form in ("", "fp32")))
+                found.append(Cell(name, check, workers, slow=not quick, **more))
+
+        for way, how in WAYS.items():
+            if how.fits(name):
+                add(properties.full_rank, options=(("way", way),), turn=way != "plain" and name not in how.quick)
+        for number, form in enumerate(FORMATS):
+            turn = 0 if form == "fp32" else (number + index) % 5
+            add(properties.conservation, options=(("form", form),), turn=turn)
+        add(properties.resume, folder=True)
+        add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 3)
+        if wrapper.elsewhere:
+            add(properties.taken_over, wrapper.elsewhere, folder=True)
+        for _, source in (pair for pair in SOURCES if pair[0] == name):
+            add(properties.taken_over, 4, folder=True, options=(("source", source),))
+        add(properties.budget, folder=True)
+        for check in ALWAYS:
+            add(check)
+        for workers in {2, 3, 4} - {few} if few == 2 else ():
+            add(properties.full_rank, workers, options=(("way", "plain"),), turn=1)
+            add(properties.conservation, workers, options=(("form", "fp32"),), turn=1)
+    return found
+
+
+CELLS = cells()
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], None]:
+    """Runs all selected cells of a number of workers in one set of processes, when the first of them is asked for."""
+    folder = tmp_path_factory.mktemp("table")
+    chosen = [
+        item.callspec.params["cell"] for item in request.session.items if "cell" in getattr(item, "fixturenames", ())
+    ]
+    chosen = list(dict.fromkeys([*(needed for cell in chosen for needed in cell.needs()), *chosen]))
+
+    @functools.cache
+    def together(*kind: Any) -> dict[str, list[Any]]:
+        wanted = [cell for cell in chosen if cell.kind() == kind]
+        for needed in {needed for cell in wanted for needed in cell.needs()}:
+            result(needed)
+        return in_one_group({str(cell): cell.bound(folder) for cell in wanted}, wanted[0].workers)
+
+    def result(cell: Cell) -> None:
+        outcome(together(*cell.kind()), str(cell))
+
+    return result
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.slow else []) for cell in CELLS]
+)
+def test_cell(cell: Cell, results: Callable[[Cell], None]) -> None:
+    """See the docstrings of ``tests/support/properties.py``."""
+    if cell.wrapper.startswith("DeepSpeed"):
+        pytest.importorskip("deepspeed")
+    results(cell)
