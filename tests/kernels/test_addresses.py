@@ -44,8 +44,10 @@ def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
                 spaces.extend((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.data_ptr() in places)
 
     def at_access(reached: np.ndarray) -> None:
-        inside = sum(((reached >= first) & (reached < last)).astype(int) for first, last in spaces)
-        if reached.size and not inside.all():
+        inside = np.zeros(reached.shape, dtype=bool)
+        for first, last in spaces:
+            inside |= (reached >= first) & (reached < last)
+        if not inside.all():
             far.add(name)
 
     # The first step makes the error buffers.
