@@ -15,7 +15,7 @@ from tests.support.deepspeed_training import prepare
 class Job:
     """A function with assertions, which all workers call; ``slow`` as pytest's mark."""
 
-    body: Callable[..., None]
+    body: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     workers: int = 2
     slow: bool = False
@@ -28,9 +28,9 @@ class Job:
         words = [getattr(argument, "__name__", str(argument)) for argument in (self.body, *self.arguments)]
         return "-".join([*words, f"{self.workers} workers"])
 
-    def __call__(self, worker: int, world_size: int) -> None:
+    def __call__(self, worker: int, world_size: int) -> Any:
         prepare(worker, world_size)
-        self.body(*self.arguments)
+        return self.body(*self.arguments)
 
 
 def each(body: Callable[..., None], *arguments: Any, workers: int = 2, slow: bool = False) -> list[Job]:

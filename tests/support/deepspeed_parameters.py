@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
-from tests.support.deepspeed_training import Case, Net, StubScaler, engine_for
+from tests.support.deepspeed_training import Case, StubScaler, engine_for
 from tests.support.distributed import HUNG
+from tests.support.sharded_training import Net
 
 
 class Tied(Net):
@@ -96,21 +97,6 @@ def modelled(
     for copy, numel in zip(expected, used, strict=True):
         copy.view(-1)[numel:] = 0
     return expected
-
-
-def excess(before: Sequence[Tensor], after: Sequence[Tensor], wanted: Sequence[Tensor], levels: int) -> float:
-    """Largest |w − v| in units of what is allowed: the scale of the block's difference, and half a unit of v."""
-    largest = 0.0
-    for old, new, target in zip(before, after, wanted, strict=True):
-        for v_old, v, w in zip(old.float(), new, target.float(), strict=True):
-            gap = torch.nn.functional.pad((w - v_old).abs(), (0, -len(w) % BLOCK)).view(-1, BLOCK).amax(1)
-            # The scale is rounded to 8 bits.
-            step = gap.repeat_interleave(BLOCK)[: len(w)] / levels * (1 + 2**-6)
-            _, exponent = torch.frexp(v.float())
-            unit = torch.ldexp(torch.tensor(torch.finfo(v.dtype).eps), exponent - 1)
-            smallest = torch.finfo(v.dtype).tiny
-            largest = max(largest, float(((w - v.float()).abs() / (step + unit / 2 + smallest)).max()))
-    return largest
 
 
 def convert(saved: Path, universal: Path) -> Path:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.layout.wire_format import DIFFERENCES
 from tests.support.deepspeed_cases import ACCUMULATE, BF16, LOGGED, OFFLOAD, UNIVERSAL, zero
 from tests.support.deepspeed_jobs import Job, each, parametrized
 from tests.support.deepspeed_parameters import (
@@ -25,15 +24,15 @@ from tests.support.deepspeed_parameters import (
     convert,
     copies,
     equal,
-    excess,
     masters,
     modelled,
     prepared,
     rounded,
     state_of,
 )
-from tests.support.deepspeed_training import Case, batch, engine_for, logged_bytes, losses, pipeline_losses, spoiled
+from tests.support.deepspeed_training import Case, engine_for, logged_bytes, losses, spoiled
 from tests.support.distributed import folder, run
+from tests.support.sharded_training import batch
 from tests.support.small import complaint
 from tests.support.training import digest
 
@@ -52,7 +51,7 @@ FOLLOWED: list[tuple[Case, str, bool]] = [
     (BF16_OPTIMIZER, "int2", False),
     (Case("stage 2, offload", 2, OFFLOAD, own_adamw=True), "int2", False),
     (Case("stage 2, SGD", 2, sgd=True), "int2", False),
-    (Case("stage 1, unused layer", 1, UNUSED, model={"unused": True}), "int2", False),
+    (Case("stage 1, unused layer", 1, UNUSED, unused=True), "int2", False),
     (Case("stage 1, fp16", 1, FP16, fp16=True), "int2", False),
 ]
 MORE_WORKERS: list[tuple[Case, str, bool]] = [
@@ -72,9 +71,7 @@ def check_same(tensors: Sequence[Tensor], group: Any = None) -> None:
     assert len(set(found)) == 1, "workers have different copies"
 
 
-def follows(
-    case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, load: str = "", save: str = ""
-) -> None:
+def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, load: str = "", save: str = "") -> None:
     """Steps, some of which overflow, against the plain model.
 
     Args:
@@ -111,23 +108,12 @@ def follows(
                 skipped = True
                 continue
             assert equal(after, modelled(before, wanted, width, optimizer.allgather_bucket_size, used)), step
-            assert excess(before, after, wanted, DIFFERENCES[width].levels) <= 1
             moved |= not all(torch.equal(v.float(), w) for v, w in zip(after, wanted, strict=True))
         assert moved, "the copies are the masters: nothing was rounded"
         assert skipped or case == BF16_OPTIMIZER, "no step overflowed"
         check_same([parameter.detach().float() for parameter in engine.module.parameters()])
         if save:
             engine.save_checkpoint(save, "saved")
-
-
-def is_plain_deepspeed_with_null(case: Case) -> None:
-    """To the bit. No step compresses gradients."""
-    digests = []
-    for section in (None, {"rank": 4, "start_iter": 99, "parameters": None}):
-        with engine_for(case, section) as engine:
-            losses(engine, range(4))
-            digests.append(digest([parameter.detach().float() for parameter in engine.module.parameters()]))
-    assert digests[0] == digests[1]
 
 
 def resumes(case: Case) -> None:
@@ -194,7 +180,7 @@ def keeps_its_copies_when_a_step_fails(case: Case) -> None:
     """And says what is wrong."""
     with engine_for(case, {**INT2, "check_every": 2}) as engine:
         with torch.inference_mode(), engine.powersgd.exact_parameters():
-            engine(batch(0))
+            engine(batch(0, 0)[0])
         losses(engine, range(2))
         optimizer = engine.optimizer
         before, inner = copies(engine), optimizer.optimizer.step
@@ -232,7 +218,7 @@ def keeps_its_copies_when_a_step_fails(case: Case) -> None:
 def learns_in_a_pipeline(case: Case) -> None:
     """Workers of a stage have the same copies."""
     with engine_for(case, INT2) as engine:
-        found = pipeline_losses(engine, range(10))
+        found = losses(engine, range(10))
         assert found[-1] < found[0] - 0.5
         check_same(copies(engine), engine.mpu.get_data_parallel_group())
 
@@ -256,7 +242,6 @@ JOBS: list[Job] = [
     *each(follows, *FOLLOWED),
     *each(follows, *[(*one, 6, 1) for one in MORE_WORKERS], workers=3),
     *each(follows, *[(*one, 10, 1) for one in MORE_WORKERS], workers=4, slow=True),
-    *each(is_plain_deepspeed_with_null, *PLAIN),
     *each(resumes, *SAVED),
     *each(exports_the_masters, *SAVED),
     *each(keeps_its_copies_when_a_step_fails, *PLAIN),

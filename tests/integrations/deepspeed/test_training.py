@@ -12,9 +12,8 @@ pytest.importorskip("deepspeed")
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations import deepspeed as adapter
 from tests.support.deepspeed_cases import LOGGED, PIPELINES, QUICK, THREE_WORKERS, WIDE, zero
 from tests.support.deepspeed_jobs import Job, each, parametrized
 from tests.support.deepspeed_training import (
@@ -22,24 +21,21 @@ from tests.support.deepspeed_training import (
     FP32_LIMIT,
     FULL_RANK,
     RANK_4,
-    WORLD,
     Case,
-    Net,
     StubScaler,
-    batch,
-    coalesced_losses,
     engine_for,
     largest_difference,
     logged_bytes,
     losses,
-    mean,
-    pipeline_losses,
     spoiled,
-    token_loss,
     train,
     weights,
 )
+from tests.support.properties import batches, build, check_close
+from tests.support.sharded_training import Net
+from tests.support.small import complaint
 from tests.support.training import total
+from tests.support.wrappers import RANK_2
 
 STEPS = 6
 COMPRESSED, BYPASS = "blocks.0.up.weight", "blocks.0.norm.bias"
@@ -53,22 +49,14 @@ def full_rank(case: Case) -> None:
     assert plain[-1] < plain[0] - 0.2, "nothing was learned"
 
 
-def trains_as_the_ddp_hook(stage: int) -> None:
+def trains_as_ddp(stage: int) -> None:
     """The same gradients, bases and errors, summed in another order."""
-    model = Net()
-    replica = DistributedDataParallel(model)
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=0, module=model)
-    replica.register_comm_hook(state, powerSGD_hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    expected = []
-    for step in range(STEPS):
-        tokens = batch(step)
-        loss = token_loss(replica(tokens), WORLD[tokens])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    assert largest_difference(train(Case("rank 4", stage), RANK_4, STEPS), mean(expected)) <= FP32_LIMIT
+    ours, theirs = build(f"DeepSpeed {stage}", RANK_2), build("DDP", RANK_2)
+    start = theirs.parameters()
+    for step in range(4):
+        for model in (ours, theirs):
+            model.step(batches(model, step))
+    check_close(ours.parameters(), theirs.parameters(), start, 1e-4)
 
 
 def writes_its_own_slice(stage: int) -> None:
@@ -91,10 +79,10 @@ def writes_its_own_slice(stage: int) -> None:
         assert own < model / 2
 
 
-def compresses_once_a_step(case: Case, steps: Callable[..., Any], expected: int) -> None:
+def compresses_once_a_step(case: Case, expected: int) -> None:
     """Stages 2 and 3 reduce in each of 3 micro-batches, unless ``coalesce_grad_reduction`` is used."""
     with engine_for(case, RANK_4) as engine:
-        steps(engine, range(2))
+        losses(engine, range(2), case.way)
         assert engine.powersgd.iteration == expected
 
 
@@ -171,22 +159,30 @@ def notices_what_goes_around(stage: int) -> None:
             losses(engine, range(1, 2))
 
 
+def refuses_a_small_budget(stage: int) -> None:
+    """An engine whose section has a budget that is too small stays as it is."""
+    with engine_for(Case("", stage)) as engine:
+        engine._config._param_dict["powersgd"] = {"bytes_per_step": 10}
+        said = complaint(adapter.enable, engine)
+        assert "1 problem" in said
+        assert "at rank 1 this model sends" in said
+        assert not hasattr(engine, "powersgd")
+
+
 ACCUMULATED = {"gradient_accumulation_steps": 3}
 JOBS: list[Job] = [
     *each(full_rank, *QUICK),
     *each(full_rank, *THREE_WORKERS, workers=3),
     *each(full_rank, *WIDE, slow=True),
     *each(full_rank, *PIPELINES, workers=4, slow=True),
-    *each(trains_as_the_ddp_hook, *range(4)),
+    *each(trains_as_ddp, *range(4)),
     *each(writes_its_own_slice, *range(4), workers=3),
-    *(
-        Job(compresses_once_a_step, (Case(f"stage {stage}", stage, ACCUMULATED), losses, steps))
-        for stage, steps in enumerate([2, 2, 6, 6])
-    ),
-    *(Job(compresses_once_a_step, (Case(f"stage {stage}", stage), coalesced_losses, 2)) for stage in (1, 2, 3)),
-    Job(compresses_once_a_step, (Case("pipeline", 0, ACCUMULATED, pipeline_stages=1), pipeline_losses, 2)),
+    *each(compresses_once_a_step, *[(Case(f"stage {n}", n, ACCUMULATED), 2 if n < 2 else 6) for n in range(4)]),
+    *each(compresses_once_a_step, *[(Case(f"stage {n}, coalesced", n, way="coalesced"), 2) for n in (1, 2, 3)]),
+    Job(compresses_once_a_step, (Case("pipeline", 0, ACCUMULATED, pipeline_stages=1), 2)),
     *each(sends_what_is_reported, *range(4)),
     *each(notices_what_goes_around, *range(4)),
+    *each(refuses_a_small_budget, 1),
     # Stage 0 last: DeepSpeed remembers autocast for a process's life.
     *each(skips_overflows, *[(stage, where) for stage in (1, 2, 3, 0) for where in (COMPRESSED, BYPASS)]),
 ]

@@ -25,7 +25,7 @@ def raises_in_telemetry(worker: int, _world_size: int) -> None:
     """An exception of a user's function after the exchange does not undo it."""
     for config in ("ternary", "rank"):
         training = Training(worker, config)
-        told = []
+        told: list[int] = []
 
         def callback(_record: object, told: list[int] = told) -> None:
             told.append(1)

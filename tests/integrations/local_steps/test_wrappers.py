@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
-from tests.support.local_steps import same_bits, theta
+from tests.support.local_steps import TERNARY, same_bits, theta
 from tests.support.local_wrappers import (
     BUILD,
     EVERY,
     NODE,
     STEPS,
-    TERNARY,
     WORKERS,
     Net,
     OddNet,
@@ -109,33 +109,39 @@ def compresses_gradients_too(_worker: int, _world_size: int) -> None:
     assert same_bits(setup.whole(), None)
 
 
-def alone(_worker: int, _world_size: int, *, case: Any, **options: Any) -> None:
-    case(**options)
+class Case:
+    """A function that is not told which worker it runs on, and its arguments."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        self.bound = functools.partial(function, *arguments, **options)
+
+    def __call__(self, _worker: int, _world_size: int) -> None:
+        self.bound()
 
 
 ALL = ("exact", "ternary", "int2, delay", "rank", "budget")
-OFFLOAD = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 CASES: dict[str, Any] = {
-    name: functools.partial(alone, **case)
-    for name, case in {
-        **{f"{kind} averages": {"case": equals_averaging, "kind": kind} for kind in BUILD if kind != "deepspeed"},
-        "ddp conserves": {"case": conserves, "kind": "ddp", "configs": ("ternary", "rank")},
-        "fsdp2 conserves": {"case": conserves, "kind": "fsdp2", "configs": ALL},
-        "odd tensors": {"case": conserves, "kind": "ddp", "configs": ("ternary", "budget"), "net": OddNet},
-        "offload": {"case": conserves, "kind": "fsdp2", "configs": ("int2, delay",), **OFFLOAD},
-        "ddp resumes": {"case": resumes, "kind": "ddp", "name": "ternary"},
-        "fsdp2 resumes": {"case": resumes, "kind": "fsdp2", "name": "int2, delay"},
-        "ddp in bf16": {"case": averages_states_and_follows_in_bf16, "kind": "ddp"},
-        "fsdp2 in bf16": {"case": averages_states_and_follows_in_bf16, "kind": "fsdp2"},
-    }.items()
+    "ddp averages": Case(equals_averaging, "ddp"),
+    "fsdp2 averages": Case(equals_averaging, "fsdp2"),
+    "ddp conserves": Case(conserves, "ddp", ("ternary", "rank")),
+    "fsdp2 conserves": Case(conserves, "fsdp2", ALL),
+    "odd tensors": Case(conserves, "ddp", ("ternary", "budget"), OddNet),
+    "offload": Case(conserves, "fsdp2", ("int2, delay",), **OFFLOAD),
+    "ddp resumes": Case(resumes, "ddp", "ternary"),
+    "fsdp2 resumes": Case(resumes, "fsdp2", "int2, delay"),
+    "ddp in bf16": Case(averages_states_and_follows_in_bf16, "ddp"),
+    "fsdp2 in bf16": Case(averages_states_and_follows_in_bf16, "fsdp2"),
+    "levels": shares_an_exchange,
+    "refusals": refuses,
+    "gradients": compresses_gradients_too,
 }
-CASES |= {"levels": shares_an_exchange, "refusals": refuses, "gradients": compresses_gradients_too}
-SLOW = {
-    "ddp conserves everything": functools.partial(alone, case=conserves, kind="ddp", configs=ALL),
-    "odd tensors, everything": functools.partial(alone, case=conserves, kind="ddp", configs=ALL, net=OddNet),
-    "offload, everything": functools.partial(alone, case=conserves, kind="fsdp2", configs=ALL, **OFFLOAD),
-    "ddp resumes, delay": functools.partial(alone, case=resumes, kind="ddp", name="int2, delay"),
-    "fsdp2 resumes, ternary": functools.partial(alone, case=resumes, kind="fsdp2", name="ternary"),
+SLOW: dict[str, Any] = {
+    "ddp conserves everything": Case(conserves, "ddp", ALL),
+    "odd tensors, everything": Case(conserves, "ddp", ALL, OddNet),
+    "offload, everything": Case(conserves, "fsdp2", ALL, **OFFLOAD),
+    "ddp resumes, delay": Case(resumes, "ddp", "int2, delay"),
+    "fsdp2 resumes, ternary": Case(resumes, "fsdp2", "ternary"),
 }
 
 
