@@ -71,9 +71,7 @@ def check_same(tensors: Sequence[Tensor], group: Any = None) -> None:
     assert len(set(found)) == 1, "workers have different copies"
 
 
-def follows(
-    case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, load: str = "", save: str = ""
-) -> None:
+def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, load: str = "", save: str = "") -> None:
     """Steps, some of which overflow, against the plain model.
 
     Args:

@@ -256,9 +256,9 @@ def is_switched_on_and_off() -> None:
     assert 'add "powersgd": {"rank": 4}' in complaint(adapter.enable, off)
     spoken = io.StringIO()
     with contextlib.redirect_stdout(spoken):
-        state = attach(off, rank=3)
+        attached = attach(off, rank=3)
     says(spoken.getvalue(), "powersgd: on at ZeRO stage 2", "rank 3")
-    assert attach(off) is adapter.enable(off) is state is off.powersgd
+    assert attach(off) is adapter.enable(off) is attached is off.powersgd
     assert attach(on) is on.powersgd
     assert "the engine is compressed with" in complaint(adapter.enable, off, PowerSGDConfig(rank=2))
     assert "is compressed with" in complaint(attach, on, rank=5)
