@@ -44,13 +44,23 @@ class Cell:
         given = {"folder": str(folder)} if self.folder else {}
         return functools.partial(self.check, wrapper=self.wrapper, **given, **dict(self.options))
 
+    def kind(self) -> tuple[Any, ...]:
+        """Cells of one kind run in the same processes."""
+        return self.workers, self.slow, bool(self.needs()), self.wrapper.startswith("DeepSpeed")
+
     def needs(self) -> list[Cell]:
         """What must have run before."""
-        return [cell for cell in CELLS if self.check is properties.taken_over and cell == saved(self.wrapper)]
+        source = dict(self.options).get("source", self.wrapper)
+        return [saved(source)] if self.check is properties.taken_over else []
 
 
 def saved(wrapper: str) -> Cell:
+    """The cell that saves what others take over. It is always quick."""
     return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True)
+
+
+SOURCES = [("replicate", "HSDP"), ("FSDP2", "HSDP"), ("FSDP1", "HSDP"), ("HSDP", "FSDP1"), ("HSDP", "HSDP by group")]
+"""(wrapper, the one whose saved state it loads), on four workers."""
 
 
 ALWAYS: list[Callable[..., None]] = [
@@ -71,17 +81,18 @@ def cells() -> list[Cell]:
         few = wrapper.workers
 
         def add(
-            check: Callable[..., None], workers: int = few, *, turn: int = 0, name: str = name, **more: Any
+            check: Callable[..., None], workers: int = few, *, turn: bool | int = False, name: str = name, **more: Any
         ) -> None:
             chosen = [value for _, value in more.get("options", ())]
+            form = dict(more.get("options", ())).get("form", "")
             words = {check.__name__, *chosen, *(f"{check.__name__} {value}" for value in chosen)}
             if not words & WRAPPERS[name].lacks.keys():
-                quick = turn == 0 and (not WRAPPERS[name].thin or check in THIN and not {*chosen} - {"plain", "fp32"})
+                quick = not turn and (not WRAPPERS[name].thin or (check in THIN and form in ("", "fp32")))
                 found.append(Cell(name, check, workers, slow=not quick, **more))
 
-        for number, way in enumerate(way for way in WAYS if WAYS[way].fits(name)):
-            turn = 0 if way == "plain" else (number + index) % 3
-            add(properties.full_rank, options=(("way", way),), turn=turn)
+        for way, how in WAYS.items():
+            if how.fits(name):
+                add(properties.full_rank, options=(("way", way),), turn=way != "plain" and name not in how.quick)
         for number, form in enumerate(FORMATS):
             turn = 0 if form == "fp32" else (number + index) % 5
             add(properties.conservation, options=(("form", form),), turn=turn)
@@ -89,6 +100,8 @@ def cells() -> list[Cell]:
         add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 3)
         if wrapper.elsewhere:
             add(properties.taken_over, wrapper.elsewhere, folder=True)
+        for _, source in (pair for pair in SOURCES if pair[0] == name):
+            add(properties.taken_over, 4, folder=True, options=(("source", source),))
         add(properties.budget, folder=True)
         for check in ALWAYS:
             add(check)
@@ -105,20 +118,19 @@ CELLS = cells()
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], None]:
     """Runs all selected cells of a number of workers in one set of processes, when the first of them is asked for."""
     folder = tmp_path_factory.mktemp("table")
-    chosen = [
-        item.callspec.params["cell"] for item in request.session.items if "cell" in getattr(item, "fixturenames", ())
-    ]
+    items: list[Any] = request.session.items
+    chosen = [item.callspec.params["cell"] for item in items if "cell" in getattr(item, "fixturenames", ())]
     chosen = list(dict.fromkeys([*(needed for cell in chosen for needed in cell.needs()), *chosen]))
 
     @functools.cache
-    def together(workers: int, slow: bool, later: bool) -> dict[str, list[Any]]:
-        wanted = [c for c in chosen if (c.workers, c.slow, bool(c.needs())) == (workers, slow, later)]
-        return in_one_group({str(cell): cell.bound(folder) for cell in wanted}, workers)
+    def together(*kind: Any) -> dict[str, list[Any]]:
+        wanted = [cell for cell in chosen if cell.kind() == kind]
+        for needed in {needed for cell in wanted for needed in cell.needs()}:
+            result(needed)
+        return in_one_group({str(cell): cell.bound(folder) for cell in wanted}, wanted[0].workers)
 
     def result(cell: Cell) -> None:
-        for needed in cell.needs():
-            result(needed)
-        outcome(together(cell.workers, cell.slow, bool(cell.needs())), str(cell))
+        outcome(together(*cell.kind()), str(cell))
 
     return result
 
@@ -128,4 +140,6 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 )
 def test_cell(cell: Cell, results: Callable[[Cell], None]) -> None:
     """See the docstrings of ``tests/support/properties.py``."""
+    if cell.wrapper.startswith("DeepSpeed"):
+        pytest.importorskip("deepspeed")
     results(cell)

@@ -40,6 +40,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.optimizer import Config, PowerSGD
+from tests.support import deepspeed_training, tensor_parallel
 from tests.support.sharded_training import (
     Block,
     Gradients,
@@ -77,6 +78,7 @@ class Wrapped:
     optimizer: Any
     state: Any = None
     levels = 1
+    net_type: Callable[[], Any] = Net
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
         self.finish(net, DistributedDataParallel(net, bucket_cap_mb=0.005, **options), config, node_group=node_group)
@@ -90,11 +92,28 @@ class Wrapped:
 
     # A step -----------------------------------------------------------------------------------------------------------
 
-    def step(self, batches: Sequence[Batch], *, sync_each: bool = False, clip: float | None = None) -> None:
-        """Train with the mean loss of micro-batches. ``sync_each``: average the gradients after each of them."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        sync_each: bool = False,
+        all_reduce_last: bool = False,
+        clip: float | None = None,
+    ) -> None:
+        """Train with the mean loss of micro-batches.
+
+        Args:
+            batches: The micro-batches.
+            sync_each: Average the gradients after each of them.
+            all_reduce_last: Sum over the shards after each, and over the replicas after the last one.
+            clip: Largest norm of the gradient.
+        """
         self.optimizer.zero_grad()
         for index, batch in enumerate(batches):
-            with self.syncing(sync_each or index == len(batches) - 1):
+            last = index == len(batches) - 1
+            if all_reduce_last:
+                self.module.set_requires_all_reduce(last)
+            with self.syncing(sync_each or all_reduce_last or last):
                 (loss_of(self.module, batch) / len(batches)).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), clip)
@@ -109,6 +128,10 @@ class Wrapped:
         averages = [p.grad for p in self.module.parameters() if p.grad is not None]
         if everywhere(all(bool(whole(average).isfinite().all()) for average in averages)):
             self.optimizer.step()
+
+    def data_worker(self) -> int:
+        """Whose data this worker has."""
+        return dist.get_rank()
 
     # What is compared -------------------------------------------------------------------------------------------------
 
@@ -202,6 +225,30 @@ class Replicate(HSDP):
         self.finish(net, replicated(net, replica_mesh(dist.get_world_size()), **options), config)
 
 
+class TensorParallel(HSDP):
+    """Tensor parallelism of two workers inside HSDP on replicas alone; with two workers, replicas alone."""
+
+    net_type = tensor_parallel.Net
+
+    by_mesh = True
+
+    def __init__(self, net: Any, config: PowerSGDConfig | None) -> None:
+        mesh = tensor_parallel.mesh_of(2, 1, dist.get_world_size() // 2)
+        self.finish(net, tensor_parallel.parallel(net, mesh, two_dimensional=self.by_mesh or config is None), None)
+        if config is not None:
+            group = None if self.by_mesh else mesh["replicate"].get_group()
+            self.state = apply_powersgd(self.module, config, group)
+
+    def data_worker(self) -> int:
+        return dist.get_rank() // (dist.get_world_size() // 2)
+
+
+class TensorParallelByGroup(TensorParallel):
+    """The same with a group of replicas."""
+
+    by_mesh = False
+
+
 class PlainLoop(Wrapped):
     """A ``Compressor``, whose averages are written over the gradients. Without compression, all-reduces."""
 
@@ -291,10 +338,68 @@ class Exchanged(PlainLoop):
         return {name: error / RATE for name, error in super().mean_error().items()}
 
 
+class Engine(Wrapped):
+    """DeepSpeed with a stage of ZeRO, and a loss scale that halves where a gradient is not finite."""
+
+    stage = 0
+
+    def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
+        from powersgd_triton.integrations import deepspeed
+
+        deepspeed_training.prepare(dist.get_rank(), dist.get_world_size())
+        if node_group is not None:
+            use_nodes()
+        section = None
+        if config is not None:
+            given = {key: value for key, value in config.to_dict().items() if value is not None}
+            section = {**given, "parameters": None, "node_group": node_group}
+        made = deepspeed_training.configuration(self.stage, section, options)
+        made.pop("optimizer")
+        made["zero_allow_untested_optimizer"] = True
+        self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=RATE)
+        with contextlib.redirect_stdout(None):
+            self.module = deepspeed.initialize(
+                model=net, model_parameters=list(net.parameters()), config=made, optimizer=self.optimizer
+            )[0]
+        if self.stage:
+            self.module.optimizer.loss_scaler = deepspeed_training.StubScaler()
+        self.state = getattr(self.module, "powersgd", None)
+
+    def step(self, batches: Sequence[Batch], **_options: Any) -> None:
+        (batch,) = batches
+        self.module.backward(loss_of(self.module, batch))
+        self.module.step()
+
+    def parameters(self) -> Gradients:
+        return deepspeed_training.weights(self.module)
+
+    def save(self, folder: str) -> None:
+        self.module.save_checkpoint(folder)
+
+    def load(self, folder: str) -> None:
+        self.module.load_checkpoint(folder)
+
+
+class Engine1(Engine):
+    stage = 1
+
+
+class Engine2(Engine):
+    stage = 2
+
+
+class Engine3(Engine):
+    stage = 3
+
+
+def use_nodes() -> None:
+    """Set what torchrun sets on nodes of two workers."""
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
+
+
 def in_nodes(kind: Callable[..., Wrapped], net: Net, config: PowerSGDConfig | None, **options: Any) -> Wrapped:
     """Nodes of two workers, which share the compression of their sum."""
-    # As torchrun sets them.
-    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(dist.get_rank() % 2))
+    use_nodes()
     made = kind(net, config, node_group="auto", **options)
     made.levels = min(2, dist.get_world_size() // 2)
     return made
@@ -323,6 +428,7 @@ class Wrapper:
         elsewhere: Another number of workers, which can load what was saved.
         shards: Into how many parts the rows of a parameter are split before they are compressed, of ``workers``.
         thin: Whether only the most important cells are quick, since most of it is another wrapper's.
+        net: Makes the model.
         lacks: {property or way of training: why it means nothing here}.
     """
 
@@ -331,6 +437,7 @@ class Wrapper:
     elsewhere: int | None = 3
     shards: int = 1
     thin: bool = False
+    net: Callable[[], Any] = Net
     lacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -353,7 +460,21 @@ LOCAL = {
 }
 # What it owes there is not saved, and decays.
 PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
+PARTS = {
+    **dict.fromkeys(("traffic", "budget"), "each worker sends something else"),
+    **dict.fromkeys(("frozen", "checkpointing", "unused"), "its model has other layers"),
+    "attached": "it is attached as without it",
+    # Then their copies drift apart.
+    "void": "of a matrix that is not split, one worker of a pair may keep the error where the other one carries it",
+}
 NODES = {"traffic": "sums within a node are all-reduces too", "attached": "it is attached as on one level"}
+ENGINE = {
+    **dict.fromkeys(
+        ("several backwards", "no sync", "clipping"), "its configuration says so, see deepspeed/test_training.py"
+    ),
+    "attached": "what it says is tested in deepspeed/test_refusals.py",
+    "traffic": "its own logger counts it, see deepspeed/test_training.py",
+}
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
@@ -365,7 +486,15 @@ WRAPPERS: dict[str, Wrapper] = {
     "replicate": Wrapper(Replicate),
     "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=True, lacks=NODES),
     "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=True, lacks=NODES),
+    "tensor parallel": Wrapper(TensorParallel, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
+    "tensor parallel by group": Wrapper(TensorParallelByGroup, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
+    "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_training.py"}),
+    # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
+    "DeepSpeed 1": Wrapper(Engine1, elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2": Wrapper(Engine2, elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 3": Wrapper(Engine3, elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2 in nodes": Wrapper(functools.partial(in_nodes, Engine2), 4, None, thin=True, lacks=ENGINE),
 }

@@ -17,7 +17,7 @@ from tests.support.digits import BATCH, TEST_IMAGES, images_and_labels
 from tests.support.distributed import run
 from tests.support.properties import check_same
 
-ONE_SEED, SEEDS = (0,), (0, 1, 2)
+SEEDS = (0, 1, 2)
 EPOCHS = 15
 # Measured: with learning rates of 0.01 to 0.1 compression costs at most 1.1 points, and 19 to 52 without feedback;
 # with this one and 9 seeds, three at a time, at most 0.6. After 12 epochs some rates have not caught up yet.
@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, dict[str, Any] | None] = {
 ALLOWED_LOSS = 1.5
 
 
-def training(worker: int, world_size: int, name: str, seed: int) -> float:
+def training(worker: int, world_size: int, name: str, seed: int, epochs: int) -> float:
     """The accuracy in percent. All weight matrices are compressed, and the workers end with the same bits."""
     images, labels = images_and_labels(seed)
     torch.manual_seed(seed)
@@ -47,7 +47,7 @@ def training(worker: int, world_size: int, name: str, seed: int) -> float:
         replica.register_comm_hook(state, powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         order = TEST_IMAGES + torch.randperm(len(labels) - TEST_IMAGES, generator=generator)
         for mine in order[worker::world_size].split(BATCH):
             optimizer.zero_grad()
@@ -64,26 +64,26 @@ def training(worker: int, world_size: int, name: str, seed: int) -> float:
 
 
 @functools.cache
-def accuracies(name: str, seeds: tuple[int, ...]) -> list[float]:
-    return [run(training, 2, name, seed)[0] for seed in seeds]
+def accuracies(name: str) -> list[float]:
+    return [run(training, 2, name, seed, EPOCHS)[0] for seed in SEEDS]
 
 
-def mean(name: str, seeds: tuple[int, ...] = SEEDS) -> float:
-    return statistics.mean(accuracies(name, seeds))
+def mean(name: str) -> float:
+    return statistics.mean(accuracies(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "seeds"),
-    [
-        ("rank 1", ONE_SEED),
-        pytest.param("rank 1", SEEDS, marks=pytest.mark.slow),
-        pytest.param("rank 2, alternating", SEEDS, marks=pytest.mark.slow),
-    ],
-)
-def test_compression_loses_no_more_than_allowed(name: str, seeds: tuple[int, ...]) -> None:
-    exact = mean("exact", seeds)
-    assert exact > 90
-    assert mean(name, seeds) >= exact - ALLOWED_LOSS
+def test_it_trains() -> None:
+    """A few epochs, after which compression has not quite caught up; without error feedback it never does."""
+    exact, compressed = (run(training, 2, name, 0, 6)[0] for name in ("exact", "rank 1"))
+    assert exact > 80
+    assert compressed >= exact - 4 * ALLOWED_LOSS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rank 1", "rank 2, alternating"])
+def test_compression_loses_no_more_than_allowed(name: str) -> None:
+    assert mean("exact") > 90
+    assert mean(name) >= mean("exact") - ALLOWED_LOSS
 
 
 @pytest.mark.slow

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,91 +13,248 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from tests.support import deepspeed_parameters as jobs
-from tests.support.deepspeed_cases import ACCUMULATE, BF16, OFFLOAD, zero
-from tests.support.deepspeed_training import Case, result, run_all
-from tests.support.distributed import run
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from tests.support.deepspeed_cases import ACCUMULATE, BF16, LOGGED, OFFLOAD, UNIVERSAL, zero
+from tests.support.deepspeed_jobs import Job, each, parametrized
+from tests.support.deepspeed_parameters import (
+    Tied,
+    convert,
+    copies,
+    equal,
+    masters,
+    modelled,
+    prepared,
+    rounded,
+    state_of,
+)
+from tests.support.deepspeed_training import Case, engine_for, logged_bytes, losses, spoiled
+from tests.support.distributed import folder, run
+from tests.support.sharded_training import batch
+from tests.support.small import complaint
+from tests.support.training import digest
+
+INT2 = {"rank": 4, "parameters": "int2"}
 BF16_OPTIMIZER = Case("BF16_Optimizer", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}})
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 SMALL = {"allgather_bucket_size": 700}
 SMALL_MESSAGES = zero(2, **SMALL, overlap_comm=True, reduce_bucket_size=2000)
 UNUSED = zero(1, ignore_unused_parameters=True)
-# (case, width, steps, whether the model has tied and frozen parameters)
-FOLLOWED: list[tuple[Case, str, int, bool]] = [
-    (Case("stage 1", 1), "int2", 20, False),
-    (Case("stage 2, small messages", 2, SMALL_MESSAGES), "int4", 20, True),
-    (Case("stage 2, bf16", 2, {**BF16, **ACCUMULATE, "gradient_clipping": 0.3}), "int2", 20, True),
-    (Case("stage 1, bf16, round robin", 1, {**BF16, **zero(1, round_robin_gradients=True)}), "int8", 20, False),
-    (BF16_OPTIMIZER, "int2", 20, False),
-    (Case("stage 2, offload", 2, OFFLOAD, own_adamw=True), "int2", 20, False),
-    (Case("stage 2, SGD", 2, sgd=True), "int2", 20, False),
-    (Case("stage 1, unused layer", 1, UNUSED, model={"unused": True}), "int2", 10, False),
-    (Case("stage 1, fp16", 1, FP16, fp16=True), "int2", 20, False),
+# (case, width, whether the model has tied and frozen parameters)
+FOLLOWED: list[tuple[Case, str, bool]] = [
+    (Case("stage 1", 1), "int2", False),
+    (Case("stage 2, small messages", 2, SMALL_MESSAGES), "int4", True),
+    (Case("stage 2, bf16", 2, {**BF16, **ACCUMULATE, "gradient_clipping": 0.3}), "int2", True),
+    (Case("stage 1, bf16, round robin", 1, {**BF16, **zero(1, round_robin_gradients=True)}), "int8", False),
+    (BF16_OPTIMIZER, "int2", False),
+    (Case("stage 2, offload", 2, OFFLOAD, own_adamw=True), "int2", False),
+    (Case("stage 2, SGD", 2, sgd=True), "int2", False),
+    (Case("stage 1, unused layer", 1, UNUSED, unused=True), "int2", False),
+    (Case("stage 1, fp16", 1, FP16, fp16=True), "int2", False),
 ]
-MORE_WORKERS: list[tuple[Case, str, int, bool]] = [
-    (Case("stage 1", 1), "int4", 10, True),
-    (Case("stage 2, bf16", 2, {**BF16, **zero(2, **SMALL)}), "int2", 10, False),
-    (BF16_OPTIMIZER, "int8", 10, False),
+MORE_WORKERS: list[tuple[Case, str, bool]] = [
+    (Case("stage 1", 1), "int4", True),
+    (Case("stage 2, bf16", 2, {**BF16, **zero(2, **SMALL)}), "int2", False),
+    (BF16_OPTIMIZER, "int8", False),
 ]
-SAVED = [
-    Case("stage 1", 1),
-    Case("stage 2, bf16", 2, BF16),
-    BF16_OPTIMIZER,
-    Case("stage 2, offload", 2, OFFLOAD, own_adamw=True),
+PLAIN = [Case("stage 1", 1), Case("stage 2, bf16", 2, BF16), BF16_OPTIMIZER]
+SAVED = [*PLAIN, Case("stage 2, offload", 2, OFFLOAD, own_adamw=True)]
+LITTLE = Case("stage 2, small messages", 2, {**BF16, **SMALL_MESSAGES})
+
+
+def check_same(tensors: Sequence[Tensor], group: Any = None) -> None:
+    """That the workers of a group have the same copies."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, digest(tensors), group)
+    assert len(set(found)) == 1, "workers have different copies"
+
+
+def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, load: str = "", save: str = "") -> None:
+    """Steps, some of which overflow, against the plain model.
+
+    Args:
+        case: configuration.
+        width: of the differences.
+        tied: train ``Tied``.
+        steps: of training.
+        seed: of what goes wrong.
+        load: a universal checkpoint's folder, to begin with.
+        save: folder of a checkpoint at the end.
+    """
+    draw = random.Random(seed)
+    moved = skipped = False
+    with prepared(case, {**INT2, "parameters": width}, Tied() if tied else None) as engine:
+        optimizer = engine.optimizer
+        if load:
+            engine.load_checkpoint(load, "saved")
+            assert equal(rounded(engine), copies(engine))
+        groups = getattr(optimizer, engine.powersgd.parameters._attributes[1])
+        used = [sum(map(torch.numel, group)) for group in groups]
+        assert len(used) == (2 if tied else 1)
+        for step in range(steps):
+            before, previous = copies(engine), masters(engine)
+            overflows = step == 2 or (step > 0 and draw.random() < 0.2)
+            parameter = dict(engine.module.named_parameters())["blocks.1.up.weight"]
+            if draw.random() < 0.1:
+                for group in optimizer.param_groups:
+                    group["lr"] = 3e-3 * draw.choice([0.01, 1.0, 30.0])
+            with spoiled(parameter) if overflows else contextlib.nullcontext():
+                losses(engine, [step])
+            after, wanted = copies(engine), masters(engine)
+            if overflows and getattr(optimizer, "overflow", False):
+                assert equal([*after, *wanted], [*before, *previous]), "a step that overflowed changed something"
+                skipped = True
+                continue
+            assert equal(after, modelled(before, wanted, width, optimizer.allgather_bucket_size, used)), step
+            moved |= not all(torch.equal(v.float(), w) for v, w in zip(after, wanted, strict=True))
+        assert moved, "the copies are the masters: nothing was rounded"
+        assert skipped or case == BF16_OPTIMIZER, "no step overflowed"
+        check_same([parameter.detach().float() for parameter in engine.module.parameters()])
+        if save:
+            engine.save_checkpoint(save, "saved")
+
+
+def resumes(case: Case) -> None:
+    """Three steps, saved, three more; and these again by another engine. Then on with DeepSpeed's gather, and back."""
+
+    def trained(engine: Any) -> tuple[list[float], list[Tensor]]:
+        return losses(engine, range(3, 6)), state_of(engine)
+
+    with folder(dist.get_rank()) as path:
+        # With gradients as they are: the mean of compression's errors is equal to rounding only.
+        for section in ({**INT2, "start_iter": 99}, INT2):
+            with engine_for(case, section) as engine:
+                losses(engine, range(3))
+                engine.save_checkpoint(path)
+                saved, expected = state_of(engine), trained(engine)
+            with engine_for(case, section) as engine:
+                engine.load_checkpoint(path)
+                assert equal(state_of(engine), saved)
+                found = trained(engine)
+            assert found[0] == pytest.approx(expected[0], abs=1e-4)
+            assert section is INT2 or equal(found[1], expected[1])
+        with engine_for(case, {**INT2, "parameters": None}) as engine:
+            engine.load_checkpoint(path)
+            losses(engine, range(5, 7))
+            engine.save_checkpoint(f"{path}/null")
+        with engine_for(case, INT2) as engine:
+            engine.load_checkpoint(f"{path}/null")
+            assert equal(rounded(engine), copies(engine))
+            losses(engine, range(7, 9))
+
+
+def exports_the_masters(case: Case) -> None:
+    """And v stays as it is."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with folder(dist.get_rank()) as path:
+        with engine_for(case, INT2) as engine:
+            losses(engine, range(3))
+            before, wanted = copies(engine), rounded(engine)
+            assert not equal(before, wanted)
+            with engine.powersgd.exact_parameters():
+                assert equal(copies(engine), wanted)
+                exact = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+                with engine.powersgd.exact_parameters():
+                    pass
+                assert equal(copies(engine), wanted), "an inner context ended the outer one"
+            engine.save_16bit_model(path, "model.bin")
+            engine.save_checkpoint(path)
+            assert equal(copies(engine), before)
+            dist.barrier()
+            written = torch.load(Path(path) / "model.bin", weights_only=True)
+            assert all(torch.equal(written[name], tensor) for name, tensor in exact.items())
+            # DeepSpeed's program does not know BF16_Optimizer's checkpoints.
+            if case != BF16_OPTIMIZER:
+                whole = get_fp32_state_dict_from_zero_checkpoint(path)
+                assert all(torch.equal(whole[name].to(tensor.dtype), tensor) for name, tensor in exact.items())
+            dist.barrier()
+            after = losses(engine, range(3, 5))
+        with engine_for(case, INT2) as engine:
+            assert losses(engine, range(5))[3:] == after
+
+
+def keeps_its_copies_when_a_step_fails(case: Case) -> None:
+    """And says what is wrong."""
+    with engine_for(case, {**INT2, "check_every": 2}) as engine:
+        with torch.inference_mode(), engine.powersgd.exact_parameters():
+            engine(batch(0, 0)[0])
+        losses(engine, range(2))
+        optimizer = engine.optimizer
+        before, inner = copies(engine), optimizer.optimizer.step
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            inner(*args, **kwargs)
+            # The optimizer has a group that it has rounded into v already.
+            for group in engine.powersgd.parameters._groups():
+                group.own.copy_(group.masters)
+            raise MemoryError("no memory is left")
+
+        optimizer.optimizer.step = failing
+        assert complaint(losses, engine, [2]) == "MemoryError: no memory is left"
+        assert equal(copies(engine), before)
+        optimizer.optimizer.step = inner
+        with engine.powersgd.exact_parameters():
+            assert "a step inside exact_parameters()" in complaint(losses, engine, [3])
+        losses(engine, [4])
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                dict(engine.module.named_parameters())["blocks.0.up.weight"][0, 0] += 1
+        # Found by ``check_every``.
+        said = complaint(losses, engine, [5])
+        assert "DisagreementError" in said
+        assert "parameters of group 0" in said
+        with engine.powersgd.exact_parameters():
+            pass
+        losses(engine, [6, 7])
+    with engine_for(case, INT2) as engine:
+        losses(engine, range(1))
+        engine.powersgd.parameters._send = lambda **_: None
+        assert "gathered them without all_gather_dp_groups" in complaint(losses, engine, [1])
+
+
+def learns_in_a_pipeline(case: Case) -> None:
+    """Workers of a stage have the same copies."""
+    with engine_for(case, INT2) as engine:
+        found = losses(engine, range(10))
+        assert found[-1] < found[0] - 0.5
+        check_same(copies(engine), engine.mpu.get_data_parallel_group())
+
+
+def sends_what_is_reported(case: Case) -> None:
+    """Bytes a step that one owner sends, by DeepSpeed's own logger."""
+    from powersgd_triton.integrations.deepspeed import expected_traffic
+
+    sent = []
+    for section in (None, INT2):
+        with engine_for(Case("", case.stage, {**case.options, **LOGGED}), section) as engine:
+            sent.append(sum(size for name, size in logged_bytes(engine, 2).items() if "gather" in name))
+            if section is not None:
+                assert sent[-1] == expected_traffic(engine, engine.powersgd).differences / (dist.get_world_size() - 1)
+    if case != LITTLE:
+        # 2 bits and a scale for 128 elements, and at most one block in each partition that is not full.
+        assert sent[0] / sent[1] > 0.94 * (16 if "bf16" in case.options else 32) / (2 + 16 / 128)
+
+
+JOBS: list[Job] = [
+    *each(follows, *FOLLOWED),
+    *each(follows, *[(*one, 6, 1) for one in MORE_WORKERS], workers=3),
+    *each(follows, *[(*one, 10, 1) for one in MORE_WORKERS], workers=4, slow=True),
+    *each(resumes, *SAVED),
+    *each(exports_the_masters, *SAVED),
+    *each(keeps_its_copies_when_a_step_fails, *PLAIN),
+    *each(sends_what_is_reported, *PLAIN, LITTLE),
+    *each(learns_in_a_pipeline, Case("one stage", 1, BF16, pipeline_stages=1)),
+    *each(learns_in_a_pipeline, Case("two stages", 1, pipeline_stages=2), workers=4, slow=True),
 ]
-COUNTED = [Case("stage 2, small messages", 2, {**BF16, **SMALL_MESSAGES})]
-UNCHANGED = [Case("stage 1", 1), Case("stage 2, bf16", 2, BF16), BF16_OPTIMIZER]
 
 
-def name(case: Case) -> str:
-    return case.name
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parameters")
-
-
-@pytest.fixture(scope="module")
-def pair(folder: Path) -> Any:
-    """All jobs of two workers."""
-    work: list[Any] = [
-        (f"follow {case.name}", jobs.follow, (case, width, steps, 0, tied)) for case, width, steps, tied in FOLLOWED
-    ]
-    work += [(f"null {case.name}", jobs.unchanged_without, (case,)) for case in UNCHANGED]
-    for index, case in enumerate(SAVED):
-        work += [(f"resume {case.name}", jobs.resume, (case, str(folder / f"resume-{index}")))]
-        work += [(f"export {case.name}", jobs.export, (case, str(folder / f"export-{index}")))]
-    work += [(f"broken {case.name}", jobs.refused_or_broken, (case,)) for case in UNCHANGED]
-    for section, case in itertools.product((None, jobs.INT2), [*UNCHANGED, *COUNTED]):
-        work += [(f"bytes {case.name} {section}", jobs.gathered_bytes, (case, section))]
-    work += [("pipeline", jobs.pipeline, (Case("", 1, BF16, train="pipeline_losses", pipeline_stages=1),))]
-    return run(run_all, 2, work)
-
-
-def check_followed(found: Sequence[dict[str, Any]]) -> None:
-    for worker in found:
-        assert worker["as modelled"]
-        assert worker["skipped"], "a step that overflowed changed something"
-        assert worker["excess"] <= 1
-        assert worker["moved"], "the copies are the masters: nothing was rounded"
-        assert worker["digest"] == found[0]["digest"], "workers have different copies"
-
-
-@pytest.mark.parametrize(("case", "tied"), [pytest.param(c, tied, id=c.name) for c, _, _, tied in FOLLOWED])
-def test_copies_follow_as_a_plain_model_says(pair: Any, case: Case, tied: bool) -> None:
-    found = result(pair, f"follow {case.name}")
-    check_followed(found)
-    assert found[0]["groups"] == (2 if tied else 1)
-
-
-@pytest.mark.parametrize("workers", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_copies_follow_on_more_workers(workers: int) -> None:
-    work = [(case.name, jobs.follow, (case, width, steps, 1, tied)) for case, width, steps, tied in MORE_WORKERS]
-    results = run(run_all, workers, work)
-    for case, *_ in MORE_WORKERS:
-        check_followed(result(results, case.name))
+@parametrized(JOBS)
+def test_parameters(job: Job, finish: Callable[[Job], None]) -> None:
+    """See the functions above."""
+    finish(job)
 
 
 @pytest.mark.slow
@@ -107,67 +265,9 @@ def test_200_steps_with_faults_and_restarts_on_other_numbers_of_workers(
     loaded = ""
     for index, (workers, steps) in enumerate([(2, 70), (3, 70), (2, 60)]):
         saved = tmp_path / str(index)
-        case = Case("faults", 2, {**options, **(jobs.UNIVERSAL if loaded else {})})
-        work = [("follow", jobs.follow, (case, "int2", steps, index, False, loaded, str(saved)))]
-        found = result(run(run_all, workers, work), "follow")
-        check_followed(found)
-        assert all(worker.get("loaded", True) for worker in found)
-        universal = jobs.convert(saved / "saved", saved / "universal" / "saved")
+        case = Case("faults", 2, {**options, **(UNIVERSAL if loaded else {})})
+        run(Job(follows, (case, "int2", False, steps, index, loaded, str(saved))), workers)
+        universal = convert(saved / "saved", saved / "universal" / "saved")
         (state,) = (saved / "saved").glob("powersgd_*_state.pt")
         shutil.copy(state, universal)
         loaded = str(universal.parent)
-
-
-@pytest.mark.parametrize("case", UNCHANGED, ids=name)
-def test_null_is_deepspeeds_own_gather(pair: Any, case: Case) -> None:
-    assert all(result(pair, f"null {case.name}"))
-
-
-@pytest.mark.parametrize("case", SAVED, ids=name)
-def test_a_resumed_training_has_the_same_bits(pair: Any, case: Case) -> None:
-    for found in result(pair, f"resume {case.name}"):
-        assert found == {"resumed": True, "same bits": True, "close": True, "from null": True}
-
-
-@pytest.mark.parametrize("case", SAVED, ids=name)
-def test_exports_have_the_masters(pair: Any, case: Case) -> None:
-    for found in result(pair, f"export {case.name}"):
-        assert all(found.values()), found
-
-
-@pytest.mark.parametrize("case", UNCHANGED, ids=name)
-def test_a_step_that_fails_leaves_the_copies(pair: Any, case: Case) -> None:
-    for found in result(pair, f"broken {case.name}"):
-        assert found["failed"] == "MemoryError: no memory is left"
-        assert found["kept"]
-        assert "a step inside exact_parameters()" in found["inside"]
-        # Found by ``check_every``.
-        assert "DisagreementError" in found["changed"]
-        assert "parameters of group 0" in found["changed"]
-        assert "gathered them without all_gather_dp_groups" in found["went around"]
-
-
-def check_pipeline(found: Sequence[dict[str, Any]]) -> None:
-    assert all(worker["learned"] for worker in found)
-    for stage in {worker["stage"] for worker in found}:
-        assert len({worker["digest"] for worker in found if worker["stage"] == stage}) == 1
-
-
-def test_a_pipeline_of_one_stage(pair: Any) -> None:
-    check_pipeline(result(pair, "pipeline"))
-
-
-@pytest.mark.slow
-def test_a_pipeline_of_two_stages() -> None:
-    case = Case("pipeline", 1, {}, train="pipeline_losses", pipeline_stages=2)
-    check_pipeline(result(run(run_all, 4, [("pipeline", jobs.pipeline, (case,))]), "pipeline"))
-
-
-@pytest.mark.parametrize("case", [*UNCHANGED, *COUNTED], ids=name)
-def test_bytes_by_deepspeeds_own_logger(pair: Any, case: Case) -> None:
-    plain, coded = (result(pair, f"bytes {case.name} {section}")[0] for section in (None, jobs.INT2))
-    assert coded["logged"] == coded["expected"]
-    # 2 bits and a scale for 128 elements, and at most one block in each partition that is not full.
-    if case in UNCHANGED:
-        bits = 16 if "bf16" in case.options else 32
-        assert plain["logged"] / coded["logged"] > 0.94 * bits / (2 + 16 / 128)

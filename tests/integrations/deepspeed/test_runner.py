@@ -1,7 +1,12 @@
-"""The DeepSpeed runner says so if the program never calls ``deepspeed.initialize``."""
+"""Programs without a changed line: the DeepSpeed runner, and what it says if ``deepspeed.initialize`` is not called."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,69 +19,121 @@ import deepspeed
 
 from powersgd_triton.integrations import deepspeed as adapter
 from powersgd_triton.integrations.deepspeed import runner
+from tests.support.distributed import HUNG
 
-WITHOUT = {
-    "ends": ("import deepspeed", None),
-    "raises": ("raise RuntimeError('broken')", RuntimeError),
-    "exits": ("import sys; sys.exit(3)", SystemExit),
+ROOT = Path(__file__).resolve().parents[3]
+NAME = "powersgd_triton.integrations.deepspeed"
+# (program, what it ends with, whether it calls ``initialize``)
+PROGRAMS: dict[str, tuple[str, Any, bool]] = {
+    "ends": ("import deepspeed", None, False),
+    "raises": ("raise RuntimeError('broken')", RuntimeError, False),
+    "exits": ("import sys; sys.exit(3)", SystemExit, False),
+    "import deepspeed": ("import deepspeed; deepspeed.initialize(model=1)", None, True),
+    "from deepspeed": ("from deepspeed import initialize; initialize(model=1)", None, True),
+    "the adapter": ("from powersgd_triton.integrations import deepspeed; deepspeed.initialize(model=1)", None, True),
+    "from the adapter": (f"from {NAME} import initialize; initialize(model=1)", None, True),
+    "fails after it": ("import deepspeed; deepspeed.initialize(model=1); raise SystemExit(1)", SystemExit, True),
 }
-WITH = {
-    "import deepspeed": "import deepspeed; deepspeed.initialize(model=1)",
-    "from deepspeed": "from deepspeed import initialize; initialize(model=1)",
-    "the adapter": "from powersgd_triton.integrations import deepspeed; deepspeed.initialize(model=1)",
-    "from the adapter": "from powersgd_triton.integrations.deepspeed import initialize; initialize(model=1)",
-    "fails after it": "import deepspeed; deepspeed.initialize(model=1); raise SystemExit(1)",
-}
 
 
-@pytest.fixture
-def initialized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Models for which the adapter's ``initialize`` was called. What the runner replaces is restored."""
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_worker_0_says_that_nothing_was_compressed(
+    case: str, rank: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, error, calls = PROGRAMS[case]
     models: list[Any] = []
     monkeypatch.setattr(adapter, "initialize", lambda *, model: models.append(model))
+    # What the runner replaces is restored.
     monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("RANK", raising=False)
-    return models
-
-
-def run(program: str, folder: Path) -> None:
-    path = folder / "train.py"
-    path.write_text(program)
-    runner.main([str(path)])
-
-
-@pytest.mark.parametrize("rank", [None, "0", "1"])
-@pytest.mark.parametrize("case", WITHOUT)
-def test_worker_0_says_that_nothing_was_compressed(
-    case: str,
-    rank: str | None,
-    initialized: list[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    program, error = WITHOUT[case]
-    if error is None:
-        run(program, tmp_path)
-    else:
-        with pytest.raises(error):
-            run(program, tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(program)
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        runner.main([str(path)])
+    assert models == [1] * calls
     said = "powersgd: off, nothing was compressed: the program did not call deepspeed.initialize\n"
-    assert capsys.readouterr().out == ("" if rank == "1" else said)
-    assert initialized == []
+    assert capsys.readouterr().out == ("" if calls or rank == "1" else said)
 
 
-@pytest.mark.parametrize("case", WITH)
-def test_nothing_is_said_after_initialize(
-    case: str, initialized: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        run(WITH[case], tmp_path)
-    except SystemExit:
-        assert case == "fails after it"
-    assert initialized == [1]
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize(("arguments", "part"), [([], "usage: deepspeed"), (["nowhere.py"], "no file 'nowhere.py'")])
+def test_the_runner_asks_for_a_program(arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["runner", "--local_rank=0", *arguments])
+    with pytest.raises(SystemExit, match=part):
+        runpy.run_module(NAME, run_name="__main__")
+
+
+def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.delitem(sys.modules, NAME)
+    with pytest.raises(ImportError, match=r"pip install 'powersgd_triton\[deepspeed\]'"):
+        importlib.import_module(NAME)
+
+
+PROGRAM = """
+import argparse, sys, torch, deepspeed
+from helper import NUMBER
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not compiled for a test
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+args = deepspeed.add_config_arguments(parser).parse_args()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+for step in range(3):
+    x = torch.randn(8, 32)
+    engine.backward((engine(x) - x.flip(1)).square().mean())
+    engine.step()
+assert __name__ == "__main__" and sys.argv[0].endswith("train.py"), sys.argv
+if torch.distributed.get_rank() == 0:
+    print("done", engine.powersgd.compression_stats()[0] > 1, args.local_rank, NUMBER)
+torch.distributed.destroy_process_group()
+"""
+CONFIGURATION = """{"train_micro_batch_size_per_gpu": 8, "powersgd": {"rank": 2}, "zero_optimization": {"stage": 1},
+"optimizer": {"type": "AdamW", "params": {"lr": 0.003, "torch_adam": true}}}"""
+PORT = ["--master_port", str(20000 + os.getpid() % 20000)]
+LAUNCHERS = {
+    "deepspeed": ["deepspeed.launcher.runner", *PORT, "--num_gpus", "2", "--module"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"],
+}
+
+
+def output_of(*arguments: str, folder: Path) -> str:
+    """What a program prints that ends well."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Four processes of each launcher import DeepSpeed.
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(PROGRAM)
+    # Beside the program, where Python looks first.
+    (tmp_path / "src" / "helper.py").write_text("NUMBER = 42\n")
+    (tmp_path / "ds_config.json").write_text(CONFIGURATION)
+    arguments = [NAME, "src/train.py", "--deepspeed_config", "ds_config.json"]
+    said = output_of(*LAUNCHERS[launcher], *arguments, folder=tmp_path)
+    assert "powersgd: on at ZeRO stage 1" in said
+    assert "done True 0 42" in said
+
+
+# DeepSpeed compiles its operation for CPUs, where that was not done on this machine before.
+@pytest.mark.slow
+@pytest.mark.timeout(2 * HUNG)
+def test_the_command_of_the_readme() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (command,) = [line for line in lines if line.startswith("deepspeed --num_gpus 2 --module")]
+    said = output_of("deepspeed.launcher.runner", *command.split()[1:], folder=ROOT)
+    assert "powersgd: on at ZeRO stage 2" in said
+    assert "step 20: loss" in said

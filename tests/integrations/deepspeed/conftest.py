@@ -1,0 +1,28 @@
+"""Runs the jobs of a file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.deepspeed_jobs import Job
+from tests.support.sharded_training import in_one_group, outcome
+
+
+@pytest.fixture(scope="module")
+def finish(request: pytest.FixtureRequest) -> Callable[[Job], None]:
+    """Runs all selected jobs of a number of workers in one set of processes, when the first of them is asked for."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = [test.callspec.params["job"] for test in tests if "job" in test.callspec.params]
+
+    @functools.cache
+    def together(workers: int, slow: bool) -> dict[str, list[Any]]:
+        return in_one_group({str(job): job for job in chosen if (job.workers, job.slow) == (workers, slow)}, workers)
+
+    def finished(job: Job) -> None:
+        outcome(together(job.workers, job.slow), str(job))
+
+    return finished

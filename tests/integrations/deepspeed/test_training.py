@@ -1,0 +1,181 @@
+"""DeepSpeed's training with gradients compressed: what the table of wrappers does not know of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+import torch
+from torch import Tensor
+
+from tests.support.deepspeed_cases import LOGGED, PIPELINES, QUICK, THREE_WORKERS, WIDE, zero
+from tests.support.deepspeed_jobs import Job, each, parametrized
+from tests.support.deepspeed_training import (
+    BF16_LIMIT,
+    FP32_LIMIT,
+    FULL_RANK,
+    RANK_4,
+    Case,
+    StubScaler,
+    engine_for,
+    largest_difference,
+    logged_bytes,
+    losses,
+    spoiled,
+    train,
+    weights,
+)
+from tests.support.properties import batches, build, check_close
+from tests.support.sharded_training import Net
+from tests.support.training import total
+from tests.support.wrappers import RANK_2
+
+STEPS = 6
+COMPRESSED, BYPASS = "blocks.0.up.weight", "blocks.0.norm.bias"
+AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+
+
+def full_rank(case: Case) -> None:
+    """Full rank is plain DeepSpeed."""
+    plain = train(case, None, STEPS)
+    assert largest_difference(train(case, FULL_RANK, STEPS), plain) <= case.limit
+    assert plain[-1] < plain[0] - 0.2, "nothing was learned"
+
+
+def trains_as_ddp(stage: int) -> None:
+    """The same gradients, bases and errors, summed in another order."""
+    ours, theirs = build(f"DeepSpeed {stage}", RANK_2), build("DDP", RANK_2)
+    start = theirs.parameters()
+    for step in range(4):
+        for model in (ours, theirs):
+            model.step(batches(model, step))
+    check_close(ours.parameters(), theirs.parameters(), start, 1e-4)
+
+
+def writes_its_own_slice(stage: int) -> None:
+    """Of averages each worker writes what it keeps. Buckets cut through the model, and partitions through matrices."""
+    with engine_for(Case("slices", stage, zero(stage, reduce_bucket_size=2000)), RANK_4) as engine:
+        inner, average, written = engine.powersgd._engine, engine.powersgd._engine.average, []
+
+        def recorded(layout: Any, gradients: Any, ranges: Any = None) -> None:
+            parts = [s.numel for s in layout.segments] if ranges is None else [t.numel() for _, t in ranges.values()]
+            written.append(sum(parts))
+            average(layout, gradients, ranges=ranges)
+
+        inner.average = recorded
+        losses(engine, range(1))
+    own, model = torch.tensor(float(sum(written))), sum(p.numel() for p in Net().parameters())
+    if stage == 0:
+        assert own == model
+    else:
+        assert total(own) == model
+        assert own < model / 2
+
+
+def compresses_once_a_step(case: Case, expected: int) -> None:
+    """Stages 2 and 3 reduce in each of 3 micro-batches, unless ``coalesce_grad_reduction`` is used."""
+    with engine_for(case, RANK_4) as engine:
+        losses(engine, range(2), case.way)
+        assert engine.powersgd.iteration == expected
+
+
+def sends_what_is_reported(stage: int) -> None:
+    """Bytes a step by DeepSpeed's own logger: of reductions of gradients, and of all-gathers of parameters."""
+    from powersgd_triton.integrations.deepspeed import expected_traffic
+
+    def logged(section: Mapping[str, Any] | None) -> tuple[float, float, Any]:
+        with engine_for(Case("", stage, LOGGED), section) as engine:
+            # A tensor of the model's size is a gradient; norms and flags are of a few bytes.
+            found = logged_bytes(engine, 2, above=64)
+            gradients = sum(found.pop(name, 0) for name in ("all_reduce", "reduce_scatter_tensor", "reduce"))
+            parameters = sum(found.pop(name, 0) for name in ("all_gather_into_tensor", "all_gather"))
+            if section is None:
+                return gradients, parameters, found
+            layout = next(iter(engine.powersgd._engine.peers._layouts.values()))
+            assert gradients == 4 * layout.sent_numel(engine.powersgd.config, 1)
+            return gradients, parameters, (expected_traffic(engine, engine.powersgd), found)
+
+    plain, plain_parameters, plain_others = logged(None)
+    ours, parameters, (computed, others) = logged(RANK_4)
+    # In a ring of two workers each of them sends as much as it gives to an all-reduce, and half as much to others.
+    assert ours == computed.factors
+    if stage < 3:
+        assert plain == pytest.approx(computed.gradients, rel=0.01)
+        assert plain_parameters == pytest.approx(computed.parameters, rel=0.01)
+    assert (parameters, others) == (plain_parameters, plain_others)
+    # Partitions are padded. What the logger notes of a reduce-scatter is what goes in or comes out of it.
+    model = 4 * sum(parameter.numel() for parameter in Net().parameters())
+    assert any(size <= plain <= 1.01 * size for size in ([model, model / 2] if stage == 3 else [model]))
+
+
+def skips_overflows(stage: int, where: str) -> None:
+    """A step that overflows in one gradient of one worker leaves parameters, errors and bases."""
+
+    def everything(engine: Any) -> dict[str, Tensor]:
+        matrices = engine.powersgd._engine.memory.matrices
+        bases = {f"basis of {name}": matrix.bases["basis"].clone() for name, matrix in matrices.items()}
+        errors = {f"error of {name}": error.clone() for name, error in engine.powersgd.error().items()}
+        return {**weights(engine), **bases, **errors}
+
+    with contextlib.ExitStack() as stack:
+        case = Case("", stage, {} if stage else AUTOCAST_FP16)
+        engine, untouched = (stack.enter_context(engine_for(case, RANK_4)) for _ in range(2))
+        for one in (engine, untouched):
+            if stage:
+                one.optimizer.loss_scaler = StubScaler()
+            losses(one, range(3))
+        before = everything(engine)
+        with spoiled(dict(engine.module.named_parameters())[where]):
+            losses(engine, [100])
+        after = everything(engine)
+        assert after.keys() == before.keys()
+        for name, old in before.items():
+            # One rounding of |M|, which is |G| + |E|, relative to the largest element of E.
+            allowed = 16 * 2**-23 * float(old.abs().max()) if name.startswith("error") else 0.0
+            assert float((after[name] - old).abs().max()) <= allowed, f"{name} has changed"
+        if stage:
+            assert engine.optimizer.loss_scaler.cur_scale == 128
+        found, expected = (losses(one, range(3, 6)) for one in (engine, untouched))
+        assert largest_difference(found, expected) <= (FP32_LIMIT if stage else BF16_LIMIT)
+
+
+def notices_what_goes_around(stage: int) -> None:
+    """An error says that DeepSpeed has stopped calling what was replaced."""
+    from powersgd_triton.integrations.deepspeed.seams import seam_class
+
+    with engine_for(Case("", stage), RANK_4) as engine:
+        losses(engine, range(1))
+        kind = seam_class(engine)
+        # The method of the class is found again.
+        delattr(kind.owner(engine), kind.method)
+        with pytest.raises(RuntimeError, match=r"step 1 without it"):
+            losses(engine, range(1, 2))
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 3}
+JOBS: list[Job] = [
+    *each(full_rank, *QUICK),
+    *each(full_rank, *THREE_WORKERS, workers=3),
+    *each(full_rank, *WIDE, slow=True),
+    *each(full_rank, *PIPELINES, workers=4, slow=True),
+    *each(trains_as_ddp, *range(4)),
+    *each(writes_its_own_slice, *range(4), workers=3),
+    *each(compresses_once_a_step, *[(Case(f"stage {n}", n, ACCUMULATED), 2 if n < 2 else 6) for n in range(4)]),
+    *each(compresses_once_a_step, *[(Case(f"stage {n}, coalesced", n, way="coalesced"), 2) for n in (1, 2, 3)]),
+    Job(compresses_once_a_step, (Case("pipeline", 0, ACCUMULATED, pipeline_stages=1), 2)),
+    *each(sends_what_is_reported, *range(4)),
+    *each(notices_what_goes_around, *range(4)),
+    # Stage 0 last: DeepSpeed remembers autocast for a process's life.
+    *each(skips_overflows, *[(stage, where) for stage in (1, 2, 3, 0) for where in (COMPRESSED, BYPASS)]),
+]
+
+
+@parametrized(JOBS)
+def test_training(job: Job, finish: Callable[[Job], None]) -> None:
+    """See the functions above."""
+    finish(job)

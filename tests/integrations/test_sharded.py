@@ -1,0 +1,427 @@
+"""What only FSDP1, FSDP2 and HSDP have: sizes of shards, replicas that start differently, other hooks, wrong use.
+
+What they have in common with other wrappers is in ``test_table.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard, distribute_module
+
+from powersgd_triton.integrations import ddp
+from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.fsdp2 import apply_powersgd, seams
+from powersgd_triton.layout.layout import compressed_rank
+from tests.support.properties import check_close
+from tests.support.sharded_training import (
+    FULL_RANK,
+    RANK_2,
+    Net,
+    batch,
+    full_mesh,
+    full_shard,
+    hybrid,
+    hybrid_mesh,
+    in_one_group,
+    outcome,
+    replica_mesh,
+    replicated,
+    sharded,
+    two_dimensional,
+    whole,
+)
+from tests.support.small import complaint
+from tests.support.training import relative
+from tests.support.wrappers import FSDP1, FSDP2, HSDP, RATE, loss_of
+
+
+def check_said(found: dict[str, str], expected: dict[str, list[str]]) -> None:
+    assert found.keys() == expected.keys()
+    for attempt, parts in expected.items():
+        assert all(part in found[attempt] for part in parts), (attempt, found[attempt])
+
+
+def backward(module: Any, worker: int, step: int = 0) -> None:
+    module.zero_grad()
+    loss_of(module, batch(worker, step)).backward()
+
+
+def parameters(module: Any) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in module.named_parameters()}
+
+
+def train(module: Any, worker: int, steps: int = 3) -> dict[str, Tensor]:
+    """Whole parameters after some steps."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    for step in range(steps):
+        backward(module, worker, step)
+        optimizer.step()
+    return parameters(module)
+
+
+# Without replicas -----------------------------------------------------------------------------------------------------
+
+
+def errors_of_whole_matrices(worker: int, world_size: int) -> None:
+    """FSDP1 and FSDP2 keep errors of whole matrices on each worker. FSDP1 sums them in a group of its own."""
+    for made in (FSDP1(Net(), RANK_2), FSDP2(Net(), RANK_2)):
+        made.step([batch(worker, 0)])
+        shapes = {name: p.shape for name, p in made.parameters().items() if compressed_rank(p.shape, RANK_2)}
+        assert {name: error.shape for name, error in made.state.error().items()} == shapes
+        assert made.state.error_numel() == sum(shape.numel() for shape in shapes.values())
+        if isinstance(made, FSDP1):
+            assert made.state._engine.communicator.group is not made.module.process_group
+
+
+def wrong_use_of_fsdp1(worker: int, world_size: int) -> None:
+    applied = FSDP1(Net(), RANK_2)
+    other, of_ddp, alone = (FSDP1(Net(), None).module for _ in range(3))
+    other.register_comm_hook(applied.state, powerSGD_hook)
+    of_ddp.register_comm_hook(ddp.PowerSGDState(None), powerSGD_hook)
+    single = dist.new_group([worker], use_local_synchronization=True)
+
+    class Hybrid(FSDP1):
+        strategy = ShardingStrategy.HYBRID_SHARD
+
+    frozen = Net()
+    frozen.requires_grad_(False)
+    check_said(
+        {
+            "twice": complaint(PowerSGDState, applied.module, RANK_2),
+            "another model": complaint(backward, other, worker),
+            "state of DDP": complaint(backward, of_ddp, worker),
+            "hybrid": complaint(
+                PowerSGDState, Hybrid(Net(), None, process_group=(dist.group.WORLD, single)).module, RANK_2
+            ),
+            "not FSDP": complaint(PowerSGDState, nn.Linear(2, 2), RANK_2),
+            "frozen": complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2),
+            "no config": complaint(PowerSGDState, applied.module, {"rank": 2}),
+            "one worker": complaint(PowerSGDState, alone, {"rank": 2} if worker == 1 else RANK_2),
+        },
+        {
+            "twice": ["ValueError", "communication hook already", "once"],
+            "another model": ["RuntimeError", "does not know", "Build PowerSGDState from the model"],
+            "state of DDP": ["TypeError", "integrations.fsdp1", "integrations.ddp.PowerSGDState"],
+            "hybrid": ["ValueError", "HYBRID_SHARD", "replicate_group"],
+            "not FSDP": ["TypeError", "Linear", "integrations.fsdp2"],
+            "frozen": ["ValueError", "no trainable parameters"],
+            "no config": ["TypeError", "PowerSGDConfig", "dict"],
+            "one worker": ["TypeError", "PowerSGDConfig", "dict"],
+        },
+    )
+
+
+def wrong_use_of_fsdp2(worker: int, world_size: int) -> None:
+    mesh = full_mesh(world_size)
+    applied, _ = full_shard(Net(), mesh, RANK_2)
+    divided, _ = full_shard(Net(), mesh, RANK_2)
+    divided.set_gradient_divide_factor(8.0)
+    custom: Any = Net()
+    fully_shard(custom.head, mesh=mesh)
+    custom.head.set_custom_reduce_scatter(nn.Identity())
+    check_said(
+        {
+            "twice": complaint(apply_powersgd, applied, RANK_2),
+            "not sharded": complaint(apply_powersgd, Net(), RANK_2),
+            "factor": complaint(backward, divided, worker),
+            "other reduce-scatter": complaint(apply_powersgd, sharded(custom, mesh), RANK_2),
+        },
+        {
+            "twice": ["ValueError", "apply_powersgd called before"],
+            "not sharded": ["ValueError", "fully_shard"],
+            "factor": ["RuntimeError", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms(True)"],
+            "other reduce-scatter": ["ValueError", "'head'", "custom reduce-scatter (Identity)"],
+        },
+    )
+
+
+# Replicas -------------------------------------------------------------------------------------------------------------
+
+
+def unequal_replicas(worker: int, world_size: int) -> None:
+    """Replicas are made equal at the start, stay so, have errors of their shards, and are noticed if they differ."""
+    mesh = hybrid_mesh(2, 2)
+    group = mesh["replicate"].get_group()
+    module, state = hybrid(Net(seed=dist.get_rank(group)), mesh, RANK_2)
+    train(module, worker)
+    state.check_replicas()
+    rows = [(-(-p.shape[0] // 2), *p.shape[1:]) for p in module.parameters()]
+    assert state.error_numel() == sum(torch.Size(shape).numel() for shape in rows if compressed_rank(shape, RANK_2)) > 0
+    with torch.no_grad():
+        local = next(module.parameters()).to_local()
+        if local.numel() and dist.get_rank(group) == 0:
+            local.view(-1)[0] += 1e-7 + abs(float(local.view(-1)[0])) * 1e-6
+    said = complaint(state.check_replicas)
+    assert "RuntimeError: replicas differ in 1 tensors, the first of them ['tokens.weight']" in said, said
+
+
+def on_meta(mesh: DeviceMesh) -> Any:
+    with torch.device("meta"):
+        model = Net()
+    return sharded(model, mesh)
+
+
+def initialize(module: Any, replica: int) -> None:
+    """Values that differ between replicas."""
+    module.to_empty(device="cpu")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            torch.nn.init.uniform_(parameter, -0.3, 0.3)
+            parameter.to_local().add_(0.01 * replica)
+
+
+def meta(worker: int, world_size: int) -> None:
+    """Replicas are made equal when training begins, also if one of them was evaluated before."""
+    mesh = hybrid_mesh(2, 2)
+    replica = mesh.get_local_rank("replicate")
+    native = on_meta(mesh)
+    initialize(native, 0)
+    start = parameters(native)
+    expected = train(native, worker)
+    module = on_meta(mesh)
+    state: Any = apply_powersgd(module, FULL_RANK)
+    initialize(module, replica)
+    assert "replicas differ" in complaint(state.check_replicas)
+    if replica == 0:
+        with torch.no_grad():
+            module.eval()(batch(0, 0)[0])
+        # FSDP leaves the root's parameters whole, and an optimizer must not get those.
+        module.reshard()
+    check_close(train(module.train(), worker), expected, start)
+    state.check_replicas()
+    bypassing = on_meta(mesh)
+    apply_powersgd(bypassing, FULL_RANK)
+    initialize(bypassing, replica)
+    bypassing.predict = bypassing.forward
+    register_fsdp_forward_method(bypassing, "predict")
+    loss = bypassing.predict(batch(0, 0)[0]).sum()
+    assert "RuntimeError: replicas were not made equal" in complaint(loss.backward)
+
+
+def evaluated_first(worker: int, world_size: int) -> None:
+    """After an evaluation the root's parameters are whole. They are shards when replicas are made equal."""
+    mesh = hybrid_mesh(2, 2)
+    native = sharded(Net(), mesh)
+    start = parameters(native)
+    expected = train(native, worker)
+    module = sharded(Net(seed=mesh.get_local_rank("replicate")), mesh)
+    with torch.no_grad():
+        module(batch(0, 0)[0])
+    state: Any = apply_powersgd(module, FULL_RANK)
+    check_close(train(module, worker), expected, start)
+    with torch.no_grad():
+        module(batch(0, 0)[0])
+    state.check_replicas()
+
+
+def mesh_dims(worker: int, world_size: int) -> None:
+    """All parameters and inputs are DTensors on the whole mesh, of which FSDP gets the names of its dimensions."""
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        return
+    mesh = hybrid_mesh(2, 2)
+    dims = torch.distributed.fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+    runs: list[Tensor] = []
+    for config in (None, FULL_RANK):
+        torch.manual_seed(0)
+        module: Any = distribute_module(nn.Sequential(nn.Linear(40, 81), nn.Tanh(), nn.Linear(81, 40)), mesh)
+        for child in (module[0], module):
+            fully_shard(child, mesh=mesh, dp_mesh_dims=dims)
+        state: Any = None if config is None else apply_powersgd(module, config)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for step in range(3):
+            inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + worker))
+            inputs = DTensor.from_local(inputs, mesh, [Shard(0), Shard(0)])
+            optimizer.zero_grad()
+            (module(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+        runs.append(torch.cat([whole(parameter).flatten() for parameter in module.parameters()]))
+    assert relative(runs[1], runs[0]) <= 1e-6
+    assert state.iteration == 3
+    assert state.compression_stats()[2] > 0
+
+
+# Other hooks ----------------------------------------------------------------------------------------------------------
+
+
+def others_average(output: Tensor) -> None:
+    """What another library might set as the all-reduce hook."""
+    dist.all_reduce(output)
+
+
+def units_of(module: Any) -> list[Any]:
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def parameter_group(module: Any) -> Any:
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def guards(worker: int, world_size: int) -> None:
+    """Averaging on another path ends the backward pass; what only adds to ours does not."""
+    mesh = hybrid_mesh(2, 2)
+
+    def replaced() -> Any:
+        module, _ = two_dimensional(Net(), mesh, RANK_2)
+        train(module, worker, 1)
+        module.zero_grad()
+        for unit in units_of(module):
+            unit.set_all_reduce_hook(others_average)
+        return module
+
+    def in_accumulation() -> Any:
+        module = replaced()
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return module
+
+    def reset() -> Any:
+        module = sharded(Net(), mesh)
+        native = parameter_group(module).mesh_info
+        apply_powersgd(module, RANK_2)
+        for unit in units_of(module):
+            parameter_group(unit).mesh_info = native
+        return module
+
+    def reduce_scattered() -> Any:
+        module = sharded(Net(), full_mesh(4))
+        native = parameter_group(module)._reduce_scatter_comm
+        apply_powersgd(module, RANK_2)
+        for unit in units_of(module):
+            unit.set_custom_reduce_scatter(native)
+        return module
+
+    others = ["RuntimeError: gradients of", "test_sharded.others_average"]
+    for build, parts in (
+        (replaced, others),
+        (in_accumulation, others),
+        (reset, ["its mesh_info was replaced"]),
+        (reduce_scattered, ["reduce scatter comm: it was replaced by", "DefaultReduceScatter"]),
+    ):
+        module = build()
+        before = parameters(module)
+        said = complaint(module(batch(worker, 0)[0]).sum().backward)
+        assert all(part in said for part in parts), (build.__name__, said)
+        for unit in units_of(module):
+            unit.reshard()
+        assert all(torch.equal(parameter, before[name]) for name, parameter in parameters(module).items())
+    module, state = two_dimensional(Net(), mesh, RANK_2)
+    counted: list[int] = []
+    for unit in units_of(module):
+        ours = parameter_group(unit)._all_reduce_hook
+
+        def counting(output: Tensor, ours: Any = ours) -> None:
+            counted.append(output.numel())
+            ours(output)
+
+        unit.set_all_reduce_hook(counting)
+    train(module, worker, 2)
+    assert len(counted) == 2 * len(units_of(module)) == 6
+    assert state.iteration == 2
+
+
+def wrong_use_of_replicas(worker: int, world_size: int) -> None:
+    mesh = hybrid_mesh(2, 2)
+    group = mesh["replicate"].get_group()
+    applied, _ = hybrid(Net(), mesh, RANK_2)
+    twice, _ = two_dimensional(Net(), mesh, RANK_2)
+    copies = replicated(Net(), replica_mesh(4))
+    apply_powersgd(copies, RANK_2)
+    on_dim_1: Any = nn.Linear(4, 4, bias=False)
+    fully_shard(on_dim_1, mesh=mesh["shard"], shard_placement_fn=lambda _: Shard(1))
+    wrong: Any = {"rank": 2}
+
+    def attempt(model: Any, config: Any = RANK_2, replicate_group: Any = group) -> str:
+        return complaint(apply_powersgd, model, config, replicate_group)
+
+    # One worker has another version of torch, so to speak.
+    with mock.patch.object(seams, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else seams.TORCH_VERSIONS):
+        version = attempt(sharded(Net(), mesh), replicate_group=None)
+    check_said(
+        {
+            "twice": attempt(applied),
+            "mesh, twice": attempt(twice, replicate_group=None),
+            "replicate, twice": attempt(copies, replicate_group=None),
+            "shard group": attempt(sharded(Net(), mesh["shard"]), replicate_group=mesh["shard"].get_group()),
+            "other group": attempt(sharded(Net(), mesh), replicate_group=mesh["shard"].get_group()),
+            "own group": attempt(sharded(Net(), mesh)),
+            "not sharded": attempt(Net()),
+            "no config": attempt(sharded(Net(), mesh["shard"]), wrong),
+            "one worker": attempt(sharded(Net(), mesh["shard"]), wrong if worker == 1 else RANK_2),
+            "dim 1": attempt(on_dim_1),
+            "version": version,
+        },
+        {
+            "twice": ["ValueError", "apply_powersgd called before"],
+            "mesh, twice": ["ValueError", "apply_powersgd called before"],
+            "replicate, twice": ["ValueError", "apply_powersgd called before"],
+            "shard group": ["ValueError", "replicate_group has the workers", 'mesh["replicate"]'],
+            "other group": ["ValueError: replicate_group has the workers", "leave replicate_group out"],
+            "own group": ["nothing"],
+            "not sharded": ["ValueError", "fully_shard"],
+            "no config": ["TypeError", "PowerSGDConfig", "dict"],
+            "one worker": ["TypeError", "PowerSGDConfig", "dict"],
+            "dim 1": ["ValueError", "dim 0", "'weight'"],
+            "version": [
+                "RuntimeError" if worker == 1 else "DisagreementError: apply_powersgd failed on",
+                "models with a replicate dimension in their mesh were run with torch 1.0 to 1.9",
+                f"but this is torch {torch.__version__}",
+                'replicate_group=mesh["replicate"].get_group()',
+            ],
+        },
+    )
+
+
+# Tests ----------------------------------------------------------------------------------------------------------------
+
+CASES: dict[int, list[Callable[..., None]]] = {
+    2: [errors_of_whole_matrices, wrong_use_of_fsdp1, wrong_use_of_fsdp2],
+    4: [unequal_replicas, meta, evaluated_first, mesh_dims, guards, wrong_use_of_replicas],
+}
+
+
+@functools.cache
+def results(workers: int) -> dict[str, list[Any]]:
+    return in_one_group({case.__name__: case for case in CASES[workers]}, workers)
+
+
+@pytest.mark.parametrize(
+    ("workers", "case"), [pytest.param(n, case, id=case.__name__) for n, cases in CASES.items() for case in cases]
+)
+def test_sharded_models(workers: int, case: Callable[..., None]) -> None:
+    """See the cases' docstrings."""
+    outcome(results(workers), case.__name__)
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.8.1", False), ("2.9.0", True), ("2.13.0+cpu", True), ("3.0", False)])
+def test_versions_of_torch(version: str, fits: bool) -> None:
+    assert (complaint(seams.check_torch, version) == "nothing") == fits
+
+
+def compiled(worker: int, world_size: int, *, backend: str) -> None:
+    net = Net()
+    for block in net.blocks:
+        block.compile(backend=backend)
+    ours, alone = HSDP(net, FULL_RANK), HSDP(Net(), None)
+    start = alone.parameters()
+    for step in range(3):
+        for model in (ours, alone):
+            model.step([batch(worker, step)])
+    check_close(ours.parameters(), alone.parameters(), start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks(backend: str) -> None:
+    outcome(in_one_group({"compiled": functools.partial(compiled, backend=backend)}, 2), "compiled")
