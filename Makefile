@@ -10,11 +10,10 @@ PYTHON_FRAMEWORKS := .venv-frameworks/bin/python
 INSTALLED_FRAMEWORKS := .venv-frameworks/.installed
 FRAMEWORKS := --constraint constraints.txt --constraint constraints-frameworks.txt
 
-# The oldest versions that pyproject.toml allows. torch from its own index, since PyPI's builds of it need CUDA libraries.
+# The oldest versions that pyproject.toml allows. Without a GPU, give an index of torch's CPU builds in TORCH_INDEX.
 PYTHON_OLDEST := .venv-oldest/bin/python
 INSTALLED_OLDEST := .venv-oldest/.installed
 OLDEST := torch==2.9.0 triton==3.5.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-frameworks faults frameworks check docs bench bench-gpu versus clean
 
@@ -110,6 +109,6 @@ $(INSTALLED_OLDEST): pyproject.toml setup.py constraints.txt
 	$$(command -v python3.10 || command -v $(PYTHON3)) -m venv .venv-oldest
 	grep --invert-match --extended-regexp "^(torch|triton|numpy)==" constraints.txt > .venv-oldest/constraints.txt
 	printf "%s\n" $(OLDEST) "numpy<2.4" >> .venv-oldest/constraints.txt
-	$(PYTHON_OLDEST) -m pip install --quiet --index-url $(TORCH_INDEX) --extra-index-url https://pypi.org/simple torch==2.9.0+cpu
+	$(PYTHON_OLDEST) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) torch==2.9.0+cpu,torch==2.9.0)
 	$(PYTHON_OLDEST) -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[dev]"
 	touch $@

@@ -82,20 +82,17 @@ def make_exact() -> None:
 def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
     """accumulator + a b, summed in fp64 and rounded once to the accumulator's dtype.
 
-    Of the operations on whole arrays only those are used that have one result for each element: products, which are
-    exact for fp32 values, and sums of two.
+    Products of fp32 values are exact, and NumPy adds rows of more than one element one after the other, so that the
+    order of a sum depends on nothing else.
     """
     if not {a.dtype, b.dtype} <= {np.dtype(np.float32), np.dtype(np.float64)}:
         raise TypeError(f"expected products of fp32 or fp64 values; got {a.dtype} and {b.dtype}")
-    # What is beyond a factor's rank is zero on both sides.
+    assert a.shape[0] * b.shape[1] > 1
+    # What is beyond a factor's rank is zero on both sides, and changes no sum.
     used = a.any(axis=0) | b.any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         terms = a.T[used, :, None].astype(np.float64) * b[used, None, :].astype(np.float64)
-        while len(terms) > 1:
-            half = (len(terms) + 1) // 2
-            terms[: len(terms) - half] += terms[half:]
-            terms = terms[:half]
-        return (accumulator + terms[0] if len(terms) else accumulator).astype(accumulator.dtype)
+        return (accumulator + np.add.reduce(terms, axis=0)).astype(accumulator.dtype)
 
 
 @dataclasses.dataclass
