@@ -10,7 +10,12 @@ PYTHON_FRAMEWORKS := .venv-frameworks/bin/python
 INSTALLED_FRAMEWORKS := .venv-frameworks/.installed
 FRAMEWORKS := --constraint constraints.txt --constraint constraints-frameworks.txt
 
-.PHONY: demo demo-deepspeed test test-all test-frameworks faults frameworks check docs bench bench-gpu versus clean
+# The oldest versions that pyproject.toml allows. Without a GPU, give an index of torch's CPU builds in TORCH_INDEX.
+PYTHON_OLDEST := .venv-oldest/bin/python
+INSTALLED_OLDEST := .venv-oldest/.installed
+OLDEST := torch==2.9.0 triton==3.5.0
+
+.PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-frameworks faults frameworks check docs bench bench-gpu versus clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -29,6 +34,21 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 3600 -m "not gpu"
+
+# What computes: in other libraries' code for older processors, and with other numbers of threads.
+NUMERICAL := tests/core/test_a*.py tests/core/test_c*.py tests/core/test_non_finite.py tests/core/test_overflow.py \
+	tests/core/test_properties.py tests/kernels tests/ops tests/test_compressor.py tests/test_compressor_state.py
+ON_CPUS := $(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu" $(NUMERICAL)
+NO_VECTORS := AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL
+
+test-cpus: $(INSTALLED)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OPENBLAS_CORETYPE=Nehalem \
+		NPY_DISABLE_CPU_FEATURES="$(NO_VECTORS)" $(ON_CPUS)
+	ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 OPENBLAS_CORETYPE=Sandybridge OMP_NUM_THREADS=4 $(ON_CPUS)
+	OPENBLAS_CORETYPE=Haswell OMP_NUM_THREADS=2 $(ON_CPUS)
+
+test-oldest: $(INSTALLED_OLDEST)
+	$(PYTHON_OLDEST) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu"
 
 # Accelerate, transformers' Trainer and Lightning with every wrapper, and their checkpoints.
 test-frameworks: $(INSTALLED_FRAMEWORKS)
@@ -65,7 +85,7 @@ versus: $(INSTALLED)
 	$(PYTHON) benchmarks/versus.py report --write
 
 clean:
-	rm -rf .venv .venv-frameworks build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-frameworks .venv-oldest build dist docs/_build demo-results .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 
 # torch first and by itself, so that nothing else decides which build of it is taken.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
@@ -82,4 +102,13 @@ $(INSTALLED_FRAMEWORKS): pyproject.toml setup.py constraints.txt constraints-fra
 	$(PYTHON3) -m venv .venv-frameworks
 	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) torch
 	$(PYTHON_FRAMEWORKS) -m pip install --quiet $(FRAMEWORKS) --editable ".[accelerate,deepspeed,lightning,transformers]" hypothesis pytest pytest-timeout torchtitan
+	touch $@
+
+# All else as in constraints.txt. The interpreter of triton 3.5 converts arrays of one element, which NumPy 2.4 refuses.
+$(INSTALLED_OLDEST): pyproject.toml setup.py constraints.txt
+	$$(command -v python3.10 || command -v $(PYTHON3)) -m venv .venv-oldest
+	grep --invert-match --extended-regexp "^(torch|triton|numpy)==" constraints.txt > .venv-oldest/constraints.txt
+	printf "%s\n" $(OLDEST) "numpy<2.4" >> .venv-oldest/constraints.txt
+	$(PYTHON_OLDEST) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) torch==2.9.0+cpu,torch==2.9.0)
+	$(PYTHON_OLDEST) -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[dev]"
 	touch $@

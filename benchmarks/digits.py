@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -111,6 +110,9 @@ def perceptron() -> nn.Sequential:
 
 def images_and_labels() -> tuple[Tensor, Tensor]:
     """(images [N, 64] from 0 to 1, labels [N]), shuffled, always in the same order."""
+    # Takes seconds to import.
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     return torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -30,65 +29,62 @@ def flat(given: Named) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in given.values()])
 
 
-@dataclasses.dataclass
-class Bad:
-    """A wrong set of gradients, and what the message must name: what was expected, and what came."""
-
-    make: Callable[[Named], Any]
-    error: type[Exception]
-    says: tuple[str, ...]
-
-
-BAD = {
-    "integers": Bad(with_one("linear", torch.ones(24, 18, dtype=torch.int64)), TypeError, ("linear", "float", "int64")),
-    "booleans": Bad(with_one("bias", torch.ones(18, dtype=torch.bool)), TypeError, ("bias", "float", "bool")),
-    "complex": Bad(with_one("bias", torch.ones(18, dtype=torch.complex64)), TypeError, ("bias", "float", "complex64")),
-    "other shape": Bad(with_one("linear", torch.ones(24, 17)), ValueError, ("linear", "(24, 18)", "(24, 17)")),
-    "transposed": Bad(with_one("linear", torch.ones(18, 24)), ValueError, ("linear", "(24, 18)", "(18, 24)")),
-    "other shape, same size": Bad(with_one("conv", torch.ones(8, 27)), ValueError, ("conv", "(8, 3, 3, 3)", "(8, 27)")),
-    "other dtype": Bad(with_one("linear", torch.ones(24, 18).half()), TypeError, ("linear", "float32", "float16")),
-    "other device": Bad(with_one("twin", torch.ones(24, 18, device="meta")), ValueError, ("twin", "cpu", "meta")),
-    "all on another device": Bad(
-        lambda given: {name: tensor.to("meta") for name, tensor in given.items()}, ValueError, ("cpu", "meta")
+# Wrong gradients, the exception, and what its message must name: what was expected, and what came.
+BAD: dict[str, tuple[Callable[[Named], Any], type[Exception], tuple[str, ...]]] = {
+    "integers": (with_one("linear", torch.ones(24, 18, dtype=torch.int64)), TypeError, ("linear", "float", "int64")),
+    "booleans": (with_one("bias", torch.ones(18, dtype=torch.bool)), TypeError, ("bias", "float", "bool")),
+    "complex": (with_one("bias", torch.ones(18, dtype=torch.complex64)), TypeError, ("bias", "float", "complex64")),
+    "other shape": (with_one("linear", torch.ones(24, 17)), ValueError, ("linear", "(24, 18)", "(24, 17)")),
+    "transposed": (with_one("linear", torch.ones(18, 24)), ValueError, ("linear", "(24, 18)", "(18, 24)")),
+    "other shape, same size": (with_one("conv", torch.ones(8, 27)), ValueError, ("conv", "(8, 3, 3, 3)", "(8, 27)")),
+    "other dtype": (with_one("linear", torch.ones(24, 18).half()), TypeError, ("linear", "float32", "float16")),
+    "other device": (with_one("twin", torch.ones(24, 18, device="meta")), ValueError, ("twin", "cpu", "meta")),
+    "all on another device": (
+        lambda given: {name: tensor.to("meta") for name, tensor in given.items()},
+        ValueError,
+        ("cpu", "meta"),
     ),
-    "sparse": Bad(with_one("linear", torch.ones(24, 18).to_sparse()), TypeError, ("linear", "dense", "sparse")),
-    "not a tensor": Bad(with_one("linear", [1.0]), TypeError, ("linear", "tensor", "list")),
-    "None": Bad(with_one("linear", None), TypeError, ("linear", "tensor", "NoneType")),
-    "name missing": Bad(without("conv"), ValueError, ("conv",)),
-    "all names missing": Bad(lambda _: {}, ValueError, ("linear", f"{len(SHAPES)} of {len(SHAPES)}")),
-    "name unknown": Bad(with_one("other", torch.ones(2)), ValueError, ("other",)),
-    "name misspelt": Bad(
-        lambda given: {"lineal" if name == "linear" else name: t for name, t in given.items()}, ValueError, ("linear",)
+    "sparse": (with_one("linear", torch.ones(24, 18).to_sparse()), TypeError, ("linear", "dense", "sparse")),
+    "not a tensor": (with_one("linear", [1.0]), TypeError, ("linear", "tensor", "list")),
+    "None": (with_one("linear", None), TypeError, ("linear", "tensor", "NoneType")),
+    "name missing": (without("conv"), ValueError, ("conv",)),
+    "all names missing": (lambda _: {}, ValueError, ("linear", f"{len(SHAPES)} of {len(SHAPES)}")),
+    "name unknown": (with_one("other", torch.ones(2)), ValueError, ("other",)),
+    "name misspelt": (
+        lambda given: {"lineal" if name == "linear" else name: t for name, t in given.items()},
+        ValueError,
+        ("linear",),
     ),
-    "list too short": Bad(lambda given: list(given.values())[:-1], ValueError, ("8", "7")),
-    "list too long": Bad(lambda given: [*given.values(), torch.ones(1)], ValueError, ("8", "9")),
-    "list in another order": Bad(
-        lambda given: list(given.values())[::-1], ValueError, ("linear", "(24, 18)", "(0, 5)")
+    "list too short": (lambda given: list(given.values())[:-1], ValueError, ("8", "7")),
+    "list too long": (lambda given: [*given.values(), torch.ones(1)], ValueError, ("8", "9")),
+    "list in another order": (lambda given: list(given.values())[::-1], ValueError, ("linear", "(24, 18)", "(0, 5)")),
+    "empty list": (lambda _: [], ValueError, ("8", "0")),
+    "flat buffer too short": (lambda given: flat(given)[1:], ValueError, (str(TOTAL), str(TOTAL - 1))),
+    "flat buffer of two dimensions": (lambda given: flat(given)[None], ValueError, (str(TOTAL), f"(1, {TOTAL})")),
+    "flat buffer with strides": (
+        lambda given: flat(given).repeat_interleave(2)[::2],
+        ValueError,
+        ("contiguous", "(2,)"),
     ),
-    "empty list": Bad(lambda _: [], ValueError, ("8", "0")),
-    "flat buffer too short": Bad(lambda given: flat(given)[1:], ValueError, (str(TOTAL), str(TOTAL - 1))),
-    "flat buffer of two dimensions": Bad(lambda given: flat(given)[None], ValueError, (str(TOTAL), f"(1, {TOTAL})")),
-    "flat buffer with strides": Bad(
-        lambda given: flat(given).repeat_interleave(2)[::2], ValueError, ("contiguous", "(2,)")
-    ),
-    "flat buffer of integers": Bad(lambda given: flat(given).long(), TypeError, ("float", "int64")),
-    "flat buffer of another dtype": Bad(lambda given: flat(given).bfloat16(), TypeError, ("float32", "bfloat16")),
-    "flat buffer elsewhere": Bad(lambda given: flat(given).to("meta"), ValueError, ("cpu", "meta")),
-    "nothing": Bad(lambda _: None, TypeError, ()),
+    "flat buffer of integers": (lambda given: flat(given).long(), TypeError, ("float", "int64")),
+    "flat buffer of another dtype": (lambda given: flat(given).bfloat16(), TypeError, ("float32", "bfloat16")),
+    "flat buffer elsewhere": (lambda given: flat(given).to("meta"), ValueError, ("cpu", "meta")),
+    "nothing": (lambda _: None, TypeError, ()),
 }
 
 
-def assert_refused(name: str, bad: Bad, function: Callable[..., Any], *args: Any) -> None:
-    with pytest.raises(bad.error) as caught:
+def assert_refused(name: str, function: Callable[..., Any], *args: Any) -> None:
+    _, kind, says = BAD[name]
+    with pytest.raises(kind) as caught:
         function(*args)
-    assert all(word in str(caught.value) for word in bad.says), (name, caught.value)
+    assert all(word in str(caught.value) for word in says), (name, caught.value)
 
 
 def test_bad_gradients_are_refused_without_a_trace():
     one, other = Compressor(everything(), gradients(0)), Compressor(everything(), gradients(0))
     for seed in range(3):
-        for name, bad in BAD.items():
-            assert_refused(name, bad, one.compress, bad.make(gradients(seed)))
+        for name, (make, *_) in BAD.items():
+            assert_refused(name, one.compress, make(gradients(seed)))
             assert one.iteration == seed
         assert same_bits(step(one, gradients(seed)), step(other, gradients(seed)))
     assert same_bits(one.error(), other.error())
@@ -101,10 +97,10 @@ def test_bad_outputs_are_refused_without_a_trace():
     expected, given = poisoned(), gradients(1)
     compressor.decompress(compressed, out=expected)
     copies = {key: tensor.clone() for key, tensor in given.items()}
-    for name, bad in BAD.items():
+    for name, (make, *_) in BAD.items():
         # An output may have another dtype, and be left out.
         if "dtype" not in name and name != "nothing":
-            assert_refused(name, bad, compressor.decompress, compressed, bad.make(given))
+            assert_refused(name, compressor.decompress, compressed, make(given))
             assert same_bits(given, copies), name
     again = poisoned()
     compressor.decompress(compressed, out=again)

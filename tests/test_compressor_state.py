@@ -207,6 +207,7 @@ CORRUPTIONS: dict[str, Callable[[Saved], Any]] = {
     "basis expanded": put("twin", "basis", torch.ones(1, 2).expand(18, 2)),
     "error expanded": put("twin", "error", torch.ones(()).expand(24, 18)),
     "error of overlapping rows": put("twin", "error", torch.ones(60).as_strided((24, 18), (1, 1))),
+    "sizes of another fingerprint": lambda state: state["tensors"].update(bias=[1, 19, 0]),
     "sizes have numbers as names": lambda state: state["tensors"].update({3: [1, 1, 0]}),
     "error with other rows": put("twin", "error", torch.zeros(23, 18)),
     "error with other columns": put("twin", "error", torch.zeros(24, 17)),

@@ -131,7 +131,7 @@ def factorize(gram, before, exact, threshold, final, r, transform, norms, C: tl.
     floor = tl.where(doubtful, noise.to(tl.float64) * norm, 1.0)
     tl.store(norms + ranks, tl.where(doubtful, norm / floor, 0.0), ranks < r)
     dead = ~known & ~unclear
-    exact_enough = known & (noise < ENOUGH * share)
+    exact_enough = known & (noise < share * ENOUGH)
     return (
         tl.sum(tl.where((ranks < r) & dead, 1, 0), axis=0),
         tl.sum(tl.where((ranks < r) & ~dead & ~exact_enough, 1, 0), axis=0),

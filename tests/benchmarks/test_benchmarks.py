@@ -53,21 +53,16 @@ def test_dry_run(tmp_path: Path) -> None:
     assert recorded["machine"]["dry"]
     assert recorded["machine"]["tests"] == "passed"
     seen = {(row["kind"], row["provider"]) for row in recorded["rows"]}
-    assert {provider for kind, provider in seen if kind == "step"} == {
-        *("ours", "reference", "torch", "torch batched", "copy")
-    }
-    assert {provider for kind, provider in seen if kind == "overlap"} == {"one by one", "overlapped"}
-    assert {provider for kind, provider in seen if kind == "kernel"} == {*("triton", "reference", "compiled", "copy")}
-    assert {provider for kind, provider in seen if kind == "orthogonalize"} == {
-        *("triton", "reference", "torch.linalg.qr", "geqrf + orgqr")
-    }
+    for kind, providers in {
+        "step": {"ours", "reference", "torch", "torch batched", "copy"},
+        "overlap": {"one by one", "overlapped"},
+        "kernel": {"triton", "reference", "compiled", "copy"},
+        "orthogonalize": {"triton", "reference", "torch.linalg.qr", "geqrf + orgqr"},
+    }.items():
+        assert {provider for found, provider in seen if found == kind} == providers
     phases = {(row["phase"], row["provider"]) for row in recorded["rows"] if row["kind"] == "kernel"}
-    assert {
-        (f"{phase} int8", who) for phase in ("encode", "reduce", "decode") for who in ("triton", "reference")
-    } <= phases
-    assert {
-        (f"{phase}_difference int2", who) for phase in ("encode", "apply") for who in ("triton", "reference", "copy")
-    } <= phases
+    timed = ("encode int8", "reduce int8", "decode int8", "encode_difference int2", "apply_difference int2")
+    assert {(phase, who) for phase in timed for who in ("triton", "reference")} <= phases
     assert {("launches", "ours"), ("replay", "ours")} <= seen
     table = (tmp_path / "dry.md").read_text()
     assert "A dry run" in table
@@ -134,10 +129,6 @@ def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"    {kernel}=Launch(" in printed
 
 
-def test_session_script_is_valid_shell() -> None:
-    subprocess.run(["bash", "-n", ROOT / "benchmarks" / "gpu_session.sh"], check=True)
-
-
 @pytest.fixture
 def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where losses per byte are recorded during a test; the picture lies beside it."""
@@ -197,19 +188,6 @@ def test_report_has_a_table_and_a_panel_for_each_model(
     assert "| allreduce | 800,000 | 1.0× | **0.1500** ± 0.0707 |  | 96.00% | 2 |" in found
     assert "ours:1 " not in found
     assert losses.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_arms_are_told_apart_in_the_picture() -> None:
-    arms = ["allreduce", "torch:4", "ours:2.5x+int8", "ours:8", "ours:8+alternating+bf16"]
-    found = {arm: (loss_per_byte.width(arm), loss_per_byte.kind(arm), loss_per_byte.label(arm)) for arm in arms}
-    assert found == {
-        "allreduce": ("allreduce", "rank", ""),
-        "torch:4": ("torch", "rank", "4"),
-        "ours:2.5x+int8": ("int8", "budget", "2.5×"),
-        "ours:8": ("fp32", "rank", "8"),
-        "ours:8+alternating+bf16": ("bf16", "alternating", "8"),
-    }
-    assert {width for width, _, _ in found.values()} <= loss_per_byte.COLOURS.keys()
 
 
 @pytest.mark.parametrize("name", loss_per_byte.MODELS)

@@ -52,6 +52,8 @@ def test_floats_of_4_bits_are_the_nearest_powers_of_two() -> None:
 
 def test_chunks_are_tiles_and_can_be_put_together() -> None:
     tensors = [torch.randn(2 * rivals.SIDE, 3 * rivals.SIDE), torch.randn(rivals.SIDE), torch.randn(rivals.SIDE, 64)]
+    basis = rivals.cosines(rivals.SIDE)
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(rivals.SIDE), rtol=0.0, atol=1e-5)
     matrices, vectors = rivals.to_chunks(tensors)
     assert (matrices.shape, vectors.shape) == ((7, N), (1, rivals.SIDE))
     assert torch.equal(matrices[1].view(64, 64), tensors[0][:64, 64:128])
@@ -59,12 +61,6 @@ def test_chunks_are_tiles_and_can_be_put_together() -> None:
         assert torch.equal(tensor, back)
     with pytest.raises(ValueError, match=r"multiples of 64 rows and columns; got \(10, 64\)"):
         rivals.to_chunks([torch.empty(10, 64)])
-
-
-def test_the_cosines_are_orthonormal_and_the_first_is_constant() -> None:
-    basis = rivals.cosines(rivals.SIDE)
-    torch.testing.assert_close(basis @ basis.mT, torch.eye(rivals.SIDE), rtol=0.0, atol=1e-5)
-    torch.testing.assert_close(basis[0], torch.full((rivals.SIDE,), rivals.SIDE**-0.5))
 
 
 @pytest.fixture
@@ -147,32 +143,14 @@ def test_demo_moves_by_signs_and_keeps_what_it_did_not_send(twice: None) -> None
 
 def test_arms_are_parsed() -> None:
     one = arms.Arm.parse("local:19.5x+every10+outer0.8")
-    assert (one.method, one.message, one.options) == (
-        "local",
-        "19.5x",
-        {"every": 10, "grow": 0, "outer": 0.8, "delay": 0},
-    )
-    assert arms.Arm.parse("diloco:fp4+every50").options == {"every": 50, "outer": 0.7, "momentum": 0.9}
+    assert (one.method, one.message) == ("local", "19.5x")
+    assert one.options == {"every": 10, "grow": 0, "outer": 0.8, "delay": 0}
     for those in versus.PLAN:
         for arm in those.arms:
             arms.check(arm)
-
-
-@pytest.mark.parametrize(
-    "text", ["local:exact", "local:exact+every5+rate2", "diloko:fp32+every5", "demo", "diloco:int4+every5", "ours:0"]
-)
-def test_other_arms_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected .*got "):
-        arms.check(text)
-
-
-def test_families_and_labels() -> None:
-    assert versus.label("local:ternary+every10+delay2") == "ternary, H = 10 late by 2"
-    texts = ["allreduce+bf16", "ours:19x", "local:exact+every5", "local:20x+every2", "local:ternary+every5", "alone"]
-    assert [versus.family(text) for text in texts] == [
-        *("allreduce", "ours", "local exact", "local low rank", "local codes", "alone")
-    ]
-    assert [versus.label(text) for text in texts] == [*("", "19×", "exact, H = 5", "20x, H = 2", "ternary, H = 5", "")]
+    for text in ("local:exact", "local:exact+every5+rate2", "diloko:fp32+every5", "demo", "diloco:int4+every5"):
+        with pytest.raises(ValueError, match=r"expected .*got "):
+            arms.check(text)
 
 
 @pytest.fixture
@@ -213,16 +191,6 @@ def test_a_budget_has_each_methods_best(
     assert "SparseLoCo" not in printed
     assert "| alone | 0 |  | **1.160** | +16.0% | 1 |" in printed
     assert versus.PICTURE.read_bytes().startswith(b"\x89PNG")
-
-
-def test_tables_of_the_page_are_replaced() -> None:
-    page = versus.PAGE.read_text(encoding="utf-8")
-    before, after = page.split(versus.BEGIN)[0], page.split(versus.END)[1]
-    written = versus.replaced(page, "| new |")
-    assert written == f"{before}{versus.BEGIN}\n| new |\n{versus.END}{after}"
-    assert versus.replaced(written, "| new |") == written
-    with pytest.raises(ValueError, match="they are missing"):
-        versus.replaced("# A page", "| new |")
 
 
 def test_only_what_no_file_has_is_trained(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

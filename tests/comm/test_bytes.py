@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Mapping
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,9 +16,11 @@ from powersgd_triton.layout.layout import Layout, products, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ranks.planner import budget, starting_ranks
 from tests.support.exchanges import latency_decides
+from tests.support.thinned import thinned
 
 Shapes = Mapping[str, tuple[int, ...]]
 NARROW = ["bfloat16", "float16", "int8", "int4"]
+BUDGETS = [("gpt2", 100.0), ("gpt2", 20.0), ("demo", 20.0), ("demo", 8.0)]
 MIB = 1 << 20
 
 
@@ -78,20 +79,18 @@ def sent(shapes: Shapes, config: PowerSGDConfig, workers: int, ranks: Mapping[st
     return total
 
 
-@pytest.mark.parametrize("rank", [4, 16])
-@pytest.mark.parametrize("name", NARROW)
-@pytest.mark.parametrize(("model", "most"), [("gpt2", 1024), ("demo", 64)])
-def test_bytes_do_not_grow_with_the_workers(model: str, most: int, name: str, rank: int):
+@thinned("model, name, rank", ("gpt2", "demo"), NARROW, (4, 16))
+def test_bytes_do_not_grow_with_the_workers(model: str, name: str, rank: int):
+    most = {"gpt2": 1024, "demo": 64}[model]
     config, shapes = PowerSGDConfig(rank=rank, wire_dtype=name), shapes_of(model)
     with latency_decides():
         bytes_of = {workers: sent(shapes, config, workers) for workers in (2, 3, 8, 64, 256, 1024) if workers <= most}
     assert max(bytes_of.values()) <= 1.1 * bytes_of[2], bytes_of
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8, 64, 256, 1024])
-@pytest.mark.parametrize("name", NARROW)
-@pytest.mark.parametrize(("model", "compression"), [("gpt2", 100.0), ("gpt2", 20.0), ("demo", 20.0), ("demo", 8.0)])
-def test_a_budget_holds_for_any_number_of_workers(model: str, compression: float, name: str, workers: int):
+@thinned("budgeted, name, workers", BUDGETS, NARROW, (2, 3, 8, 64, 256, 1024))
+def test_a_budget_holds_for_any_number_of_workers(budgeted: tuple[str, float], name: str, workers: int):
+    model, compression = budgeted
     config, shapes = PowerSGDConfig(compression=compression, wire_dtype=name), shapes_of(model)
     with latency_decides():
         ranks = starting_ranks(shapes, config, workers)

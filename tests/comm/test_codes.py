@@ -12,6 +12,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.codes import average_in_codes
 from powersgd_triton.config import CODES
 from tests.support.lockstep import Line, communicate
+from tests.support.thinned import thinned
 
 
 def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
@@ -42,10 +43,9 @@ def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[li
     return [means[worker] for worker in range(workers)], left
 
 
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize(("workers", "node_size"), [(1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3)])
-@pytest.mark.parametrize("numel", [1, 127, 641, 5000])
-def test_nothing_is_lost(codes: str, workers: int, node_size: int, numel: int):
+@thinned("numel, cluster, codes", (1, 127, 641, 5000), ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3)), tuple(CODES))
+def test_nothing_is_lost(numel: int, cluster: tuple[int, int], codes: str):
+    workers, node_size = cluster
     torch.manual_seed(numel + workers)
     given = [torch.randn(numel) * 10 ** torch.empty(numel).uniform_(-3, 1) for _ in range(workers)]
     means, left = average(given, codes, node_size)

@@ -122,17 +122,17 @@ def steps(training: Training) -> list[dict[str, Tensor]]:
             errors = engine.memory.error(engine.step)
             results[-1] |= {f"error of {name}": error for name, error in errors.items()}
 
-    go(range(3), BUCKETS)
+    go(range(2), BUCKETS)
     engine.step.loss_scale = LossScale(lambda: 2.0 ** (len(results) % 3))
     Handle(engine).telemetry(records.append, every=1)
-    go([3], BUCKETS)
-    go([4], BUCKETS, spoilt="b")
-    go(range(5, 7), REBUILT)
+    go([2], BUCKETS)
+    go([3], BUCKETS, spoilt="b")
+    go([4, 5], REBUILT)
     state = engine.state_dict()
-    go([7], REBUILT)
+    go([6], REBUILT)
     engine.load_state_dict(lambda: (state, None))
-    go([7, 8], BUCKETS)
-    assert [record.applied for record in records if record.layers] == [False, True, True, True, True]
+    go([6, 7], BUCKETS)
+    assert [record.applied for record in records] == [False, True, True, True, True]
     return results
 
 
@@ -147,8 +147,9 @@ def test_bits_are_those_of_one_bucket_after_the_other(name: str):
         assert same_bits(one, other), step
 
 
-@pytest.mark.parametrize("name", ["standard", "alternating", "narrow"])
-@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "stop"), [("standard", 1), ("standard", 2), ("standard", 3), ("alternating", 2), ("narrow", 2)]
+)
 def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
     """Messages of its buckets are under way when the next step begins, and nobody waits for them."""
     with stream_machine() as machine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.distributed import run
-from tests.support.frameworks.checks import exported, largest, refused, warnings_of
+from tests.support.distributed import on_workers
+from tests.support.frameworks.checks import exported, largest, refused, remove_states, warnings_of
 from tests.support.frameworks.job import ADAM, BATCH, DDP, FSDP2, MICRO_BATCHES, RANK_4, ZERO2, Data, Job, be_launched
-from tests.support.frameworks.table import TIMEOUT, difference
+from tests.support.frameworks.table import difference
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow
+
+
+def accelerator_for(worker: int, workers: int, job: Job) -> Any:
+    be_launched(worker, workers)
+    from tests.support.frameworks import accelerate
+
+    return accelerate.accelerator_for(job)
+
+
+def compress(*args: Any, **options: Any) -> Any:
+    from powersgd_triton.integrations import accelerate
+
+    return accelerate.compress(*args, **options)
 
 
 def backward(accelerator: Any, *models: Any) -> None:
@@ -27,155 +40,99 @@ def backward(accelerator: Any, *models: Any) -> None:
         accelerator.backward(model(torch.randn(8, 32), torch.randn(8, 8))["loss"])
 
 
-def _several_models(worker: int, workers: int, folder: str) -> dict[str, Any]:
-    be_launched(worker, workers)
+@on_workers(2)
+def test_several_models_and_wrong_use(worker: int, workers: int, tmp_path: Path):
     from powersgd_triton import PowerSGDConfig
-    from powersgd_triton.integrations.accelerate import compress
-    from tests.support.frameworks.accelerate import accelerator_for
 
-    found: dict[str, Any] = {}
-    job = Job(DDP, Path(folder))
-    accelerator = accelerator_for(job)
-    found["unprepared"] = refused(TypeError, compress, accelerator, job.net())
+    def saved(name: str) -> list[str]:
+        accelerator.save_state(str(tmp_path / name))
+        return sorted(path.name for path in (tmp_path / name).glob("powersgd*"))
+
+    job = Job(DDP, tmp_path)
+    accelerator = accelerator_for(worker, workers, job)
     net = job.net()
+    assert "accelerator.prepare" in refused(TypeError, compress, accelerator, net)
     model = accelerator.prepare(net)
-    found["inner"] = refused(TypeError, compress, accelerator, net)
-    found["both"] = refused(TypeError, compress, accelerator, model, PowerSGDConfig(), rank=4)
-    found["unknown"] = refused(ValueError, compress, accelerator, model, rnak=4)
+    assert "accelerator.prepare" in refused(TypeError, compress, accelerator, net)
+    assert "got both" in refused(TypeError, compress, accelerator, model, PowerSGDConfig(), rank=4)
+    assert "'rank'" in refused(ValueError, compress, accelerator, model, rnak=4)
     state = compress(accelerator, model, **RANK_4)
-    found["same"] = compress(accelerator, model) is state
-    found["other"] = refused(ValueError, compress, accelerator, model, rank=2)
-    found["hooks"] = len(accelerator._save_model_state_pre_hook), len(accelerator._load_model_state_pre_hook)
+    assert compress(accelerator, model) is state
+    assert "compressed with" in refused(ValueError, compress, accelerator, model, rank=2)
+    assert len(accelerator._save_model_state_pre_hook) == len(accelerator._load_model_state_pre_hook) == 1
     backward(accelerator, model)
-    accelerator.save_state(f"{folder}/one")
-    found["one"] = sorted(path.name for path in Path(folder, "one").glob("powersgd*"))
+    assert saved("one") == ["powersgd.pt"]
     other = accelerator.prepare(job.net())
     second = compress(accelerator, other, rank=2, min_compression_rate=1)
     backward(accelerator, other)
-    accelerator.save_state(f"{folder}/two")
-    found["two"] = sorted(path.name for path in Path(folder, "two").glob("powersgd*"))
-    assert state is not None
-    assert second is not None
-    means = [s.state_dict()["matrices"] for s in (state, second)]
+    assert saved("two") == ["powersgd_0", "powersgd_1"]
+    before = [s.state_dict()["matrices"] for s in (state, second)]
     backward(accelerator, model, other)
-    found["quiet"] = warnings_of(lambda: accelerator.load_state(f"{folder}/two"))
-    again = [s.state_dict()["matrices"] for s in (state, second)]
-    found["loaded"] = max(
-        (one[name]["error"] - two[name]["error"]).abs().max().item()
-        for one, two in zip(means, again, strict=True)
-        for name in one
-        if "error" in one[name]
-    )
-    # Without the state: errors are zero, and a warning says so.
-    dist.barrier()
-    if worker == 0:
-        shutil.rmtree(f"{folder}/two/powersgd_0")
-    dist.barrier()
-    found["warned"] = warnings_of(lambda: accelerator.load_state(f"{folder}/two"))
-    found["zero"] = largest(state.error().values())
-    found["kept"] = largest(second.error().values())
+    assert warnings_of(lambda: accelerator.load_state(f"{tmp_path}/two")) == []
+    after = [s.state_dict()["matrices"] for s in (state, second)]
+    for one, two in zip(before, after, strict=True):
+        assert all((one[name]["error"] - two[name]["error"]).abs().max() < 1e-7 for name in one if "error" in one[name])
+    # Without a state: errors are zero, and a warning says so.
+    remove_states(tmp_path / "two", "powersgd_0")
+    (warning,) = warnings_of(lambda: accelerator.load_state(f"{tmp_path}/two"))
+    assert "errors start at zero" in warning
+    assert largest(state.error().values()) == 0
+    assert largest(second.error().values()) > 0
     accelerator.free_memory()
     third = accelerator.prepare(job.net())
     compress(accelerator, third, **RANK_4)
     backward(accelerator, third)
-    accelerator.save_state(f"{folder}/freed")
-    found["freed"] = sorted(path.name for path in Path(folder, "freed").glob("powersgd*"))
-    return found
-
-
-def test_several_models_and_wrong_use(tmp_path: Path):
-    for found in run(_several_models, 2, str(tmp_path), timeout=TIMEOUT):
-        assert "accelerator.prepare" in found["unprepared"]
-        assert "accelerator.prepare" in found["inner"]
-        assert "got both" in found["both"]
-        assert "'rank'" in found["unknown"]
-        assert found["same"]
-        assert "compressed with" in found["other"]
-        assert found["hooks"] == (1, 1)
-        assert found["one"] == ["powersgd.pt"]
-        assert found["two"] == ["powersgd_0", "powersgd_1"]
-        assert found["quiet"] == []
-        assert found["loaded"] < 1e-7
-        (warning,) = found["warned"]
-        assert "errors start at zero" in warning
-        assert found["zero"] == 0
-        assert found["kept"] > 0
-        assert found["freed"] == ["powersgd.pt"]
-
-
-def _without_state(worker: int, workers: int, folder: str, wrapper: str) -> float:
-    be_launched(worker, workers)
-    from tests.support.frameworks.accelerate import train
-
-    job = Job(wrapper, Path(folder), RANK_4, save=True)
-    uninterrupted = train(job)
-    dist.barrier()
-    if worker == 0:
-        for path in Path(folder).glob("powersgd*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    dist.barrier()
-    return difference(train(dataclasses.replace(job, save=False, resume=True)), uninterrupted)
+    assert saved("freed") == ["powersgd.pt"]
 
 
 @pytest.mark.parametrize("wrapper", [DDP, FSDP2])
-def test_resuming_without_the_state_is_another_training(wrapper: str, tmp_path: Path):
+@on_workers(2)
+def test_resuming_without_the_state_is_another_training(worker: int, workers: int, wrapper: str, tmp_path: Path):
     # Otherwise the column "resumed" of the table would show nothing.
-    for found in run(_without_state, 2, str(tmp_path), wrapper, timeout=TIMEOUT):
-        assert 1e-4 < found < 1
-
-
-def _loss_scale(worker: int, workers: int, scaled: bool) -> dict[str, torch.Tensor]:
     be_launched(worker, workers)
-    from powersgd_triton.integrations.accelerate import compress
-    from tests.support.frameworks.accelerate import accelerator_for
+    from tests.support.frameworks.accelerate import train
 
-    job = Job(DDP, Path())
-    accelerator = accelerator_for(job)
-    if scaled:
-        # Accelerate has a scaler on GPUs only. The scale doubles in every step.
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    net = job.net()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.01))
-    state = compress(accelerator, model, **RANK_4)
-    assert state is not None
-    for _ in range(4):
-        backward(accelerator, model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {**state.error(), **{f"parameter {name}": p.detach() for name, p in net.named_parameters()}}
+    job = Job(wrapper, tmp_path, RANK_4, save=True)
+    uninterrupted = train(job)
+    remove_states(tmp_path)
+    assert 1e-4 < difference(train(dataclasses.replace(job, save=False, resume=True)), uninterrupted) < 1
 
 
-def test_the_error_follows_the_loss_scale():
+@on_workers(2)
+def test_the_error_follows_the_loss_scale(worker: int, workers: int):
+    def trained(scaled: bool) -> dict[str, torch.Tensor]:
+        job = Job(DDP, Path())
+        accelerator = accelerator_for(worker, workers, job)
+        if scaled:
+            # Accelerate has a scaler on GPUs only. The scale doubles in every step.
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+        net = job.net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.01))
+        state = compress(accelerator, model, **RANK_4)
+        for _ in range(4):
+            backward(accelerator, model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**state.error(), **{f"parameter {name}": p.detach() for name, p in net.named_parameters()}}
+
     # The scale is a power of two, so that the errors are equal but for the order of rounding.
-    for scaled, plain in zip(
-        run(_loss_scale, 2, True, timeout=TIMEOUT), run(_loss_scale, 2, False, timeout=TIMEOUT), strict=True
-    ):
-        assert difference(scaled, plain) < 1e-6
+    assert difference(trained(scaled=True), trained(scaled=False)) < 1e-6
 
 
-def _one_process(worker: int, workers: int) -> bool:
-    be_launched(worker, workers)
-    from powersgd_triton.integrations.accelerate import compress
-    from tests.support.frameworks.accelerate import accelerator_for
-
+@on_workers(1)
+def test_one_process_has_nothing_to_compress(worker: int, workers: int):
     job = Job(DDP, Path())
-    accelerator = accelerator_for(job)
-    return compress(accelerator, accelerator.prepare(job.net()), rank=4) is None
+    accelerator = accelerator_for(worker, workers, job)
+    assert compress(accelerator, accelerator.prepare(job.net()), rank=4) is None
 
 
-def test_one_process_has_nothing_to_compress():
-    assert run(_one_process, 1, timeout=TIMEOUT) == [True]
-
-
-def _exports(worker: int, workers: int, folder: str) -> dict[str, dict[str, bool]]:
-    be_launched(worker, workers)
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@on_workers(2)
+def test_exports_of_deepspeeds_parameters(worker: int, workers: int, tmp_path: Path):
     from safetensors.torch import load_file
 
-    from powersgd_triton.integrations.accelerate import compress
-    from tests.support.frameworks.accelerate import accelerator_for
-
-    job = Job(ZERO2, Path(folder), parameters="int2")
-    accelerator = accelerator_for(job)
+    job = Job(ZERO2, tmp_path, parameters="int2")
+    accelerator = accelerator_for(worker, workers, job)
     net = job.net()
     data = torch.utils.data.DataLoader(Data(), batch_size=BATCH)
     model, optimizer, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), **ADAM), data)
@@ -187,18 +144,9 @@ def _exports(worker: int, workers: int, folder: str) -> dict[str, dict[str, bool
             optimizer.zero_grad()
 
     def saved() -> dict[str, torch.Tensor]:
-        accelerator.save_model(model, f"{folder}/saved")
+        accelerator.save_model(model, f"{tmp_path}/saved")
         accelerator.wait_for_everyone()
-        return load_file(f"{folder}/saved/model.safetensors")
+        return load_file(f"{tmp_path}/saved/model.safetensors")
 
-    return {
-        "state dict": exported(model, lambda: accelerator.get_state_dict(model)),
-        "saved": exported(model, saved),
-    }
-
-
-def test_exports_of_deepspeeds_parameters(tmp_path: Path):
-    pytest.importorskip("deepspeed")
-    for found in run(_exports, 2, str(tmp_path), timeout=TIMEOUT):
-        for export in found.values():
-            assert export == {"differs": True, "exact": True, "left": True}
+    exported(model, lambda: accelerator.get_state_dict(model))
+    exported(model, saved)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime import interpreter
@@ -22,50 +24,38 @@ SHAPES = {"weight": (40, 36), "odd": (21, 17), "bias": (7,)}
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
     """Offsets from an argument have 32 bits on AMD, so only an address leads to other memory. No integer overflows."""
-    from tests.support.interpreter import CHECKED
+    from tests.support.interpreter import CHECKED, watched
 
     compressor = Compressor(everything(3, backend="triton", algorithm=algorithm), SHAPES)
-    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    run, load, store = executor.__call__, builder.create_masked_load, builder.create_masked_store
     spaces: list[tuple[int, int]] = []
     far: set[str] = set()
     name = ""
 
-    def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def at_launch(kernel: str, arguments: Sequence[Any]) -> None:
         nonlocal name
-        name, spaces[:] = self.fn.__name__, []
-        for argument in [argument for argument in args if isinstance(argument, torch.Tensor)]:
+        name, spaces[:] = kernel, []
+        for argument in [argument for argument in arguments if isinstance(argument, torch.Tensor)]:
             storage = argument.untyped_storage()
             spaces.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         # Addresses are numbers, with a table of distances behind them.
-        for base, distances in itertools.pairwise(args):
+        for base, distances in itertools.pairwise(arguments):
             if isinstance(base, int) and isinstance(distances, torch.Tensor) and distances.dtype == torch.int64:
                 places = {base + distance for distance in distances.flatten().tolist()}
                 spaces.extend((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.data_ptr() in places)
-        return run(self, *args, **kwargs)
 
-    def look(pointers: Any, mask: Any) -> None:
-        reached = pointers.data[mask.data.astype(bool)]
-        inside = sum(((reached >= first) & (reached < last)).astype(int) for first, last in spaces)
-        if reached.size and not inside.all():
+    def at_access(reached: np.ndarray) -> None:
+        inside = np.zeros(reached.shape, dtype=bool)
+        for first, last in spaces:
+            inside |= (reached >= first) & (reached < last)
+        if not inside.all():
             far.add(name)
-
-    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        look(pointers, mask)
-        return load(self, pointers, mask, *rest)
-
-    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        look(pointers, mask)
-        return store(self, pointers, value, mask, *rest)
 
     # The first step makes the error buffers.
     compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()})
     errors = [matrix.error for matrix in compressor._engine.memory.matrices.values() if matrix.error is not None]
     with (
         mock.patch.object(interpreter.interpreter_builder, "options", CHECKED),
-        mock.patch.object(executor, "__call__", watched_run),
-        mock.patch.object(builder, "create_masked_load", watched_load),
-        mock.patch.object(builder, "create_masked_store", watched_store),
+        watched(at_launch=at_launch, at_access=at_access),
     ):
         # After the last step, which is not finite, error buffers are restored.
         for value in (1.0, 2.0, float("inf")):

@@ -90,32 +90,21 @@ def test_tensors_that_move_are_found_and_other_constants_are_compiled():
     assert len(kernel.direct) == 1
 
 
-def test_other_options_are_compiled():
+def test_other_options_another_device_and_what_is_not_aligned_are_compiled(driver: types.SimpleNamespace):
+    """Tensors for which a kernel is not compiled may start anywhere."""
     kernel = Kernel()
     launch(kernel)
     run(kernel, (5,), dict(OPTIONS), TENSOR, SCALAR, 3, TYPE="fp32")
-    assert len(kernel.by_triton) == 2
-
-
-def test_a_device_has_kernels_of_its_own(driver: types.SimpleNamespace):
-    kernel = Kernel()
-    launch(kernel)
+    launch(kernel, TENSOR[1:])
+    launch(kernel, TENSOR[1:])
+    assert len(kernel.by_triton) == 4
+    launch(kernel, scalar=ROW[3])
+    assert len(kernel.direct) == 1
     driver.get_current_device = lambda: 1
     launch(kernel)
     launch(kernel)
-    assert len(kernel.by_triton) == 2
-    assert kernel.direct[0][3] == 71
-
-
-def test_triton_launches_what_is_not_aligned():
-    """It may compile another kernel. Tensors for which a kernel is not compiled may start anywhere."""
-    kernel = Kernel()
-    launch(kernel, TENSOR[1:])
-    launch(kernel)
-    launch(kernel, TENSOR[1:])
-    launch(kernel, scalar=ROW[3])
-    assert len(kernel.by_triton) == 3
-    assert len(kernel.direct) == 1
+    assert len(kernel.by_triton) == 5
+    assert kernel.direct[1][3] == 71
 
 
 def test_triton_launches_for_hooks_in_captures_and_in_unknown_versions():

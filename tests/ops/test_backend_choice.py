@@ -17,21 +17,16 @@ def test_backends_by_name(device: torch.device):
     assert select_backend(PowerSGDConfig(backend="torch"), device) == ("torch", "set by the configuration")
     found = select_backend(PowerSGDConfig(backend="triton"), device, {torch.bfloat16}, 4)
     assert found == ("triton", "set by the configuration")
+    with pytest.raises(ValueError, match="the kernels do one iteration a step; the configuration asks for 2"):
+        select_backend(PowerSGDConfig(backend="triton", iterations=2), device)
     with pytest.raises(ValueError, match="backend must be one of auto, triton, torch; got 'cuda'"):
         PowerSGDConfig(backend="cuda")
 
 
-def test_the_kernels_do_one_iteration(device: torch.device):
-    with pytest.raises(ValueError, match="the kernels do one iteration a step; the configuration asks for 2"):
-        select_backend(PowerSGDConfig(backend="triton", iterations=2), device)
-
-
 def test_auto_is_for_devices(device: torch.device):
     found = select_backend(PowerSGDConfig(backend="auto"), device, {torch.float32}, 4)
-    if device.type == "cpu":
-        assert found == ("torch", "the interpreter is for tests")
-    else:
-        assert found == ("triton", "the fastest on this device")
+    interpreted = ("torch", "the interpreter is for tests")
+    assert found == (interpreted if device.type == "cpu" else ("triton", "the fastest on this device"))
 
 
 @pytest.mark.parametrize(

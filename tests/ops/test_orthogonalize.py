@@ -21,8 +21,8 @@ from tests.support.orthonormal import (
     ORTHONORMAL,
     assert_basis_of,
     combined,
-    conditioned,
     departure,
+    hard_inputs,
     nearly_parallel,
 )
 
@@ -53,61 +53,21 @@ def orthogonalize_into(out: Tensor, A: Tensor, key: int = 1, step: int = 0, epsi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kappa", [1.0, 1e2, 1e4, 1e6, 1e7])
 @pytest.mark.parametrize("r", [1, 2, 3, 4, 8, 16, 17, 32, 64, 128])
-def test_orthonormal_at_every_rank_and_condition(r: int, kappa: float, dtype: torch.dtype):
-    for n in (r, r + 1, 3 * r + 5, 300):
-        A = conditioned(n, r, kappa, seed=n).to(dtype)
-        assert_basis_of(orthogonalize(A), A)
+def test_hard_inputs(r: int, dtype: torch.dtype):
+    for name, A in hard_inputs(r, heights=(r, r + 1, 3 * r + 5, 300)).items():
+        assert_basis_of(orthogonalize(A[None].to(dtype)), A[None].to(dtype), name)
 
 
-@pytest.mark.parametrize("r", [1, 2, 4, 16, 64])
-@pytest.mark.parametrize("rows", [0, 1, 40])
-def test_zero_matrix_gives_random_basis(r: int, rows: int):
-    P = orthogonalize(torch.zeros(2, r + rows, r))
-    assert departure(P) <= ORTHONORMAL
-    if rows:
-        assert not torch.equal(P[0], P[1])
-
-
-@pytest.mark.parametrize("dead", [[0], [2], [0, 1], [1, 3], [0, 1, 2]])
-def test_zero_columns_are_replaced(dead: list[int]):
-    A = torch.randn(3, 20, 4, generator=torch.Generator().manual_seed(0))
-    A[1, :, dead] = 0
-    assert_basis_of(orthogonalize(A), A)
+def test_random_bases_differ_by_matrix():
+    P = orthogonalize(torch.zeros(2, 41, 2))
+    assert not torch.equal(P[0], P[1])
 
 
 def test_columns_before_a_dead_one_keep_their_direction():
     A = torch.randn(1, 20, 3, generator=torch.Generator().manual_seed(0))
     A[..., 2] = 0
     assert torch.allclose(orthogonalize(A)[..., :2], orthogonalize(A[..., :2].contiguous()), rtol=0, atol=2.0**-22)
-
-
-@pytest.mark.parametrize("factor", [1.0, -1.0, 3.0, 1e-30, 1e30])
-def test_duplicate_columns(factor: float):
-    A = torch.randn(2, 20, 4, generator=torch.Generator().manual_seed(0))
-    A[..., 2] = A[..., 0] * factor
-    assert_basis_of(orthogonalize(A), A)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1.0, 1e10, 1e15, 1e30])
-@pytest.mark.parametrize("r", [2, 3, 8])
-def test_dependent_columns_at_every_scale(r: int, scale: float):
-    """The factorization of their Gram matrix fails by an amount that grows with the scale."""
-    generator = torch.Generator().manual_seed(0)
-    A = torch.randn(20, 12, r, generator=generator)
-    A[..., -1] = A[..., 0] * 0.5
-    A *= scale
-    for one in A:
-        assert_basis_of(orthogonalize(one.unsqueeze(0)), one.unsqueeze(0))
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("n", "k", "r"), [(3, 1, 2), (20, 1, 4), (20, 3, 4), (64, 5, 16), (16, 4, 16), (200, 20, 64)])
-def test_rank_deficient(n: int, k: int, r: int, seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    A = torch.randn(3, n, k, generator=generator) @ torch.randn(3, k, r, generator=generator)
-    assert_basis_of(orthogonalize(A), A)
 
 
 def test_exactly_dependent_columns_that_are_nearly_parallel():
@@ -122,16 +82,6 @@ def test_exactly_dependent_columns_that_are_nearly_parallel():
         assert departure(P) <= ORTHONORMAL, (n, r)
 
 
-def test_column_that_dies_only_in_the_second_pass():
-    """c = b − a in fp32 with b = a + 2⁻¹⁸ d: rounding in the first pass leaves something of c, which is in the span."""
-    for exponent in range(1, 24):
-        generator = torch.Generator().manual_seed(exponent)
-        a, d = torch.randn(1, 50, 1, generator=generator), torch.randn(1, 50, 1, generator=generator)
-        b = a + 2.0**-exponent * d
-        A = torch.cat([a, b, b - a], dim=2)
-        assert_basis_of(orthogonalize(A), A)
-
-
 def test_real_directions_that_look_like_rounding_errors_are_kept():
     """Little is left of a column after one that is nearly parallel, but it is no rounding error."""
     for A in (*nearly_parallel(300), *combined(2500)):
@@ -143,16 +93,10 @@ def test_fresh_directions_that_are_nearly_parallel():
     assert departure(orthogonalize(torch.zeros(1, 2, 2), key=385972)) <= ORTHONORMAL
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["1e30", "largest", "denormal", "mixed"])
-def test_huge_and_tiny_values(name: str, dtype: torch.dtype):
-    A = torch.rand(2, 30, 4, generator=torch.Generator().manual_seed(0)).to(dtype) * 0.9 + 0.05
-    info = torch.finfo(dtype)
-    smallest = info.smallest_normal * info.eps
-    scale = {"1e30": 1e30, "largest": info.max, "denormal": smallest * 1000, "mixed": 1.0}[name]
-    A = A * scale
-    if name == "mixed":
-        A = A * torch.tensor([info.max, 1.0, smallest * 1000, 1e-30], dtype=dtype)
+@pytest.mark.parametrize("scale", [1.0, torch.finfo(torch.float64).max, 1e-320])
+def test_huge_and_tiny_values_of_fp64(scale: float):
+    A = torch.rand(2, 30, 4, generator=torch.Generator().manual_seed(0)).double() * 0.9 + 0.05
+    A *= torch.tensor([scale, scale, 1.0, scale], dtype=torch.float64)
     assert_basis_of(orthogonalize(A), A)
 
 

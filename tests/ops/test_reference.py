@@ -184,6 +184,7 @@ def blocks_of(*lists: list[Tensor], rank: int = 2) -> list[tuple[slice, slice, l
 
 
 def test_equal_distances_are_one_block_without_copies():
+    """But at rank 1."""
     case = Case(4, 3, 1, torch.float32, batch=6)
     blocks = blocks_of(case.G, case.M)
     assert [members for members, _, _ in blocks] == [slice(0, 6)]
@@ -191,33 +192,28 @@ def test_equal_distances_are_one_block_without_copies():
         assert view.shape == (6, 4, 3)
         assert view.untyped_storage().data_ptr() == matrices[0].untyped_storage().data_ptr()
         assert all(torch.equal(view[i], matrix) for i, matrix in enumerate(matrices))
+    assert [members for members, _, _ in blocks_of(case.G, rank=1)] == [slice(i, i + 1) for i in range(6)]
 
 
-def test_rank_one_is_not_batched():
-    case = Case(4, 3, 1, torch.float32, batch=3)
-    members = [members for members, _, _ in blocks_of(case.G, case.M, rank=1)]
-    assert members == [slice(0, 1), slice(1, 2), slice(2, 3)]
-
-
-def test_runs_end_where_distances_change_or_storage_does():
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ([0, 12, 24, 40, 52], [slice(0, 3), slice(3, 5), slice(5, 6)]),
+        # Overlapping or descending.
+        ([0, 6, 12], [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]),
+        ([24, 12, 0], [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]),
+    ],
+)
+def test_runs_end_where_distances_change_or_storage_does(starts: list[int], expected: list[slice]):
     memory = torch.arange(100.0)
-    starts = [0, 12, 24, 40, 52]
     matrices = [memory[start : start + 12].view(4, 3) for start in starts] + [torch.zeros(4, 3)]
-    covered: list[int] = []
-    for members, rows, (view,) in blocks_of(matrices):
+    blocks = blocks_of(matrices)
+    assert [members for members, _, _ in blocks] == expected
+    for members, rows, (view,) in blocks:
         assert rows == slice(0, 4)
-        covered += range(members.start, members.stop)
-        for index, matrix in zip(range(members.start, members.stop), view, strict=True):
-            assert matrix.data_ptr() == matrices[index].data_ptr()
-            assert torch.equal(matrix, matrices[index])
-    assert covered == list(range(6))
-
-
-def test_overlapping_or_descending_matrices_are_not_batched():
-    memory = torch.arange(60.0)
-    for starts in ([0, 6, 12], [24, 12, 0]):
-        blocks = blocks_of([memory[start : start + 12].view(4, 3) for start in starts])
-        assert [members for members, _, _ in blocks] == [slice(0, 1), slice(1, 2), slice(2, 3)]
+        for matrix, given in zip(view, matrices[members], strict=True):
+            assert matrix.data_ptr() == given.data_ptr()
+            assert torch.equal(matrix, given)
 
 
 @pytest.mark.parametrize("size", [4, 16, 100, 400, 1 << 20])

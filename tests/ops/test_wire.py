@@ -74,9 +74,7 @@ def column_blocks(flat: Tensor, plan: WirePlan) -> list[Tensor]:
 # One message --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("name", NARROW)
+@thinned("name, workers, dtype", NARROW, [1, 2, 3, 4, 7], [torch.float32, torch.float64], together=1)
 def test_what_arrives_is_near_the_sum_and_all_of_it_was_contributed(name: str, workers: int, dtype: torch.dtype):
     messages = random_messages(workers, dtype)
     arrived, contributed = exchanged(name, workers, messages)
@@ -116,8 +114,7 @@ def test_zeros_denormals_and_the_largest_values(name: str):
     assert torch.equal(sum(contributed, torch.zeros(24)).view(6, 4), arrived)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("name", NARROW)
+@thinned("name, value", NARROW, [float("inf"), float("-inf"), float("nan")], together=1)
 def test_a_value_that_is_not_finite_spoils_its_blocks_column_only(name: str, value: float):
     messages = random_messages(3)
     messages[1][2 * 4 + 1] = value
@@ -126,43 +123,36 @@ def test_a_value_that_is_not_finite_spoils_its_blocks_column_only(name: str, val
     many = numel(FACTORS)
     assert arrived[many:].isfinite().sum() == BYPASS - 1
     first, *others = column_blocks(arrived[:many], plan_of(name, 3, messages))
-    if FORMATS[name].scaled:
-        assert not first[:, 1].isfinite().any()
-        first = first[:, [0, 2, 3]]
-    else:
-        assert not first[2, 1].isfinite()
-        first = torch.cat([first[:2], first[3:]])
-    assert first.isfinite().all()
+    spoiled = torch.zeros_like(first, dtype=torch.bool)
+    spoiled[slice(None) if FORMATS[name].scaled else 2, 1] = True
+    assert torch.equal(~first.isfinite(), spoiled)
     assert all(block.isfinite().all() for block in others)
 
 
 # The plan -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 16, 100])
 @pytest.mark.parametrize("name", NARROW)
-def test_chunks_share_the_message_evenly_and_bytes_are_as_said(name: str, workers: int):
+def test_chunks_share_the_message_evenly_and_bytes_are_as_said(name: str):
     width = FORMATS[name]
-    plan = WirePlan.build(width, FACTORS, BYPASS, 4, workers)
-    assert plan.size % 4 == 0
-    covered = sorted(
-        (piece.element + i * piece.rows * piece.rank, piece.rows * piece.rank)
-        for chunk in plan.chunks
-        for piece in chunk.pieces
-        for i in range(piece.count)
-    )
-    position = 0
-    for start, size in covered:
-        assert start == position
-        position += size
-    assert position == numel(FACTORS)
-    exact = [chunk.bypass_numel for chunk in plan.chunks]
-    assert sum(exact) == BYPASS
-    total = sum(count * width.factor_bytes(rows, rank) for count, rows, rank in FACTORS) + 4 * BYPASS
-    # No chunk is longer than its share by more than the scales of a cut, what is left of a row, and alignment.
-    rank = max(rank for _, _, rank in FACTORS)
-    row = width.code_bytes(2, rank) + (2 * rank if width.scaled else 0)
-    assert plan.size <= total / workers + row + (ALIGNMENT if total / workers >= LARGE_CHUNK else 4)
+    for workers in (1, 2, 3, 4, 16, 100):
+        plan = WirePlan.build(width, FACTORS, BYPASS, 4, workers)
+        assert plan.size % 4 == 0
+        covered = sorted(
+            (piece.element + i * piece.rows * piece.rank, piece.rows * piece.rank)
+            for chunk in plan.chunks
+            for piece in chunk.pieces
+            for i in range(piece.count)
+        )
+        sizes = [size for _, size in covered]
+        assert [start for start, _ in covered] == list(itertools.accumulate(sizes, initial=0))[:-1]
+        assert sum(sizes) == numel(FACTORS)
+        assert sum(chunk.bypass_numel for chunk in plan.chunks) == BYPASS
+        total = sum(count * width.factor_bytes(rows, rank) for count, rows, rank in FACTORS) + 4 * BYPASS
+        # No chunk is longer than its share by more than the scales of a cut, what is left of a row, and alignment.
+        rank = max(rank for _, _, rank in FACTORS)
+        row = width.code_bytes(2, rank) + (2 * rank if width.scaled else 0)
+        assert plan.size <= total / workers + row + (ALIGNMENT if total / workers >= LARGE_CHUNK else 4)
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -177,19 +167,16 @@ def test_bytes_do_not_grow_with_the_workers(name: str):
     assert max(sizes.values()) <= 1.03 * sizes[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "rank", "expected"),
-    [
+def test_bytes_of_a_factor():
+    for name, rows, rank, expected in (
         ("float32", 300, 4, 4800),
         ("bfloat16", 300, 4, 2400),
         ("float16", 300, 4, 2400 + 3 * 4 * 2),
         ("int8", 300, 4, 1200 + 3 * 4 * 2),
         ("int4", 300, 4, 600 + 3 * 4 * 2),
         ("int4", 5, 3, 9 + 3 * 2),
-    ],
-)
-def test_bytes_of_a_factor(name: str, rows: int, rank: int, expected: int):
-    assert FORMATS[name].factor_bytes(rows, rank) == expected
+    ):
+        assert FORMATS[name].factor_bytes(rows, rank) == expected
 
 
 def test_eligibility_counts_bytes():
@@ -266,8 +253,7 @@ def test_one_worker_rounds_nothing(name: str):
                 assert torch.equal(average, other.averages[0][key])
 
 
-@pytest.mark.parametrize("spoiled", ["tall", "bias"])
-@pytest.mark.parametrize(("name", "algorithm"), list(itertools.product(NARROW, ["standard", "alternating"])))
+@thinned("name, algorithm, spoiled", NARROW, ["standard", "alternating"], ["tall", "bias"])
 def test_what_is_not_finite_arrives_and_is_forgotten(name: str, algorithm: str, spoiled: str):
     config = PowerSGDConfig(rank=3, min_compression_rate=0, wire_dtype=name, algorithm=algorithm)
     fleet = Fleet(config, SHAPES, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,6 +108,14 @@ def test_no_test_is_imported():
     found = {module_of(path): sorted(filter(is_test, imported(path))) for path in files}
     assert {"tests.support.checks", "tests.project.test_imports"} <= found.keys()
     assert not {importer: names for importer, names in found.items() if names}
+
+
+def test_what_workers_have_imported_exists():
+    """A name that does not is passed over without a word, and workers are slow."""
+    text = (ROOT / "tests" / "support" / "preloaded.py").read_text(encoding="utf-8")
+    names = re.findall(r'"(tests\.[\w.]+)"', text)
+    assert len(names) > 3
+    assert all((ROOT / f"{name.replace('.', '/')}.py").is_file() for name in names), names
 
 
 def test_benchmarks_do_not_import_tests():

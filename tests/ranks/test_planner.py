@@ -166,18 +166,9 @@ def test_a_matrix_of_which_nothing_is_known_keeps_its_rank():
     assert allot(MODEL, ranks, {"a": 5.0, "c": 0.1}, config())["b"] == ranks["b"]
 
 
-@pytest.mark.parametrize(
-    "spectrum",
-    [
-        Spectrum((0.0, 0.0), 1.0),
-        Spectrum((math.nan, 1.0), 2.0),
-        Spectrum((1.0, 0.5), math.inf),
-        Spectrum((5e-324,), 1e308),
-    ],
-    ids=str,
-)
-def test_nothing_is_learnt_from_overflows(spectrum: Spectrum):
-    assert not math.isfinite(spectrum.demand)
+def test_nothing_is_learnt_from_overflows():
+    for energies, size in (((0.0, 0.0), 1.0), ((math.nan, 1.0), 2.0), ((1.0, 0.5), math.inf), ((5e-324,), 1e308)):
+        assert not math.isfinite(Spectrum(energies, size).demand)
 
 
 sizes = st.integers(1, 200)

@@ -15,6 +15,7 @@ from powersgd_triton.ranks.plan import RankPlan
 from powersgd_triton.ranks.planner import Spectrum, budget, sent_bytes
 from powersgd_triton.ranks.report import RankReport
 from tests.support.lockstep import Fleet, Values
+from tests.support.thinned import thinned
 
 # Spectra of different steepness, so that ranks have reasons to change.
 SHAPES = {"steep": (60, 80), "flat": (60, 80), "tall": (200, 30), "bias": (33,), "tiny": (2, 3)}
@@ -95,9 +96,9 @@ def test_planning_waits_for_the_start():
     compressor = Compressor(planned(start_iter=4), SHAPES)
     first = compressor.layout.segments
     for step in range(7):
-        compressor.compress(spectral(step, 1)[0])
+        compress(compressor, range(step, step + 1))
         assert compressor.layout.segments == first
-    compressor.compress(spectral(7, 1)[0])
+    compress(compressor, range(7, 8))
     assert compressor.layout.segments != first
 
 
@@ -113,10 +114,10 @@ def test_zero_and_overflowing_gradients_keep_the_ranks():
     assert compressor.layout.segments == first
 
 
-@pytest.mark.parametrize("fields", [{"compression": 1e4}, {"compression": None, "bytes_per_step": 100}], ids=str)
-def test_a_budget_that_cannot_be_kept_is_refused(fields: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"at rank 1 this model sends .* expected bytes_per_step of at least that"):
-        Compressor(planned(**fields), SHAPES)
+def test_a_budget_that_cannot_be_kept_is_refused():
+    for fields in ({"compression": 1e4}, {"compression": None, "bytes_per_step": 100}):
+        with pytest.raises(ValueError, match=r"at rank 1 this model sends .* expected bytes_per_step of at least that"):
+            Compressor(planned(**fields), SHAPES)
 
 
 def test_report():
@@ -167,9 +168,7 @@ def test_what_a_function_gives_is_checked(given: Any, error: type[Exception]):
 # Several workers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}], ids=str)
-@pytest.mark.parametrize("width", ["fp32", "int4"])
+@thinned("width, fields, workers", ("fp32", "int4"), ({}, {"algorithm": "alternating"}, {"iterations": 2}), (1, 2, 3))
 def test_nothing_is_lost_when_ranks_change(width: str | None, fields: dict[str, Any], workers: int):
     """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t over several plans; workers hold the same bits (``Fleet`` asserts it)."""
     compression = 4 if width == "fp32" else 12
@@ -255,8 +254,7 @@ def test_resuming_goes_on_with_the_same_bits_also_between_measuring_and_planning
 
 def test_a_saved_plan_beyond_the_budget_is_not_used():
     rich, poor = (Compressor(planned(compression=compression), SHAPES) for compression in (3, 9))
-    for step in range(5):
-        rich.compress(spectral(step, 1)[0])
+    compress(rich, range(5))
     poor.load_state_dict(rich.state_dict())
     assert poor.report().compression >= 9
     poor.compress(spectral(5, 1)[0])
@@ -269,37 +267,35 @@ def test_a_state_of_a_fixed_rank_goes_on_under_a_budget_and_back():
     fixed.compress(spectral(0, 1)[0])
     budgeted.load_state_dict(fixed.state_dict())
     assert all(torch.equal(error, budgeted.error()[name]) for name, error in fixed.error().items())
-    for step in range(1, 6):
-        budgeted.compress(spectral(step, 1)[0])
+    compress(budgeted, range(1, 6))
     fixed.load_state_dict(budgeted.state_dict())
     fixed.compress(spectral(6, 1)[0])
     assert {segment.rank for segment in fixed.layout.compressed} == {2}
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        [],
-        {"ranks": {"flat": 2}},
-        {"ranks": {"flat": "2"}, "demands": {}, "spectra": {}, "pending": {}},
-        {"ranks": [1], "demands": {}, "spectra": {}, "pending": {}},
-        {"ranks": {"flat": 0}, "demands": {}, "spectra": {}, "pending": {}},
-        {"ranks": {}, "demands": {"flat": float("nan")}, "spectra": {}, "pending": {}},
-        {"ranks": {}, "demands": {"flat": float("inf")}, "spectra": {}, "pending": {}},
-        {"ranks": {}, "demands": {}, "spectra": {"flat": 3.0}, "pending": {}},
-        {"ranks": {}, "demands": {}, "spectra": {"flat": [3.0, float("nan")]}, "pending": {}},
-        {"ranks": {}, "demands": {}, "spectra": {}, "pending": {"flat": [float("inf"), 1.0]}},
-        {"ranks": {}, "demands": {}, "spectra": {}, "pending": {"flat": [3.0, "4"]}},
-        {"ranks": {}, "demands": {}, "spectra": {}, "pending": {}, "others": {}},
-    ],
-    ids=str,
-)
+EMPTY: dict[str, Any] = {"ranks": {}, "demands": {}, "spectra": {}, "pending": {}}
+DAMAGED: list[Any] = [
+    [],
+    {"ranks": {"flat": 2}},
+    {**EMPTY, "ranks": {"flat": "2"}},
+    {**EMPTY, "ranks": [1]},
+    {**EMPTY, "ranks": {"flat": 0}},
+    {**EMPTY, "demands": {"flat": float("nan")}},
+    {**EMPTY, "demands": {"flat": float("inf")}},
+    {**EMPTY, "spectra": {"flat": 3.0}},
+    {**EMPTY, "spectra": {"flat": [3.0, float("nan")]}},
+    {**EMPTY, "pending": {"flat": [float("inf"), 1.0]}},
+    {**EMPTY, "pending": {"flat": [3.0, "4"]}},
+    {**EMPTY, "others": {}},
+]
+
+
+@pytest.mark.parametrize("plan", DAMAGED, ids=str)
 def test_a_damaged_plan_is_refused(plan: Any):
     compressor = Compressor(planned(), SHAPES)
     compressor.compress(spectral(0, 1)[0])
-    saved = {**compressor.state_dict(), "plan": plan}
     with pytest.raises(ValueError, match="expected a plan of ranks"):
-        compressor.load_state_dict(saved)
+        compressor.load_state_dict({**compressor.state_dict(), "plan": plan})
 
 
 def test_a_plan_that_was_saved_after_a_step_that_was_not_finite_is_loaded():

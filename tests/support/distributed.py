@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import gc
 import importlib
 import inspect
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -78,7 +80,10 @@ def run_cases(
             for worker, process in enumerate(processes):
                 process.join(max(0.0, deadline - time.monotonic()))
                 if process.exitcode is None:
-                    raise TimeoutError(f"{world_size} workers were not done after {timeout} s; worker {worker} is not")
+                    where = _stacks(folder, processes)
+                    raise TimeoutError(
+                        f"{world_size} workers were not done after {timeout} s; worker {worker} is not{where}"
+                    )
                 if process.exitcode != 0 and worker not in casualties:
                     raise RuntimeError(f"worker {worker} of {world_size} ended with exit code {process.exitcode}")
         finally:
@@ -87,6 +92,21 @@ def run_cases(
                     process.kill()
                     process.join()
         return {case.__name__: [_load(folder, case, worker) for worker in range(world_size)] for case in cases}
+
+
+def _stacks(folder: str, processes: Sequence[Any]) -> str:
+    """Where the processes are that have not ended."""
+    alive = [worker for worker, process in enumerate(processes) if process.is_alive()]
+    for worker in alive:
+        os.kill(processes[worker].pid, signal.SIGUSR1)
+    time.sleep(1)
+    return "".join(f"\nworker {worker} is here:\n{_stack(folder, worker).read_text()}" for worker in alive)
+
+
+def _stack(folder: str, worker: int) -> Path:
+    path = Path(folder) / f"stack.{worker}"
+    path.touch()
+    return path
 
 
 def outcome(results: dict[str, list[Any]], case: Worker) -> list[Any]:
@@ -104,11 +124,12 @@ def outcome(results: dict[str, list[Any]], case: Worker) -> list[Any]:
     return results[case.__name__]
 
 
-def on_workers(*world_sizes: Any) -> Callable[[Worker], Worker]:
+def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[[Worker], Worker]:
     """Make a test of a function that all workers run, ``test(worker, world_size, …)``. Further arguments are pytest's.
 
     Args:
         world_sizes: numbers of processes, with each of which there is a test.
+        casualties: workers that are meant to die.
     """
 
     def decorate(body: Worker) -> Worker:
@@ -118,7 +139,7 @@ def on_workers(*world_sizes: Any) -> Callable[[Worker], Worker]:
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
             world_size = arguments.pop(size.name)
-            run(_Body(body.__module__, body.__name__), world_size, arguments)
+            run(_Body(body.__module__, body.__name__), world_size, arguments, casualties=casualties)
 
         test.__signature__ = signature.replace(parameters=[size, *others])  # type: ignore[attr-defined]
         marked: Worker = pytest.mark.parametrize(size.name, world_sizes)(test)
@@ -148,6 +169,7 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     bytes_decide()
+    faulthandler.register(signal.SIGUSR1, _stack(folder, worker).open("w"))
     # What is imported stays; looking through it in each collection takes longer than many a case.
     gc.freeze()
     for case in cases:

@@ -68,22 +68,8 @@ def save(value: Any, path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def train(
-    folder: Path,
-    worker: int,
-    world_size: int,
-    *,
-    hook: Hook = powerSGD_hook,
-    change: Callable[[dict[str, Any]], None] | None = None,
-) -> dict[str, Any]:
+def train(folder: Path, worker: int, world_size: int, hook: Hook = powerSGD_hook) -> dict[str, Any]:
     """Train from the folder's last checkpoint to the end, and write checkpoints into it.
-
-    Args:
-        folder: where checkpoints are.
-        worker: this worker's number.
-        world_size: number of workers.
-        hook: ``powerSGD_hook``, or something around it.
-        change: alters the checkpoint that was loaded.
 
     Returns:
         The losses, and what there is at the end.
@@ -96,8 +82,6 @@ def train(
     )  # fmt: skip
     if first:
         saved = torch.load(checkpoint_path(folder, first), weights_only=True)
-        if change is not None:
-            change(saved)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         state.load_state_dict(saved["powersgd"])
@@ -165,7 +149,7 @@ def main(folder: Path) -> None:
         # The agent restarts this process once the other machines are there.
         time.sleep(0.1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    result = train(folder, worker, world_size, hook=dying if beginning and worker == VICTIM else powerSGD_hook)
+    result = train(folder, worker, world_size, dying if beginning and worker == VICTIM else powerSGD_hook)
     save(result, folder / f"result.{worker}")
     gc.collect()
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -82,20 +82,17 @@ def make_exact() -> None:
 def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
     """accumulator + a b, summed in fp64 and rounded once to the accumulator's dtype.
 
-    Of the operations on whole arrays only those are used that have one result for each element: products, which are
-    exact for fp32 values, and sums of two.
+    Products of fp32 values are exact, and NumPy adds rows of more than one element one after the other, so that the
+    order of a sum depends on nothing else.
     """
     if not {a.dtype, b.dtype} <= {np.dtype(np.float32), np.dtype(np.float64)}:
         raise TypeError(f"expected products of fp32 or fp64 values; got {a.dtype} and {b.dtype}")
-    # What is beyond a factor's rank is zero on both sides.
+    assert a.shape[0] * b.shape[1] > 1
+    # What is beyond a factor's rank is zero on both sides, and changes no sum.
     used = a.any(axis=0) | b.any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         terms = a.T[used, :, None].astype(np.float64) * b[used, None, :].astype(np.float64)
-        while len(terms) > 1:
-            half = (len(terms) + 1) // 2
-            terms[: len(terms) - half] += terms[half:]
-            terms = terms[:half]
-        return (accumulator + terms[0] if len(terms) else accumulator).astype(accumulator.dtype)
+        return (accumulator + np.add.reduce(terms, axis=0)).astype(accumulator.dtype)
 
 
 @dataclasses.dataclass
@@ -138,23 +135,39 @@ class _Operations(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def watched(*, run_kernels: bool = True) -> Iterator[Activity]:
-    """Everything within is counted; without ``run_kernels`` launches are counted only."""
+def watched(
+    *,
+    run_kernels: bool = True,
+    at_launch: Callable[[str, Sequence[Any]], None] | None = None,
+    at_access: Callable[[np.ndarray], None] | None = None,
+) -> Iterator[Activity]:
+    """Everything within is counted; without ``run_kernels`` launches are counted only.
+
+    ``at_launch`` is called with each kernel's name and arguments, ``at_access`` with the addresses that it reaches.
+    """
     activity = Activity()
     operations = _Operations(activity)
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
 
+    def count(sizes: list[int], ptrs: Any, mask: Any) -> None:
+        reached = ptrs.data[mask.data.astype(bool)]
+        sizes[-1] += reached.size * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        if at_access is not None:
+            at_access(reached)
+
     def counted_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        activity.loaded[-1] += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        count(activity.loaded, ptrs, mask)
         return load(self, ptrs, mask, *rest)
 
     def counted_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        activity.stored[-1] += int(np.count_nonzero(mask.data)) * (ptrs.get_element_ty().primitive_bitwidth // 8)
+        count(activity.stored, ptrs, mask)
         return store(self, ptrs, value, mask, *rest)
 
     def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         activity.kernels.append(self.fn.__name__)
+        if at_launch is not None:
+            at_launch(self.fn.__name__, args)
         activity.loaded.append(0)
         activity.stored.append(0)
         operations.in_kernel = True

@@ -1,9 +1,9 @@
-"""Whether a basis is orthonormal and spans what it should, and matrices of a given condition."""
+"""Whether a basis is orthonormal and spans what it should, and matrices that make that hard."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def departure(P: Tensor) -> float:
     return float((P.mT @ P - torch.eye(P.shape[-1], dtype=torch.float64)).abs().max())
 
 
-def assert_basis_of(P: Tensor, A: Tensor) -> None:
+def assert_basis_of(P: Tensor, A: Tensor, name: str = "") -> None:
     """P is orthonormal, and its span holds A's columns up to the share that counts as dead.
 
     A column that is replaced keeps at most DEAD_COLUMN of its norm outside the span; rounding P to its dtype moves
@@ -28,13 +28,61 @@ def assert_basis_of(P: Tensor, A: Tensor) -> None:
     """
     assert P.shape == A.shape
     assert P.isfinite().all()
-    assert departure(P) <= ORTHONORMAL
+    assert departure(P) <= ORTHONORMAL, name
     r = A.shape[-1]
     X = A.double()
     X = X / X.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     outside = (X - P.double() @ (P.double().mT @ X)).norm(dim=1)
     u = torch.finfo(P.dtype).eps / 2
-    assert (outside <= (2 * DEAD_COLUMN + 2 * u * r**0.5) * X.norm(dim=1)).all(), float(outside.max())
+    assert (outside <= (2 * DEAD_COLUMN + 2 * u * r**0.5) * X.norm(dim=1)).all(), (name, float(outside.max()))
+
+
+def hard_inputs(r: int, heights: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Named matrices [n, r], with one more row than columns and with some more, or with the heights that are given."""
+    found: dict[str, Tensor] = {}
+    info = torch.finfo(torch.float32)
+    tiny = info.smallest_normal * info.eps * 1000
+    for n in heights or (r + 1, r + 25):
+        generator = torch.Generator().manual_seed(n)
+
+        def random(columns: int = r, n: int = n, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(n, columns, generator=generator)
+
+        def put(name: str, A: Tensor, n: int = n) -> None:
+            found[f"{name}, {n} rows"] = A
+
+        put("zero", torch.zeros(n, r))
+        zeros, copies, sums = random(), random(), random()
+        zeros[:, [0, r // 2]] = 0
+        put("zero columns", zeros)
+        for factor in (1.0, -3.0, 1e-30, 1e30):
+            copies[:, -1] = copies[:, r // 4] * factor
+            put(f"a column {factor} times another", copies.clone())
+        sums[:, -1] = sums[:, : r - 1].sum(dim=1)
+        sums[:, r // 3] = sums[:, 0]
+        put("a column that is a sum", sums)
+        for values in ([1.0], [1.0, 1e-3], [1.0, 1e-6], [1.0, 1e-2, 1e-5]):
+            low = torch.randn(len(values), r, generator=generator)
+            put(
+                f"a product of rank {len(values)} down to {values[-1]}",
+                random(len(values)) * torch.tensor(values) @ low,
+            )
+        put("half the rank", random(max(1, r // 2)) @ torch.randn(max(1, r // 2), r, generator=generator))
+        for kappa in (1.0, 1e2, 1e4, 1e6, 1e7):
+            put(f"condition {kappa}", conditioned(n, r, kappa, seed=n)[0].float())
+        positive = random().abs().clamp(0.05, 0.95)
+        for name, scale in {"1e30": 1e30, "largest": info.max, "denormal": tiny}.items():
+            put(f"scale {name}", positive * scale)
+        mixed = torch.tensor([info.max, 1.0, tiny, 1e-30]).repeat(r)[:r]
+        put("mixed scales", positive * mixed)
+        if r >= 3:
+            # c = b − a with b = a + 2⁻ᵏ d, in fp32: rounding in the first pass leaves something of c.
+            for exponent in range(1, 24, 3):
+                A = random()
+                A[:, 1] = A[:, 0] + 2.0**-exponent * A[:, 1]
+                A[:, 2] = A[:, 1] - A[:, 0]
+                put(f"a difference that dies in the second pass, 2^-{exponent}", A)
+    return found
 
 
 def conditioned(n: int, r: int, kappa: float, seed: int) -> Tensor:

@@ -24,8 +24,9 @@ MODULES = [
     "tests.support.deepspeed_jobs",
     "tests.support.deepspeed_parameters",
     "tests.support.fsdp1_training",
-    "tests.support.local_steps",
+    "tests.support.local_wrappers",
     "tests.support.lockstep",
+    "tests.support.properties",
     "tests.support.small",
 ]
 

@@ -18,7 +18,7 @@ from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 
 Gradients = dict[str, Tensor]
 WIDTH = 256
-# The largest relative difference from what DDP averages itself.
+# Of relative differences: what rounding in fp32 adds up to in a few steps is below it.
 LIMIT = 1e-5
 FULL_RANK = {"matrix_approximation_rank": WIDTH, "start_powerSGD_iter": 0, "min_compression_rate": 0}
 

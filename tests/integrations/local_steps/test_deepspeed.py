@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.deepspeed_jobs import Job
+from tests.support.deepspeed_training import result, run_all
+from tests.support.distributed import run
 from tests.support.local_steps import TERNARY, same_bits, theta
 from tests.support.local_wrappers import (
     EVERY,
@@ -31,7 +32,6 @@ from tests.support.local_wrappers import (
     resumes,
     watched,
 )
-from tests.support.sharded_training import in_one_group, outcome
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,20 +78,16 @@ def refuses() -> None:
         adapter.enable(engine, PowerSGDConfig(rank=2, min_compression_rate=0))
         return engine
 
-    low_rank = PowerSGDConfig(rank=2)
-    for make, pattern, config in (
-        (lambda: in_deepspeed(Net(), stage=0).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 0", TERNARY),
-        (lambda: in_deepspeed(Net(), stage=3).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3", TERNARY),
-        (
-            everywhere,
-            r"averages gradients over the workers \[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)",
-            TERNARY,
-        ),
-        (compressed, "compresses gradients within its node.*take the section out", TERNARY),
-        (lambda: in_deepspeed(Net()).model, "no matrices of low rank: give codes", low_rank),
+    for make, pattern in (
+        (lambda: in_deepspeed(Net(), stage=0).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 0"),
+        (lambda: in_deepspeed(Net(), stage=3).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3"),
+        (everywhere, r"averages gradients over the workers \[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)"),
+        (compressed, "compresses gradients within its node.*take the section out"),
     ):
         deepspeed.utils.groups.mpu = None
-        refused(make, pattern, across(), config)
+        refused(make, pattern, across())
+    low_rank = PowerSGDConfig(rank=2)
+    refused(lambda: in_deepspeed(Net()).model, "no matrices of low rank: give codes", across(), low_rank)
 
 
 QUICK: dict[str, Any] = {
@@ -117,17 +113,17 @@ SLOW: dict[str, Any] = {
 
 
 @functools.cache
-def results(*, slow: bool) -> dict[str, list[Any]]:
-    return in_one_group({name: Job(case) for name, case in (SLOW if slow else QUICK).items()}, WORKERS)
+def results(*, slow: bool) -> list[dict[str, Any]]:
+    return run(run_all, WORKERS, [(name, case, ()) for name, case in (SLOW if slow else QUICK).items()])
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_case(name: str) -> None:
     """See the functions above and in ``local_wrappers.py``."""
-    outcome(results(slow=False), name)
+    result(results(slow=False), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_more(name: str) -> None:
-    outcome(results(slow=True), name)
+    result(results(slow=True), name)
