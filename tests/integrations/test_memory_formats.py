@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +18,8 @@ from powersgd_triton.integrations import fsdp1
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
 from tests.support.distributed import outcome, run, run_cases
-from tests.support.training import LIMIT, digest, gradients_of, local_gradients, relative, total
+from tests.support.properties import check_same
+from tests.support.training import LIMIT, gradients_of, local_gradients, relative, total
 
 Gradients = dict[str, Tensor]
 STEPS = 5
@@ -172,7 +172,7 @@ def unused_conversions(worker: int, _world_size: int) -> None:
             assert relative(model.second.weight.grad, mean) <= LIMIT, (as_view, step)
 
 
-def formats(worker: int, world_size: int) -> None:
+def formats(worker: int, _world_size: int) -> None:
     """The same training in every format, and from each other's checkpoints."""
     models: dict[str, Callable[[], Net]] = {
         "contiguous": Net,
@@ -198,9 +198,7 @@ def formats(worker: int, world_size: int) -> None:
         for step in range(STEPS, STEPS + 2):
             resumed.step(step)
         resumed.check((one, other), errors)
-        digests: list[Any] = [None] * world_size
-        dist.all_gather_object(digests, digest(resumed.averages[-1].values()))
-        assert len({*digests}) == 1, (one, other)
+        check_same(resumed.averages[-1].values())
 
 
 def lost_gradients(worker: int, _world_size: int) -> None:

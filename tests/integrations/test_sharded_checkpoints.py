@@ -92,16 +92,23 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def save(path: str, module: Any, optimizer: Optimizers, state: Any) -> None:
+def content(module: Any, optimizer: Optimizers, state: Any) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(module, optimizer)
-    dcp_save({"model": model_state, "optimizer": optimizer_state, "powersgd": state}, checkpoint_id=path)
+    saved = {"model": model_state, "powersgd": state}
+    # DCP finds nothing where it has saved an empty mapping.
+    return {**saved, "optimizer": optimizer_state} if optimizer_state else saved
+
+
+def save(path: str, module: Any, optimizer: Optimizers, state: Any) -> None:
+    dcp_save(content(module, optimizer, state), checkpoint_id=path)
 
 
 def load(path: str, module: Any, optimizer: Optimizers, state: Any, group: Any = None) -> None:
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    saved = {"model": model_state, "optimizer": optimizer_state, "powersgd": state}
+    saved = content(module, optimizer, state)
     dcp_load(saved, checkpoint_id=path, process_group=group)
-    set_state_dict(module, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    set_state_dict(
+        module, optimizer, model_state_dict=saved["model"], optim_state_dict=saved.get("optimizer", {})
+    )  # fmt: skip
 
 
 def on_other_meshes(worker: int, _world_size: int, *, loads: Mapping[Shape, Sequence[Shape]]) -> None:

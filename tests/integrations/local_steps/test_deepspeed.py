@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.deepspeed_training import result, run_all
-from tests.support.distributed import run
+from tests.support.deepspeed_jobs import Job
 from tests.support.local_steps import TERNARY, same_bits, theta
 from tests.support.local_wrappers import (
     EVERY,
@@ -32,6 +31,7 @@ from tests.support.local_wrappers import (
     resumes,
     watched,
 )
+from tests.support.sharded_training import in_one_group, outcome
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -113,17 +113,17 @@ SLOW: dict[str, Any] = {
 
 
 @functools.cache
-def results(*, slow: bool) -> list[dict[str, Any]]:
-    return run(run_all, WORKERS, [(name, case, ()) for name, case in (SLOW if slow else QUICK).items()])
+def results(*, slow: bool) -> dict[str, list[Any]]:
+    return in_one_group({name: Job(case) for name, case in (SLOW if slow else QUICK).items()}, WORKERS)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_case(name: str) -> None:
     """See the functions above and in ``local_wrappers.py``."""
-    result(results(slow=False), name)
+    outcome(results(slow=False), name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_more(name: str) -> None:
-    result(results(slow=True), name)
+    outcome(results(slow=True), name)
