@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from tests.support.distributed import outcome, run_cases
-from tests.support.small import MANY, WIDTH, Results, complaint, stack
+from tests.support.distributed import outcome, run, run_cases
+from tests.support.small import MANY, WIDTH, complaint, stack
 from tests.support.training import Run, batch, patched, recorded, squared_error
 
 CONFIG = PowerSGDConfig(rank=2, min_compression_rate=0)
-STEPS, SAVED_AFTER = 5, 3
+STEPS, SAVED_AFTER = 4, 2
 MODES = ("ddp_optimizer", "no_optimization")
 # Losses of the same training, of 2, with and without the compiler's reordering of sums.
 LIMIT = 1e-6
@@ -88,8 +91,18 @@ def train(model: nn.Module, worker: int, steps: range) -> list[float]:
     return losses
 
 
-def trained(worker: int, wrap: str, mode: str, backend: str) -> dict[str, Any]:
-    """What a training shows, and a checkpoint of it. Without the hook, only the number of graph breaks."""
+@dataclasses.dataclass
+class Trained:
+    """What a training shows."""
+
+    losses: list[float]
+    names: list[str]
+    stats: Any
+    saved: tuple[dict[str, Any], dict[str, Any]]
+
+
+def trained(worker: int, wrap: str, mode: str, backend: str) -> Trained:
+    """Train, with as many graph breaks as without the hook. Save in between."""
     with optimizing(mode):
         train(WRAPS[wrap](Net(), backend), worker, range(2))
         plain_breaks = counters["graph_break"].total()
@@ -102,15 +115,12 @@ def trained(worker: int, wrap: str, mode: str, backend: str) -> dict[str, Any]:
         losses = train(wrapped, worker, range(SAVED_AFTER))
         saved = state.state_dict(), copy.deepcopy(model.state_dict())
         losses += train(wrapped, worker, range(SAVED_AFTER, STEPS))
-        return {
-            "losses": losses,
-            "resumed": resumed(worker, *saved),
-            "buckets": [len(buckets) for buckets in run.buckets],
-            "names": sorted(state.error()),
-            "stats": state.compression_stats(),
-            "breaks": (counters["graph_break"].total(), plain_breaks),
-            "graphs": counters["graphs"].total(),
-        }
+        assert max(len(buckets) for buckets in run.buckets) > 1
+        assert counters["graph_break"].total() == plain_breaks
+        # torch's optimizer for DDP splits the graph at buckets.
+        graphs = 0 if wrap == "eager" else 1 + (mode == "ddp_optimizer")
+        assert min(counters["graphs"].total(), 2) == graphs
+        return Trained(losses, sorted(state.error()), state.compression_stats(), saved)
 
 
 def resumed(worker: int, state_dict: dict[str, Any], parameters: dict[str, Any]) -> list[float]:
@@ -124,67 +134,52 @@ def resumed(worker: int, state_dict: dict[str, Any], parameters: dict[str, Any])
     return train(replica, worker, range(SAVED_AFTER, STEPS))
 
 
-def all_ways(worker: int, backend: str) -> dict[str, dict[str, Any]]:
-    ways = [("eager", MODES[0]), *((wrap, mode) for wrap in list(WRAPS)[1:] for mode in MODES)]
-    return {f"{wrap}, {mode}": trained(worker, wrap, mode, backend) for wrap, mode in ways}
+def compiled_models(worker: int, _world_size: int, backend: str = "aot_eager") -> None:
+    """They train as an uncompiled one, which takes over their checkpoints."""
+    expected = trained(worker, "eager", MODES[0], backend)
+    assert expected.names == [f"layers.{index}.weight" for index in range(6)]
+    for wrap, mode in itertools.product(list(WRAPS)[1:], MODES):
+        # Quick: each way to compile and each mode, but not all pairs.
+        if backend == "inductor" or (wrap, mode) != ("DDP(compile)", "no_optimization"):
+            found = trained(worker, wrap, mode, backend)
+            assert found.losses == pytest.approx(expected.losses, rel=0, abs=LIMIT), (wrap, mode)
+            again = resumed(worker, *found.saved)
+            assert again == pytest.approx(expected.losses[SAVED_AFTER:], rel=0, abs=LIMIT), (wrap, mode)
+            assert (found.names, found.stats) == (expected.names, expected.stats), (wrap, mode)
 
 
-def aot_eager(worker: int, world_size: int) -> dict[str, dict[str, Any]]:
-    return all_ways(worker, "aot_eager")
+def with_inductor(worker: int, world_size: int) -> None:
+    compiled_models(worker, world_size, "inductor")
 
 
-def inductor(worker: int, world_size: int) -> dict[str, dict[str, Any]]:
-    return all_ways(worker, "inductor")
+def python_reducer(worker: int, _world_size: int) -> None:
+    """It is refused with each hook, compiled and not, and nothing has changed."""
+    for hook, wrap in itertools.product((powerSGD_hook, batched_powerSGD_hook), ("eager", "compile(DDP)")):
+        with optimizing("python_reducer"), torch._dynamo.config.patch(compiled_autograd=wrap != "eager"):
+            model = WRAPS[wrap](Net(), "aot_eager")
+            state = PowerSGDState(None, 2, start_powerSGD_iter=2, module=model)
+            model.register_comm_hook(state, hook)
+            said = complaint(train, model, worker, range(1))
+            assert said.startswith("TypeError: with torch._dynamo.config.optimize_ddp = "), said
+            assert '"python_reducer"' in said
+            assert 'Set torch._dynamo.config.optimize_ddp = "ddp_optimizer"' in said
+            assert (state.iter, state.error()) == (0, {})
 
 
-def python_reducer(worker: int, world_size: int) -> dict[str, str]:
-    """How a step ends with each hook, compiled and not."""
-    found = {}
-    for hook in (powerSGD_hook, batched_powerSGD_hook):
-        for wrap in ("eager", "compile(DDP)"):
-            with optimizing("python_reducer"), torch._dynamo.config.patch(compiled_autograd=wrap != "eager"):
-                model = WRAPS[wrap](Net(), "aot_eager")
-                state = PowerSGDState(None, 2, start_powerSGD_iter=2, module=model)
-                model.register_comm_hook(state, hook)
-                found[f"{hook.__name__}, {wrap}"] = complaint(train, model, worker, range(1))
-                assert (state.iter, state.error()) == (0, {})
-    return found
+# DDP's Python reducer changes settings of the compiler for good, so it comes last.
+CASES = [compiled_models, python_reducer]
 
 
-@pytest.fixture(scope="module")
-def two() -> Results:
-    # DDP's Python reducer changes settings of the compiler for good, so it comes last.
-    return run_cases([aot_eager, python_reducer], 2)
+@functools.cache
+def two() -> dict[str, list[Any]]:
+    return run_cases(CASES, 2)
 
 
-def check(found: list[dict[str, dict[str, Any]]]) -> None:
-    for ways in found:
-        expected = ways["eager, ddp_optimizer"]
-        assert expected["names"] == [f"layers.{index}.weight" for index in range(6)]
-        assert max(expected["buckets"]) > 1
-        for name, way in ways.items():
-            assert way["losses"] == pytest.approx(expected["losses"], rel=0, abs=LIMIT), name
-            assert way["resumed"] == pytest.approx(expected["losses"][SAVED_AFTER:], rel=0, abs=LIMIT), name
-            assert (way["names"], way["stats"]) == (expected["names"], expected["stats"]), name
-            assert max(way["buckets"]) > 1, name
-            with_hook, without = way["breaks"]
-            assert with_hook == without, name
-            # torch's optimizer for DDP splits the graph at buckets.
-            assert min(way["graphs"], 2) == {"eager, ddp_optimizer": 0}.get(name, 1 + ("ddp_optimizer" in name)), name
-
-
-def test_a_compiled_model_trains_as_an_uncompiled_one(two: Results) -> None:
-    check(outcome(two, aot_eager))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_workers(case: Any) -> None:
+    outcome(two(), case)
 
 
 @pytest.mark.slow
-def test_a_model_compiled_by_inductor_trains_as_an_uncompiled_one() -> None:
-    check(outcome(run_cases([inductor], 2), inductor))
-
-
-def test_the_python_reducer_is_refused(two: Results) -> None:
-    for ways in outcome(two, python_reducer):
-        for name, said in ways.items():
-            assert said.startswith("TypeError: with torch._dynamo.config.optimize_ddp = "), (name, said)
-            assert '"python_reducer"' in said
-            assert 'Set torch._dynamo.config.optimize_ddp = "ddp_optimizer"' in said
+def test_inductor() -> None:
+    run(with_inductor, 2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -16,9 +18,8 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import fsdp1
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
-from tests.support.distributed import outcome, run_cases
-from tests.support.small import Results, complaint
-from tests.support.training import LIMIT, digest, local_gradients, relative, total
+from tests.support.distributed import outcome, run, run_cases
+from tests.support.training import LIMIT, digest, gradients_of, local_gradients, relative, total
 
 Gradients = dict[str, Tensor]
 STEPS = 5
@@ -76,22 +77,21 @@ class Training:
     def step(self, step: int, scale: float = 1.0) -> None:
         self.model.zero_grad()
         (scale * self.replica(images(self.worker, step))).backward()
-        self.averages.append({})
+        self.averages.append(gradients_of(self.model))
         for name, parameter in self.model.named_parameters():
             assert parameter.grad is not None
             self.given[name] = self.given.get(name, 0) + self.own[name].contiguous().double()
             self.sent[name] = self.sent.get(name, 0) + parameter.grad.contiguous().double()
-            self.averages[-1][name] = parameter.grad.detach().clone()
 
-    def lost(self, before: Gradients | None = None) -> float:
-        """Largest relative ‖Σ_w E_T + W Σ_t Ĝ_t − Σ_w Σ_t G_t − Σ_w E_0‖ of a parameter, in the order of its shape."""
-        found = []
-        for name, error in self.state.error().items():
-            given = self.given[name].flatten(1)
+    def check(self, case: object, before: Gradients | None = None) -> None:
+        """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t + Σ_w E_0 for each parameter, in the order of its shape."""
+        errors = self.state.error()
+        assert len(errors) == 4
+        for name, error in errors.items():
             start = torch.zeros(()) if before is None else before[name]
-            found.append(relative(total(error) + 2 * self.sent[name].flatten(1), total(given) + 2 * start.double()))
-        assert len(found) == 4
-        return max(found)
+            arrived = total(error) + 2 * self.sent[name].flatten(1)
+            lost = relative(arrived, total(self.given[name].flatten(1)) + 2 * start.double())
+            assert lost <= LIMIT, (case, name, lost)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -100,13 +100,17 @@ OPTIONS: list[dict[str, Any]] = [
     {"find_unused_parameters": True},
     {"static_graph": True},
 ]
-EVENTS = (0, 1, 3)
+Conversion = tuple[dict[str, Any], int, tuple[str, str]]
+CONVERSIONS: list[Conversion] = [*itertools.product(OPTIONS, (0, 1, 3), itertools.permutations(FORMATS, 2))]
+"""Options, step, and from where to where."""
+BY_TURNS = [pair[index % 2] for index, pair in enumerate(zip(CONVERSIONS[::2], CONVERSIONS[1::2], strict=True))]
+"""Each of the options at each step, in one direction."""
 
 
-def conversions(worker: int, world_size: int) -> dict[str, float]:
+def conversions(worker: int, _world_size: int, chosen: Sequence[Conversion] = BY_TURNS) -> None:
     """The memory format changes after DDP was made, before the first step, before buckets are rebuilt, and later."""
-    found = {}
-    for options, event, (before, after) in itertools.product(OPTIONS, EVENTS, itertools.permutations(FORMATS)):
+    for case in chosen:
+        options, event, (before, after) = case
         training = Training(Net(before), worker, **options)
         for step in range(STEPS):
             if step == event:
@@ -114,26 +118,27 @@ def conversions(worker: int, world_size: int) -> dict[str, float]:
                 convert(training.model, after)
             # A gradient of zeros does not show how it lies in the bucket.
             training.step(step, scale=0.0 if step == 0 else 1.0)
-        found[f"{options}, {before} → {after} before step {event}"] = training.lost()
-    return found
+        training.check(case)
 
 
-def exact_conversions(worker: int, world_size: int) -> dict[str, float]:
-    """The same where gradients are averaged exactly, and with the batched hook at full rank."""
-    found = {}
-    for options, hook in itertools.product(OPTIONS, (powerSGD_hook, batched_powerSGD_hook)):
-        training = Training(
-            Net(), worker, rank=99, start=2 if hook is batched_powerSGD_hook else 99, hook=hook, **options
-        )
+def all_conversions(worker: int, world_size: int) -> None:
+    conversions(worker, world_size, CONVERSIONS)
+
+
+def exact_conversions(worker: int, _world_size: int) -> None:
+    """The same where gradients are averaged exactly, and at full rank with both hooks."""
+    kinds = ((powerSGD_hook, STEPS), (batched_powerSGD_hook, 2), (powerSGD_hook, 0))
+    for index, (options, transposed) in enumerate(itertools.product(OPTIONS, (False, True))):
+        hook, start = kinds[index % 3]
+        model = Net("channels_last" if transposed else "contiguous", transposed)
+        training = Training(model, worker, rank=999, start=start, hook=hook, **options)
         for step in range(STEPS):
             if step in (1, 3):
                 training.model.zero_grad()
                 convert(training.model, "channels_last" if step == 1 else "contiguous")
             training.step(step)
-        found[f"{options}, {hook.__name__}"] = max(
-            relative(training.sent[name], total(given) / 2) for name, given in training.given.items()
-        )
-    return found
+        for name, given in training.given.items():
+            assert relative(training.sent[name], total(given) / 2) <= LIMIT, (options, transposed, start, name)
 
 
 class Pair(nn.Module):
@@ -149,9 +154,8 @@ class Pair(nn.Module):
         return outputs + self.second(inputs).square().sum() if both else outputs
 
 
-def unused_conversions(worker: int, world_size: int) -> dict[str, float]:
+def unused_conversions(worker: int, _world_size: int) -> None:
     """A worker that does not use the parameter gets its average too, also where that lies in another order."""
-    found = {}
     for as_view in (False, True):
         model = Pair()
         replica = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=as_view)
@@ -165,11 +169,10 @@ def unused_conversions(worker: int, world_size: int) -> dict[str, float]:
             replica(images(worker, step), step % 2 == 0 or worker == 0).backward()
             mean = total(own.get("second.weight", torch.zeros(8, 3, 3, 3)).contiguous()) / 2
             assert model.second.weight.grad is not None
-            found[f"{as_view}, step {step}"] = relative(model.second.weight.grad, mean)
-    return found
+            assert relative(model.second.weight.grad, mean) <= LIMIT, (as_view, step)
 
 
-def formats(worker: int, world_size: int) -> dict[str, Any]:
+def formats(worker: int, world_size: int) -> None:
     """The same training in every format, and from each other's checkpoints."""
     models: dict[str, Callable[[], Net]] = {
         "contiguous": Net,
@@ -177,64 +180,43 @@ def formats(worker: int, world_size: int) -> dict[str, Any]:
         "transposed": lambda: Net("channels_last", transposed=True),
     }
     trainings = {name: Training(make(), worker) for name, make in models.items()}
-    for training in trainings.values():
+    for name, training in trainings.items():
         for step in range(STEPS):
             training.step(step)
-    expected = trainings["contiguous"]
-    saved = {name: training.state.state_dict() for name, training in trainings.items()}
-    found: dict[str, Any] = {"lost": {name: training.lost() for name, training in trainings.items()}}
-    for name, training in trainings.items():
+        training.check(name)
         assert training.model.first.weight.is_contiguous() == (name == "contiguous")
-        found[name] = max(
-            relative(a[key], b[key]) for a, b in zip(training.averages, expected.averages, strict=True) for key in b
-        )
-        parts = saved[name]["matrices"]
-        for key, theirs in saved["contiguous"]["matrices"].items():
-            found[f"{name}, {key}"] = max(relative(parts[key][part], theirs[part]) for part in theirs)
+    saved = {name: training.state.state_dict() for name, training in trainings.items()}
+    for name, training in trainings.items():
+        for ours, theirs in zip(training.averages, trainings["contiguous"].averages, strict=True):
+            assert max(relative(ours[key], theirs[key]) for key in theirs) <= 1e-3, name
+        for key, parts in saved["contiguous"]["matrices"].items():
+            assert max(relative(saved[name]["matrices"][key][part], parts[part]) for part in parts) <= 1e-3, name
     for one, other in itertools.permutations(models, 2):
         resumed = Training(models[other](), worker)
         resumed.state.load_state_dict(saved[one])
         errors = resumed.state.error()
         for step in range(STEPS, STEPS + 2):
             resumed.step(step)
-        found["lost"][f"{one} → {other}"] = resumed.lost(errors)
-        found[f"digest {one} → {other}"] = digest(resumed.averages[-1].values())
-    return found
+        resumed.check((one, other), errors)
+        digests: list[Any] = [None] * world_size
+        dist.all_gather_object(digests, digest(resumed.averages[-1].values()))
+        assert len({*digests}) == 1, (one, other)
 
 
-def native(worker: int, world_size: int) -> dict[str, float]:
-    """Full rank is DDP alone, in every format."""
-    found: dict[str, float] = {}
-    for transposed, options in itertools.product((False, True), OPTIONS[:2]):
-        model = Net("channels_last", transposed)
-        training = Training(model, worker, rank=999, **options)
-        other = Net("channels_last", transposed)
-        replica = DistributedDataParallel(other, **options)
-        for step in range(3):
-            training.step(step)
-            other.zero_grad()
-            replica(images(worker, step)).backward()
-            for name, parameter in other.named_parameters():
-                key = f"{transposed}, {options}, {name}"
-                assert parameter.grad is not None
-                found[key] = max(found.get(key, 0.0), relative(training.averages[-1][name], parameter.grad))
-    return found
-
-
-def lost_gradients(worker: int, world_size: int) -> str:
+def lost_gradients(worker: int, _world_size: int) -> None:
     """A conversion moves gradients out of DDP's buckets, of which they were views: DDP would not average them."""
     training = Training(Net(), worker, gradient_as_bucket_view=True)
     for step in range(3):
         training.step(step)
     convert(training.model, "channels_last")
-    return complaint(training.step, 3)
+    with pytest.raises(RuntimeError, match="no longer in DDP's bucket"):
+        training.step(3)
 
 
-def sharded(worker: int, world_size: int) -> dict[str, Any]:
-    """FSDP1: full rank is FSDP1 alone; a checkpoint of channels_last fits a contiguous model, and the reverse."""
-    found: dict[str, Any] = {}
+def in_fsdp1(worker: int, _world_size: int) -> None:
+    """Full rank is FSDP1 alone; a checkpoint of channels_last fits a contiguous model, and the reverse."""
 
-    def wrapped(memory_format: str, strategy: ShardingStrategy, rank: int) -> tuple[Any, Any]:
+    def wrapped(memory_format: str, rank: int, strategy: Any = ShardingStrategy.FULL_SHARD) -> tuple[Any, Any]:
         # One bias of odd length makes shards cut through parameters.
         module = FullyShardedDataParallel(
             Net(memory_format, transposed=memory_format != "contiguous"),
@@ -252,68 +234,47 @@ def sharded(worker: int, world_size: int) -> dict[str, Any]:
         module.zero_grad()
         module(images(worker, number)).backward()
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
-            return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+            return gradients_of(module)
 
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-        for memory_format in FORMATS:
-            alone, _ = wrapped(memory_format, strategy, 0)
-            hooked, _ = wrapped(memory_format, strategy, 999)
-            for number in range(2):
-                expected, got = step(alone, number), step(hooked, number)
-                assert expected.keys() == got.keys()
-                worst = max(relative(got[name], expected[name]) for name in expected)
-                found[f"{strategy}, {memory_format}, step {number}"] = worst
+    def check(got: Gradients, expected: Gradients, case: object) -> None:
+        assert expected.keys() == got.keys()
+        assert max(relative(got[name], expected[name]) for name in expected) <= LIMIT, case
+
+    for strategy, memory_format in itertools.product(
+        (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD), FORMATS
+    ):  # fmt: skip
+        alone, hooked = (wrapped(memory_format, rank, strategy)[0] for rank in (0, 999))
+        for number in range(2):
+            check(step(hooked, number), step(alone, number), (strategy, memory_format))
     states = {}
     for memory_format in FORMATS:
-        module, state = wrapped(memory_format, ShardingStrategy.FULL_SHARD, 2)
+        module, states[memory_format] = wrapped(memory_format, 2)
         for number in range(3):
             step(module, number)
-        states[memory_format] = module, state
     averages = {}
     for one, other in itertools.product(FORMATS, repeat=2):
-        module, state = wrapped(other, ShardingStrategy.FULL_SHARD, 2)
-        state.load_state_dict(states[one][1].state_dict())
+        module, state = wrapped(other, 2)
+        state.load_state_dict(states[one].state_dict())
         averages[one, other] = step(module, 3)
-    expected = averages["contiguous", "contiguous"]
-    for case, got in averages.items():
-        found[" → ".join(case)] = max(relative(got[name], expected[name]) for name in expected)
-    return found
+        check(averages[one, other], averages["contiguous", "contiguous"], (one, other))
 
 
-CASES: list[Callable[..., Any]] = [
-    conversions,
-    exact_conversions,
-    unused_conversions,
-    formats,
-    native,
-    lost_gradients,
-    sharded,
-]
+CASES = [conversions, exact_conversions, unused_conversions, formats, lost_gradients, in_fsdp1]
 
 
-@pytest.fixture(scope="module")
-def two() -> Results:
+@functools.cache
+def two() -> dict[str, list[Any]]:
     return run_cases(CASES, 2)
 
 
-@pytest.mark.parametrize("case", [conversions, exact_conversions, unused_conversions, native, sharded])
-def test_nothing_is_lost(two: Results, case: Callable[..., Any]) -> None:
-    for seen in outcome(two, case):
-        assert {name: wrong for name, wrong in seen.items() if not wrong <= LIMIT} == {}
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_workers(case: Any) -> None:
+    outcome(two(), case)
 
 
-def test_training_and_checkpoints_do_not_depend_on_the_format(two: Results) -> None:
-    first, second = outcome(two, formats)
-    for name, wrong in {**first.pop("lost"), **second.pop("lost")}.items():
-        assert wrong <= LIMIT, name
-    for name, wrong in first.items():
-        assert wrong == second[name] if name.startswith("digest") else wrong <= 1e-3, name
-
-
-def test_a_gradient_that_is_not_in_its_bucket_is_noticed(two: Results) -> None:
-    for seen in outcome(two, lost_gradients):
-        assert seen.startswith("RuntimeError")
-        assert "no longer in DDP's bucket" in seen
+@pytest.mark.slow
+def test_all_conversions() -> None:
+    run(all_conversions, 2)
 
 
 DENSE = [
@@ -334,8 +295,6 @@ def test_memory_order(tensor: Tensor, order: tuple[int, ...]) -> None:
     assert all(ours == theirs for ours, theirs, size in strides if size > 1)
 
 
-@pytest.mark.parametrize(
-    "tensor", [torch.zeros(4, 6)[:, ::2], torch.zeros(1, 6).expand(4, 6), torch.zeros(0, 3).t()], ids=str
-)
-def test_what_is_not_dense_has_the_order_of_its_shape(tensor: Tensor) -> None:
-    assert memory_order(tensor) == (0, 1)
+def test_what_is_not_dense_has_the_order_of_its_shape() -> None:
+    for tensor in (torch.zeros(4, 6)[:, ::2], torch.zeros(1, 6).expand(4, 6), torch.zeros(0, 3).t()):
+        assert memory_order(tensor) == (0, 1)

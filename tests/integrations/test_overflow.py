@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import ddp, fsdp1, fsdp2
 from tests.support.fuzzing import gamma
-from tests.support.sharded_training import full_mesh, in_one_group, outcome
+from tests.support.sharded_training import full_mesh, in_one_group, outcome, whole
 from tests.support.training import patched, total
 
 SIZE = 16
@@ -81,20 +82,23 @@ def with_fsdp2(dtype: torch.dtype) -> tuple[nn.Module, Any]:
     return module, state
 
 
-def held(module: nn.Module) -> dict[str, Tensor]:
-    """This worker's part of each gradient as a flat fp64 tensor: all of it, none, or some rows."""
-    parts = {"large": torch.zeros(0, dtype=torch.float64), "small": torch.zeros(0, dtype=torch.float64)}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            parts[name.split(".")[-1]] = grad.double().reshape(-1)
-    return parts
+def fits(module: nn.Module) -> bool:
+    """Whether this worker's part of the averages is finite."""
+    found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return all(bool((G.to_local() if isinstance(G, DTensor) else G).isfinite().all()) for G in found)
 
 
-def training(
+def averages(module: Any) -> dict[str, Tensor]:
+    """All of them, whole, in fp64."""
+    in_fsdp1 = isinstance(module, FullyShardedDataParallel)
+    with module.summon_full_params(module, with_grads=True) if in_fsdp1 else contextlib.nullcontext():
+        return {name.split(".")[-1]: whole(p.grad).view(SIZE, SIZE).double() for name, p in module.named_parameters()}
+
+
+def nothing_is_lost(
     worker: int, world_size: int, make: Callable[[torch.dtype], tuple[nn.Module, Any]], dtype: torch.dtype
-) -> dict[str, Any]:
-    """What is lost, in units of what roundings may add up to; which steps fit here, which were applied."""
+) -> None:
+    """Where an average does not fit. Verdicts are shared only where workers may see different ones."""
     module, state = make(dtype)
     shares = []
 
@@ -106,82 +110,56 @@ def training(
     balance = {name: torch.zeros(SIZE, SIZE, dtype=torch.float64) for name in ("large", "small")}
     tolerance = {name: tensor.clone() for name, tensor in balance.items()}
     owed = dict.fromkeys(balance, 0.0)
-    fitting, applied = [], []
+    applied, alone = [], 0
     with patched(Communicator, "minimum", minimum):
         for factor in FACTORS:
             given = gradients(worker, factor)
             module.zero_grad()
             module(**{name: G.to(next(module.parameters()).dtype) for name, G in given.items()}).backward()
-            parts = held(module)
-            fitting.append(all(bool(part.isfinite().all()) for part in parts.values()))
-            applied.append(bool(total(torch.tensor(float(fitting[-1]))) == world_size))
-            for name, part in parts.items():
+            fitting = float(total(torch.tensor(float(fits(module)))))
+            applied.append(fitting == world_size)
+            alone += 0 < fitting < world_size
+            for name, average in averages(module).items():
                 balance[name] += total(given[name].double())
                 # No error and no product has a larger norm than the gradients so far have together.
                 owed[name] += float(total(given[name].double().norm()))
                 tolerance[name] += gamma(16, torch.float32) * 3 * owed[name]
                 if applied[-1]:
-                    whole = gathered(part, worker, world_size)
-                    balance[name] -= world_size * whole
+                    balance[name] -= world_size * average
                     # Ĝ is rounded to fp16, which is not fed back.
-                    tolerance[name] += world_size * (torch.finfo(torch.float16).eps / 2 * whole.abs() + 2.0**-24)
+                    tolerance[name] += world_size * (torch.finfo(torch.float16).eps / 2 * average.abs() + 2.0**-24)
         errors = state.error()
-    lost = 0.0
     for name, left in balance.items():
         key = next(key for key in errors if key.endswith(name))
         E = total(errors[key].double()).view(SIZE, SIZE)
         if make is with_fsdp2 and dtype == torch.float16:
             # FSDP2 halves fp16 gradients of two workers before it has them summed; errors are those of the halves.
             E = 2 * E
-        lost = max(lost, float(((left - E).abs() / tolerance[name]).max()))
-    return {"lost": lost, "fitting": fitting, "applied": applied, "shares": len(shares)}
+        lost = float(((left - E).abs() / tolerance[name]).max())
+        assert lost <= 1, f"{name}: {lost} times what roundings may add up to"
+    if dtype == torch.float32:
+        assert all(applied)
+        assert shares == []
+    else:
+        assert not all(applied[:3])
+        assert all(applied[-2:])
+        assert len(shares) == (0 if make is with_ddp else len(FACTORS))
+        assert (alone > 0) == (make is not with_ddp), "each worker saw the same"
 
 
-def gathered(part: Tensor, worker: int, world_size: int) -> Tensor:
-    """The whole matrix from the workers' parts, one behind the other; from this one's where it is whole everywhere."""
-    sizes = torch.zeros(world_size, dtype=torch.float64)
-    sizes[worker] = part.numel()
-    ends = total(sizes).cumsum(0).long()
-    if int(ends[-1]) == world_size * SIZE**2:
-        return part.view(SIZE, SIZE)
-    flat = torch.zeros(int(ends[-1]), dtype=torch.float64)
-    flat[int(ends[worker]) - part.numel() : int(ends[worker])] = part
-    return total(flat).view(SIZE, SIZE)
-
-
-ADAPTERS = {"DDP": with_ddp, "FSDP1": with_fsdp1, "FSDP2": with_fsdp2}
+CASES: dict[str, Callable[..., None]] = {
+    f"{name}, {str(dtype).removeprefix('torch.')}": functools.partial(nothing_is_lost, make=make, dtype=dtype)
+    for name, make in {"DDP": with_ddp, "FSDP1": with_fsdp1, "FSDP2": with_fsdp2}.items()
+    for dtype in (torch.float16, torch.float32)
+}
 
 
 @functools.cache
 def results() -> dict[str, list[Any]]:
     warnings.filterwarnings("ignore")
-    return in_one_group(
-        {
-            f"{name} {str(dtype).removeprefix('torch.')}": functools.partial(training, make=make, dtype=dtype)
-            for name, make in ADAPTERS.items()
-            for dtype in (torch.float16, torch.float32)
-        },
-        2,
-    )
+    return in_one_group(CASES, 2)
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_nothing_is_lost_where_an_average_does_not_fit(adapter: str) -> None:
-    found = outcome(results(), f"{adapter} float16")
-    for seen in found:
-        assert seen["lost"] <= 1, found
-        assert seen["applied"] == found[0]["applied"]
-        assert not all(seen["applied"][:3])
-        assert all(seen["applied"][-2:])
-    if adapter != "DDP":
-        assert found[0]["fitting"] != found[1]["fitting"], "both workers saw the same"
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_verdicts_are_shared_only_where_workers_may_see_different_ones(adapter: str) -> None:
-    for seen in outcome(results(), f"{adapter} float32"):
-        assert seen["lost"] <= 1
-        assert all(seen["applied"])
-        assert seen["shares"] == 0
-    for seen in outcome(results(), f"{adapter} float16"):
-        assert seen["shares"] == (0 if adapter == "DDP" else len(FACTORS))
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_lost(name: str) -> None:
+    outcome(results(), name)

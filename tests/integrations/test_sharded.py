@@ -23,8 +23,10 @@ from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd, seams
 from powersgd_triton.layout.layout import compressed_rank
-from tests.support.properties import FULL_RANK, RANK_2, check_close
+from tests.support.properties import check_close
 from tests.support.sharded_training import (
+    FULL_RANK,
+    RANK_2,
     Net,
     batch,
     full_mesh,

@@ -118,9 +118,8 @@ CELLS = cells()
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], None]:
     """Runs all selected cells of a number of workers in one set of processes, when the first of them is asked for."""
     folder = tmp_path_factory.mktemp("table")
-    chosen = [
-        item.callspec.params["cell"] for item in request.session.items if "cell" in getattr(item, "fixturenames", ())
-    ]
+    items: list[Any] = request.session.items
+    chosen = [item.callspec.params["cell"] for item in items if "cell" in getattr(item, "fixturenames", ())]
     chosen = list(dict.fromkeys([*(needed for cell in chosen for needed in cell.needs()), *chosen]))
 
     @functools.cache

@@ -38,20 +38,20 @@ U = 2.0**-24
 
 def build(wrapper: str, config: PowerSGDConfig | None, parameters: Gradients | None = None, **options: Any) -> Wrapped:
     """A new model in a wrapper, with parameters of its own or those that are given."""
-    net = Net()
+    net = WRAPPERS[wrapper].net()
     if parameters is not None:
         net.load_state_dict(parameters)
     return WRAPPERS[wrapper].make(net, config, **options)
 
 
-def batches(step: int, micro: int = 1) -> list[Batch]:
+def batches(model: Wrapped, step: int, micro: int = 1) -> list[Batch]:
     """This worker's micro-batches of a step."""
-    return [batch(dist.get_rank(), step, index) for index in range(micro)]
+    return [batch(model.data_worker(), step, index) for index in range(micro)]
 
 
 def exact_mean(model: Wrapped, given: Sequence[Batch]) -> Gradients:
     """The mean over workers of their own gradients, by autograd alone. What is not finite counts as zero."""
-    twin = Net()
+    twin = model.net_type()
     twin.load_state_dict(model.parameters())
     twin.use, twin.inject = model.net.use, model.net.inject
     for micro in given:
@@ -222,7 +222,7 @@ def full_rank(worker: int, world_size: int, *, wrapper: str, way: str = "plain")
     how = WAYS[way]
     models = []
     for config in (None, FULL_RANK):
-        net = Net()
+        net = WRAPPERS[wrapper].net()
         how.prepare(net)
         models.append(WRAPPERS[wrapper].make(net, config, **how.options.get(wrapper.split()[0], {})))
         how.after(models[-1].module)
@@ -231,7 +231,7 @@ def full_rank(worker: int, world_size: int, *, wrapper: str, way: str = "plain")
     for step in range(3):
         for model in models:
             model.net.use = not how.unused or step % 2 == 0
-            model.step(batches(step, how.micro), **how.step)
+            model.step(batches(model, step, how.micro), **how.step)
     check_close(ours.parameters(), alone.parameters(), start, how.limit)
     check_same(ours.parameters().values())
 
@@ -242,11 +242,11 @@ def exact_first(worker: int, world_size: int, *, wrapper: str) -> None:
     start = alone.parameters()
     for step in range(2):
         for model in (alone, ours):
-            model.step(batches(step))
+            model.step(batches(model, step))
     check_close(ours.parameters(), alone.parameters(), start)
     assert not any(error.any() for error in ours.mean_error().values())
     ledger = Ledger(ours)
-    ledger.step(batches(2))
+    ledger.step(batches(ours, 2))
     ledger.check()
 
 
@@ -258,7 +258,7 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
     model = build(wrapper, FORMATS[form])
     ledger = Ledger(model)
     for step in range(3):
-        ledger.step(batches(step))
+        ledger.step(batches(model, step))
     ledger.check()
     assert iteration(model) == 3
     if model.levels == 2:
@@ -267,7 +267,8 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
 
 def iteration(model: Wrapped) -> int:
     """Steps that the compression has taken."""
-    return int(getattr(model.state, "iteration", None) or getattr(model.state, "step_counter", 0))
+    name = "iteration" if hasattr(model.state, "iteration") else "step_counter"
+    return int(getattr(model.state, name))
 
 
 def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
@@ -281,7 +282,7 @@ def traffic(worker: int, world_size: int, *, wrapper: str) -> None:
         expected += (rows + columns) * rank if rank else rows * columns
     with sent_elements() as counts:
         for step in range(2):
-            model.step(batches(step))
+            model.step(batches(model, step))
     # A single element is a verdict.
     found = sum(count for count in counts if count > 1)
     assert found == model.state.compression_stats()[2] == 2 * expected, (found, 2 * expected)
@@ -291,12 +292,12 @@ def void(worker: int, world_size: int, *, wrapper: str) -> None:
     """A step with a gradient that is not finite on one worker is skipped on all, and carried whole or not at all."""
     model = build(wrapper, RANK_2)
     for step in range(2):
-        model.step(batches(step))
+        model.step(batches(model, step))
     before, owed = model.parameters(), model.mean_error()
     if worker == world_size - 1:
         model.net.inject = spoiled
-    given = exact_mean(model, batches(2))
-    model.step(batches(2))
+    given = exact_mean(model, batches(model, 2))
+    model.step(batches(model, 2))
     model.net.inject = None
     after = model.mean_error()
     assert all(torch.equal(now, before[name]) for name, now in model.parameters().items()), "the step was applied"
@@ -310,7 +311,7 @@ def void(worker: int, world_size: int, *, wrapper: str) -> None:
         assert (torch.minimum(kept, carried) <= allowed).all(), f"{name}: {kept}, {carried}"
     ledger = Ledger(model)
     for step in range(3, 5):
-        ledger.step(batches(step))
+        ledger.step(batches(model, step))
     ledger.check()
 
 
@@ -330,7 +331,7 @@ def resume(worker: int, world_size: int, *, wrapper: str, folder: str, form: str
     Path(path).mkdir(exist_ok=True)
     model = build(wrapper, FORMATS[form])
     for step in range(3):
-        model.step(batches(step))
+        model.step(batches(model, step))
     start, error = model.parameters(), model.mean_error()
     model.save(path)
     if worker == 0:
@@ -341,7 +342,7 @@ def resume(worker: int, world_size: int, *, wrapper: str, folder: str, form: str
     check_errors(other, error)
     for step in range(3, 5):
         for one in (model, other, forgetful):
-            one.step(batches(step))
+            one.step(batches(one, step))
     check_close(other.parameters(), model.parameters(), start)
     moved = [flat(one.parameters()) - flat(start) for one in (forgetful, model)]
     assert relative(*moved) > 1e-3, "the error makes no difference"
@@ -368,7 +369,7 @@ def taken_over(worker: int, world_size: int, *, wrapper: str, folder: str, sourc
     ledger = Ledger(model)
     ledger.owed = expected["error"]
     for step in range(3, 5):
-        ledger.step(batches(step))
+        ledger.step(batches(model, step))
     ledger.check()
     assert iteration(model) == 5
 
@@ -378,17 +379,17 @@ def damaged(worker: int, world_size: int, *, wrapper: str) -> None:
     models = [build(wrapper, FORMATS["alternating"]) for _ in range(2)]
     for step in range(2):
         for model in models:
-            model.step(batches(step))
+            model.step(batches(model, step))
     ours, untouched = models
     saved = ours.state.state_dict()
     for model in models:
-        model.step(batches(2))
+        model.step(batches(model, 2))
     for value, expected in ((-1, "ValueError"), (7, "DisagreementError")):
         said = complaint(ours.state.load_state_dict, {**saved, "iteration": value} if worker == 1 else saved)
         assert said.startswith(expected), said
         assert "worker 1" in said or (worker, value) == (1, -1), said
     for model in models:
-        model.step(batches(3))
+        model.step(batches(model, 3))
     changed = ours.parameters()
     assert all(torch.equal(changed[name], parameter) for name, parameter in untouched.parameters().items())
     assert iteration(ours) == 4
@@ -408,7 +409,7 @@ def budget(worker: int, world_size: int, *, wrapper: str, folder: str) -> None:
     model, shards = build(wrapper, BUDGET), WRAPPERS[wrapper].shards
     start = ranks(model.state.report())
     for step in range(4):
-        model.step(batches(step))
+        model.step(batches(model, step))
     report = model.state.report()
     numel = sum(-(-p.shape[0] // shards) * p.numel() // p.shape[0] for p in model.parameters().values())
     allowed = 4 * numel / COMPRESSION
@@ -453,7 +454,7 @@ def attached(worker: int, world_size: int, *, wrapper: str) -> None:
     assert "ValueError: the model is compressed with" in complaint(attach, model.module, rank=3)
     assert "got both, with rank" in complaint(attach, model.module, FULL_RANK, rank=3)
     before = flat(model.parameters())
-    model.step(batches(0))
+    model.step(batches(model, 0))
     assert relative(flat(model.parameters()), before) > 0
 
 
@@ -464,7 +465,7 @@ def watched(worker: int, world_size: int, *, wrapper: str) -> None:
     if worker == 0:
         model.state.telemetry(records.append, every=1)
     for step in range(4):
-        model.step(batches(step))
+        model.step(batches(model, step))
     # Where the framework does not say which bucket is the last one, looking at the error ends the step.
     model.state._engine.finish()
     errors = model.state._engine.memory.error(model.state._engine.step)

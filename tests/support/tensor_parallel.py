@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,9 +46,14 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(24)
         self.head = nn.Linear(24, TOKENS, bias=False)
         self.mix = nn.Linear(TOKENS, TOKENS, bias=False)
+        self.use = True
+        # As in ``sharded_training.Net``.
+        self.inject: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
+        if self.inject is not None:
+            x.register_hook(self.inject)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.mix(self.head(self.norm(x)))

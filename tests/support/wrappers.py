@@ -40,7 +40,7 @@ from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.optimizer import Config, PowerSGD
-from tests.support import deepspeed_training
+from tests.support import deepspeed_training, tensor_parallel
 from tests.support.sharded_training import (
     Block,
     Gradients,
@@ -78,6 +78,7 @@ class Wrapped:
     optimizer: Any
     state: Any = None
     levels = 1
+    net_type: Callable[[], Any] = Net
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
         self.finish(net, DistributedDataParallel(net, bucket_cap_mb=0.005, **options), config, node_group=node_group)
@@ -127,6 +128,10 @@ class Wrapped:
         averages = [p.grad for p in self.module.parameters() if p.grad is not None]
         if everywhere(all(bool(whole(average).isfinite().all()) for average in averages)):
             self.optimizer.step()
+
+    def data_worker(self) -> int:
+        """Whose data this worker has."""
+        return dist.get_rank()
 
     # What is compared -------------------------------------------------------------------------------------------------
 
@@ -218,6 +223,30 @@ class Replicate(HSDP):
 
     def __init__(self, net: Net, config: PowerSGDConfig | None, **options: Any) -> None:
         self.finish(net, replicated(net, replica_mesh(dist.get_world_size()), **options), config)
+
+
+class TensorParallel(HSDP):
+    """Tensor parallelism of two workers inside HSDP on replicas alone; with two workers, replicas alone."""
+
+    net_type = tensor_parallel.Net
+
+    by_mesh = True
+
+    def __init__(self, net: Any, config: PowerSGDConfig | None) -> None:
+        mesh = tensor_parallel.mesh_of(2, 1, dist.get_world_size() // 2)
+        self.finish(net, tensor_parallel.parallel(net, mesh, two_dimensional=self.by_mesh or config is None), None)
+        if config is not None:
+            group = None if self.by_mesh else mesh["replicate"].get_group()
+            self.state = apply_powersgd(self.module, config, group)
+
+    def data_worker(self) -> int:
+        return dist.get_rank() // (dist.get_world_size() // 2)
+
+
+class TensorParallelByGroup(TensorParallel):
+    """The same with a group of replicas."""
+
+    by_mesh = False
 
 
 class PlainLoop(Wrapped):
@@ -399,6 +428,7 @@ class Wrapper:
         elsewhere: Another number of workers, which can load what was saved.
         shards: Into how many parts the rows of a parameter are split before they are compressed, of ``workers``.
         thin: Whether only the most important cells are quick, since most of it is another wrapper's.
+        net: Makes the model.
         lacks: {property or way of training: why it means nothing here}.
     """
 
@@ -407,6 +437,7 @@ class Wrapper:
     elsewhere: int | None = 3
     shards: int = 1
     thin: bool = False
+    net: Callable[[], Any] = Net
     lacks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -429,11 +460,20 @@ LOCAL = {
 }
 # What it owes there is not saved, and decays.
 PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
+PARTS = {
+    **dict.fromkeys(("traffic", "budget"), "each worker sends something else"),
+    **dict.fromkeys(("frozen", "checkpointing", "unused"), "its model has other layers"),
+    "attached": "it is attached as without it",
+    # Then their copies drift apart.
+    "void": "of a matrix that is not split, one worker of a pair may keep the error where the other one carries it",
+}
 NODES = {"traffic": "sums within a node are all-reduces too", "attached": "it is attached as on one level"}
 ENGINE = {
-    **dict.fromkeys(("several backwards", "no sync", "clipping"), "its configuration says so, see test_deepspeed.py"),
+    **dict.fromkeys(
+        ("several backwards", "no sync", "clipping"), "its configuration says so, see deepspeed/test_training.py"
+    ),
     "attached": "what it says is tested in deepspeed/test_refusals.py",
-    "traffic": "its own logger counts it, see deepspeed/test_deepspeed.py",
+    "traffic": "its own logger counts it, see deepspeed/test_training.py",
 }
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
@@ -446,10 +486,12 @@ WRAPPERS: dict[str, Wrapper] = {
     "replicate": Wrapper(Replicate),
     "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=True, lacks=NODES),
     "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=True, lacks=NODES),
+    "tensor parallel": Wrapper(TensorParallel, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
+    "tensor parallel by group": Wrapper(TensorParallelByGroup, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
-    "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_deepspeed.py"}),
+    "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_training.py"}),
     # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
     "DeepSpeed 1": Wrapper(Engine1, elsewhere=None, lacks=ENGINE),
     "DeepSpeed 2": Wrapper(Engine2, elsewhere=None, lacks=ENGINE),

@@ -231,12 +231,16 @@ def batched(worker: int, world_size: int) -> None:
 
 
 def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
-    """The batched hook refuses to start before DDP's buckets stay, and notices others."""
+    """The batched hook refuses ranks of parameters, and to start before DDP's buckets stay. It notices other ones."""
     hook = batched_powerSGD_hook
     said = complaint(training, stack(), worker, state_of(None, 1), range(1), hook=hook)
     assert said.startswith("ValueError"), said
     assert "start_powerSGD_iter must be at least 2; got 0" in said
-    model, state = stack(), state_of(None, 1, start_powerSGD_iter=2)
+    model = stack()
+    state = PowerSGDState(None, lambda *_: 2, start_powerSGD_iter=2, module=model)
+    said = complaint(training, model, worker, state, range(1), hook=hook)
+    assert "batched_powerSGD_hook has one matrix a bucket" in said, said
+    state = state_of(None, 1, start_powerSGD_iter=2)
     training(model, worker, state, range(3), hook=hook)
     said = complaint(training, model, worker, state, range(3, 4), hook=hook)
     assert said.startswith("RuntimeError"), said

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import tempfile
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,108 +13,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton import PowerSGDConfig, checkpoint
-from powersgd_triton.comm.agreement import DisagreementError
-from powersgd_triton.integrations.local_steps import LocalSteps
+from powersgd_triton import checkpoint
 from tests.support.distributed import run
-from tests.support.local_steps import CONFIGS, backward, flat, mean, model, owed, theta
+from tests.support.local_steps import NESTEROV, Training, flat, mean, owed, theta
+from tests.support.small import complaint
 
-EVERY, INTERRUPTED, STEPS = 5, 13, 22
+EVERY, INTERRUPTED, STEPS = 3, 8, 14
 """It is interrupted in the middle of a round."""
 
-OUTERS: dict[str, Any] = {
-    "averaging": None,
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-}
-CASES = [
-    ("ternary", "averaging", 0),
-    ("ternary", "nesterov", 0),
-    ("int4", "adam", 2),
-    ("exact", "nesterov", 0),
-    ("rank", "averaging", 0),
-    ("budget", "nesterov", 1),
-    ("alternating", "averaging", 0),
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("ternary", {}),
+    ("ternary", {"outer": NESTEROV}),
+    ("int4", {"outer": functools.partial(torch.optim.Adam, lr=0.01), "delay": 2}),
+    ("exact", {"outer": NESTEROV}),
+    ("rank", {}),
+    ("budget", {"outer": NESTEROV, "delay": 1}),
+    ("alternating", {}),
 ]
 
 
-class Training:
-    def __init__(self, worker: int, config: str, outer: str, delay: int) -> None:
-        self.worker, self.net, self.done = worker, model(worker), 0
-        self.sync = LocalSteps(self.net, CONFIGS[config], EVERY, OUTERS[outer], delay=delay)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-
-    def until(self, steps: int) -> None:
-        while self.done < steps:
-            backward(self.net, self.worker, self.done)
-            self.optimizer.step()
-            self.sync.step()
-            self.done += 1
-
-    def changes(self) -> Tensor:
-        """What was changed since θ, and what is owed: mean over the workers, as ``flat`` is laid out."""
-        return mean(theta(self.sync) - flat(self.net) + owed(self.sync))
+def training(worker: int, config: str = "ternary", options: dict[str, Any] | None = None) -> Training:
+    return Training(worker, config, EVERY, optimizer=ADAMW, **(options or {}))
 
 
-def interrupted(worker: int, _world_size: int, folder: str) -> list[tuple[bool, list[int]]]:
-    """Train on, and train again from what was saved; whether the bits are equal."""
-    found = []
-    for index, case in enumerate(CASES):
+def changes(of: Training) -> Tensor:
+    """What was changed since θ, and what is owed: mean over the workers, as ``flat`` is laid out."""
+    return mean(theta(of.sync) - flat(of.net) + owed(of.sync))
+
+
+def goes_on(worker: int, _world_size: int, folder: str) -> None:
+    """The same workers go on with the same bits."""
+    for index, (config, options) in enumerate(CASES):
         path = Path(folder) / str(index)
-        first = Training(worker, *case)
-        first.until(INTERRUPTED)
+        first, second = training(worker, config, options), training(worker, config, options)
+        first.train(INTERRUPTED)
         first.sync.save(path)
         own = first.optimizer.state_dict()
         torch.save(own, path / f"optimizer-{worker}")
-        torch.save(first.changes(), path / "changes")
-        first.until(STEPS)
-        second = Training(worker, *case)
-        second.until(2)
+        torch.save(changes(first), path / "changes")
+        first.train(STEPS - INTERRUPTED)
+        second.train(2)
         second.sync.load(path)
         second.optimizer.load_state_dict(torch.load(path / f"optimizer-{worker}"))
         second.done = INTERRUPTED
-        second.until(STEPS)
-        equal = torch.equal(flat(first.net), flat(second.net)) and torch.equal(owed(first.sync), owed(second.sync))
-        found.append((equal, [second.sync.steps, second.sync.since, second.sync.iteration]))
-    return found
+        second.train(STEPS - INTERRUPTED)
+        assert torch.equal(flat(first.net), flat(second.net)), (config, options)
+        assert torch.equal(owed(first.sync), owed(second.sync)), (config, options)
+        for name in ("steps", "since", "iteration"):
+            assert getattr(first.sync, name) == getattr(second.sync, name), (config, options, name)
 
 
-def on_others(worker: int, _world_size: int, folder: str) -> list[tuple[float, bool, list[int]]]:
-    """Load what another number of workers has saved; what is missing of their mean changes."""
-    found = []
-    for index, case in enumerate(CASES):
+def goes_on_elsewhere(worker: int, _world_size: int, folder: str) -> None:
+    """Another number of workers goes on from the mean changes."""
+    for index, (config, options) in enumerate(CASES):
         path = Path(folder) / str(index)
-        training = Training(worker, *case)
-        training.sync.load(path)
-        missing = float((training.changes() - torch.load(path / "changes")).abs().max())
-        counts = [training.sync.steps, training.sync.since, training.sync.iteration]
-        training.until(STEPS - INTERRUPTED)
-        training.sync.finish()
-        found.append((missing, torch.allclose(mean(flat(training.net)), flat(training.net), atol=1e-6), counts))
-    return found
+        other = training(worker, config, options)
+        other.sync.load(path)
+        missing = float((changes(other) - torch.load(path / "changes")).abs().max())
+        assert missing < 2e-6, (config, options, missing)
+        assert (other.sync.steps, other.sync.since) == (INTERRUPTED, INTERRUPTED % EVERY)
+        other.train(STEPS - INTERRUPTED)
+        other.sync.finish()
+        assert torch.allclose(mean(flat(other.net)), flat(other.net), atol=1e-6), (config, options)
 
 
-def bad_files(worker: int, world_size: int, folder: str) -> list[str]:
-    """What each worker hears of files that are missing, torn, or of another model."""
+def refuses_bad_files(worker: int, world_size: int, folder: str) -> None:
+    """Files that are missing, torn, or of another model are errors on all workers, and change nothing."""
     path = Path(folder)
-    training = Training(worker, "ternary", "averaging", 0)
-    training.until(INTERRUPTED)
-    before = flat(training.net)
-    texts: list[str] = []
-
-    def attempt(act: Any) -> None:
-        try:
-            act()
-            texts.append("accepted")
-        except (FileNotFoundError, ValueError, DisagreementError) as error:
-            texts.append(f"{type(error).__name__}: {error}")
-        dist.barrier()
-
-    attempt(lambda: training.sync.load(path / "nothing"))
-    training.sync.save(path / "early")
-    dist.barrier()
-    training.until(INTERRUPTED + 1)
-    training.sync.save(path / "late")
+    ours = training(worker)
+    ours.train(INTERRUPTED)
+    ours.sync.save(path / "early")
+    ours.train(1)
+    ours.sync.save(path / "late")
     dist.barrier()
     if worker == 0:
         # As if a worker had been killed while it saved.
@@ -124,71 +95,45 @@ def bad_files(worker: int, world_size: int, folder: str) -> list[str]:
         content = (path / "early" / "powersgd-local-0-of-1.pt").read_bytes()
         (path / "damaged" / "powersgd-local-0-of-1.pt").write_bytes(content[:-100])
     dist.barrier()
-    attempt(lambda: training.sync.load(path / "late"))
-    attempt(lambda: training.sync.load(path / "damaged"))
-    state = training.sync.state_dict()
-    attempt(lambda: training.sync.load_state_dict(state if worker else {**state, "matrices": {}}))
-    attempt(lambda: training.sync.load_state_dict({} if worker else state))
-    dist.barrier()
-    assert not torch.equal(before, flat(training.net))
-    after = flat(training.net)
-    # Nothing was changed, and all can go on.
-    training.sync.load_state_dict(state)
-    assert torch.equal(after, flat(training.net))
-    training.until(STEPS)
-    return texts
+    state, before = ours.sync.state_dict(), flat(ours.net)
+    attempts: list[tuple[Callable[[], Any], str]] = [
+        (lambda: ours.sync.load(path / "nothing"), "^FileNotFoundError"),
+        (lambda: ours.sync.load(path / "late"), "^ValueError.* were not saved together"),
+        (lambda: ours.sync.load(path / "damaged"), "damaged"),
+        (
+            lambda: ours.sync.load_state_dict(state if worker else {**state, "matrices": {}}),
+            "belongs to another model",
+        ),
+        (lambda: ours.sync.load_state_dict({} if worker else state), "expected a saved state of LocalSteps"),
+    ]
+    for attempt, pattern in attempts:
+        said = complaint(attempt)
+        assert re.search(pattern, said, re.DOTALL), said
+        dist.barrier()
+    assert torch.equal(before, flat(ours.net))
+    ours.sync.load_state_dict(state)
+    assert torch.equal(before, flat(ours.net))
+    ours.train(EVERY)
 
 
-@pytest.fixture(scope="module", name="folder")
-def _folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as name:
-        yield name
+def test_runs_go_on(tmp_path: Path) -> None:
+    """On as many workers as have saved the state, on more, and on fewer."""
+    run(goes_on, 2, str(tmp_path))
+    run(goes_on_elsewhere, 1, str(tmp_path))
+    run(goes_on_elsewhere, 3, str(tmp_path))
 
 
-@functools.cache
-def saved(folder: str) -> list[Any]:
-    return run(interrupted, 2, folder)
+def test_bad_files_are_errors_on_all_workers(tmp_path: Path) -> None:
+    run(refuses_bad_files, 2, str(tmp_path))
 
 
-def test_the_same_workers_go_on_with_the_same_bits(folder: str):
-    for found in saved(folder):
-        assert [case for case, (equal, _) in zip(CASES, found, strict=True) if not equal] == []
-        assert all(steps == STEPS for _, (steps, *_) in found)
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_other_workers_go_on_from_the_mean(folder: str, workers: int):
-    saved(folder)
-    for found in run(on_others, workers, folder):
-        for case, (missing, same, (steps, since, _)) in zip(CASES, found, strict=True):
-            assert missing < 2e-6, case
-            assert same, case
-            assert (steps, since) == (INTERRUPTED, INTERRUPTED % EVERY), case
-
-
-def test_bad_files_are_errors_on_all_workers(tmp_path: Path):
-    for texts in run(bad_files, 2, str(tmp_path)):
-        missing, torn, damaged, other, different = texts
-        assert missing.startswith("FileNotFoundError")
-        assert torn.startswith("ValueError")
-        assert "were not saved together" in torn
-        assert "damaged" in damaged
-        assert "belongs to another model" in other
-        assert "expected a saved state of LocalSteps" in different
-
-
-def test_a_state_is_one_file(tmp_path: Path):
-    """``state_dict`` can be written by ``checkpoint.save``, in both formats."""
-    for name in ("state.pt", "state.safetensors"):
-        training = Training(0, "ternary", "nesterov", 0)
-        training.until(INTERRUPTED)
-        checkpoint.save(training.sync.state_dict(), tmp_path / name)
-        other = Training(0, "ternary", "nesterov", 0)
-        other.sync.load_state_dict(tmp_path / name)
-        assert torch.equal(flat(other.net), flat(training.net))
-
-
-def test_a_state_of_gradients_is_refused():
-    sync = LocalSteps(model(), PowerSGDConfig(codes="int8"), 3)
+@pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])
+def test_a_state_is_one_file(tmp_path: Path, name: str) -> None:
+    """``state_dict`` can be written by ``checkpoint.save``, in both formats. A state of gradients is refused."""
+    ours, other = (training(0, "ternary", {"outer": NESTEROV}) for _ in range(2))
+    ours.train(INTERRUPTED)
+    checkpoint.save(ours.sync.state_dict(), tmp_path / name)
+    other.sync.load_state_dict(tmp_path / name)
+    assert torch.equal(flat(other.net), flat(ours.net))
     with pytest.raises(ValueError, match="expected a saved state of LocalSteps"):
-        sync.load_state_dict({"matrices": {}})
+        other.sync.load_state_dict({"matrices": {}})

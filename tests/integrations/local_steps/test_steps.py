@@ -4,295 +4,196 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.comm.agreement import DisagreementError
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.integrations.local_steps import LocalSteps
-from powersgd_triton.integrations.local_steps.replica import Outer
 from tests.support.distributed import outcome, run, run_cases
-from tests.support.local_steps import CONFIGS, TERNARY, backward, flat, mean, model, owed, theta
+from tests.support.local_steps import (
+    CONFIGS,
+    NESTEROV,
+    TERNARY,
+    WITH_MOMENTUM,
+    Training,
+    backward,
+    flat,
+    mean,
+    model,
+    theta,
+)
+from tests.support.small import complaint
 
 STEPS, EVERY = 12, 4
-RATE = 0.1
 
 
-def with_local_steps(
-    worker: int, config: PowerSGDConfig | None, every: int, outer: Outer | None = None, **options: Any
-) -> tuple[LocalSteps, nn.Module, Tensor]:
-    """Train; return also the sum of all that this worker has changed."""
-    net = model(worker)
-    sync = LocalSteps(net, config, every, outer, **options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.5)
-    changed = torch.zeros_like(flat(net))
-    for step in range(STEPS):
-        backward(net, worker, step)
-        before = flat(net)
-        optimizer.step()
-        changed += before - flat(net)
-        sync.step()
-    return sync, net, changed
-
-
-def equals_ddp(worker: int, _world_size: int) -> float:
-    net = DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    for step in range(STEPS):
-        backward(net, worker, step)
-        optimizer.step()
-    other = model(worker)
-    sync = LocalSteps(other, None, every=1)
-    optimizer = torch.optim.SGD(other.parameters(), lr=RATE)
-    for step in range(STEPS):
-        backward(other, worker, step)
-        optimizer.step()
-        sync.step()
-    return float((flat(net) - flat(other)).abs().max())
-
-
-def equals_averaging(worker: int, _world_size: int) -> float:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.5)
-    for step in range(STEPS):
-        backward(net, worker, step)
-        optimizer.step()
-        if (step + 1) % EVERY == 0:
-            for parameter in net.parameters():
-                parameter.data = mean(parameter.data)
-    _, other, _ = with_local_steps(worker, None, EVERY)
-    return float((flat(net) - flat(other)).abs().max())
-
-
-def equals_diloco(worker: int, _world_size: int) -> float:
-    net = model()
-    shared = copy.deepcopy(net)
-    inner = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.5)
-    outer = torch.optim.SGD(shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    for step in range(STEPS):
-        backward(net, worker, step)
-        inner.step()
-        if (step + 1) % EVERY == 0:
-            for ours, local in zip(shared.parameters(), net.parameters(), strict=True):
-                ours.grad = mean(ours.data - local.data)
-            outer.step()
-            net.load_state_dict(shared.state_dict())
-    nesterov = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-    _, other, _ = with_local_steps(worker, None, EVERY, nesterov)
-    return float((flat(net) - flat(other)).abs().max())
-
-
-def conserves(worker: int, world_size: int) -> dict[str, tuple[float, bool]]:
-    """{configuration and delay: (what is missing of all changes, whether all workers have the same bits)}."""
-    found = {}
-    for name, config in CONFIGS.items():
-        for delay in (0, 1, 3):
-            sync, net, changed = with_local_steps(worker, config, EVERY, delay=delay)
-            sync.finish()
-            shared = theta(sync)
-            arrived = flat(model()) - shared
-            missing = float((mean(changed) - arrived - mean(owed(sync))).abs().max())
-            everyone = [torch.empty_like(shared) for _ in range(world_size)]
-            dist.all_gather(everyone, shared)
-            same = all(torch.equal(shared, other) for other in [*everyone, flat(net)])
-            found[f"{name}, delay {delay}"] = missing, same
-    return found
-
-
-def averages_buffers(worker: int, _world_size: int) -> tuple[list[float], int]:
-    norm: Any = nn.BatchNorm1d(3)
-    net = nn.Sequential(nn.Linear(3, 3), norm)
-    sync = LocalSteps(net, TERNARY, every=2)
-    optimizer = torch.optim.Adam(net.parameters())
-    for step in range(2):
-        net(torch.randn(4, 3, generator=torch.Generator().manual_seed(worker + 10 * step))).sum().backward()
-        optimizer.step()
-        if step == 1:
-            expected = mean(norm.running_mean)
-        sync.step()
-    return (norm.running_mean - expected).tolist(), int(norm.num_batches_tracked)
-
-
-def averages_states(worker: int, _world_size: int) -> bool:
-    net = model()
-    optimizer = torch.optim.Adam(net.parameters())
-    sync = LocalSteps(net, TERNARY, every=1, optimizer=optimizer)
-    backward(net, worker, 0)
-    optimizer.step()
-    first = next(net.parameters())
-    expected = mean(optimizer.state[first]["exp_avg"])
-    sync.step()
-    return torch.allclose(optimizer.state[first]["exp_avg"], expected)
-
-
-def goes_on_after_nan(worker: int, world_size: int) -> dict[str, tuple[bool, float]]:
-    """The last worker's parameters become NaN in the first round: its changes are lost, and no others."""
-    found = {}
-    for name, delay in (("ternary", 0), ("ternary", 2), ("rank", 0), ("exact", 1)):
+def equals_averaging_and_diloco(worker: int, _world_size: int) -> None:
+    """Exact messages are averaging of parameters, or DiLoCo with an outer optimizer."""
+    for outer in (None, NESTEROV):
         net = model()
-        sync = LocalSteps(net, CONFIGS[name], EVERY, delay=delay)
-        optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-        changed = torch.zeros_like(flat(net))
+        shared = copy.deepcopy(net)
+        start = flat(net)
+        inner = WITH_MOMENTUM(net.parameters())
+        updates = (outer or functools.partial(torch.optim.SGD, lr=1.0))(shared.parameters())
         for step in range(STEPS):
             backward(net, worker, step)
-            before = flat(net)
-            optimizer.step()
-            changed += before - flat(net)
-            if step == 1 and worker == world_size - 1:
-                next(net.parameters()).data[0, 0] = torch.nan
-            if step == EVERY - 1 and worker == world_size - 1:
-                changed.zero_()
-            sync.step()
-        sync.finish()
-        missing = mean(changed) - (flat(model()) - theta(sync)) - mean(owed(sync))
-        found[f"{name}, delay {delay}"] = bool(flat(net).isfinite().all()), float(missing.abs().max())
-    return found
+            inner.step()
+            if (step + 1) % EVERY == 0:
+                for ours, local in zip(shared.parameters(), net.parameters(), strict=True):
+                    ours.grad = mean(ours.data - local.data)
+                updates.step()
+                net.load_state_dict(shared.state_dict())
+        training = Training(worker, "exact", EVERY, optimizer=WITH_MOMENTUM, outer=outer)
+        assert torch.equal(training.start, start)
+        training.train(STEPS)
+        assert (flat(net) - flat(training.net)).abs().max() <= 1e-5 < 0.01 < (flat(net) - start).abs().max()
 
 
-def refuses(worker: int, _world_size: int) -> list[str]:
-    """What each worker hears if worker 0 alone is wrong, and if all are."""
+PAIRS = [*itertools.product(CONFIGS, (0, 1, 3))]
+"""Messages and delays."""
+FEW = [("exact", 1), ("ternary", 0), ("ternary", 3), ("int2", 1), ("int4", 3), ("int8", 0)]
+FEW += [("rank", 0), ("rank", 3), ("budget", 1), ("alternating", 0), ("alternating", 3)]
 
-    def attempt(**options: Any) -> str:
-        try:
-            LocalSteps(options.pop("model", model()), options.pop("config", TERNARY), **options)
-        except (TypeError, ValueError, DisagreementError) as error:
-            return f"{type(error).__name__}: {error}"
-        return "accepted"
 
-    first = worker == 0
-    texts = [
-        attempt(every=0 if first else 4),
-        attempt(every=5 if first else 4),
-        attempt(every=4, delay=4),
-        attempt(every=4, outer=(lambda _: 3) if first else None),
-        attempt(every=4, config=PowerSGDConfig(codes="int4") if first else TERNARY),
-        attempt(every=4, config=PowerSGDConfig(compression="auto")),
-        attempt(every=4, config=PowerSGDConfig(compression=20, max_overhead=0.1)),
-        attempt(every=4, model=nn.Linear(2, 3 if first else 4)),
-        attempt(every=4, model=nn.ReLU()),
-        attempt(every=4, config={"rank": 4}),
-    ]
+def conserves(worker: int, _world_size: int, pairs: Sequence[tuple[str, int]] = FEW) -> None:
+    """Nothing is lost, and all workers have the same bits."""
+    for config, delay in pairs:
+        training = Training(worker, config, EVERY, optimizer=WITH_MOMENTUM, delay=delay)
+        training.train(STEPS)
+        assert training.sync.iteration == 3 - (delay > 0), (config, delay)
+        training.finish()
+        assert training.sync.iteration == 3, (config, delay)
+
+
+def averages_buffers(worker: int, _world_size: int) -> None:
+    """Exactly, whatever is done with differences. So are an optimizer's states on request."""
+    norm: Any = nn.BatchNorm1d(3)
+    net = nn.Sequential(nn.Linear(3, 3), norm)
+    optimizer = torch.optim.Adam(net.parameters())
+    sync = LocalSteps(net, TERNARY, every=2, optimizer=optimizer)
+    for step in range(2):
+        net(torch.randn(4, 3, generator=torch.Generator().manual_seed(worker + 10 * step))).square().sum().backward()
+        optimizer.step()
+        if step == 1:
+            averages = [optimizer.state[p]["exp_avg"] for p in net.parameters()]
+            found = [norm.running_mean, norm.running_var, *averages]
+            own = [tensor.clone() for tensor in found]
+            expected = [mean(tensor) for tensor in found]
+        sync.step()
+    for average, exact, before in zip(found, expected, own, strict=True):
+        assert (average - exact).abs().max() <= 1e-6 * exact.abs().max()
+        assert not torch.equal(average, before)
+    assert int(norm.num_batches_tracked) == 2
+
+
+def goes_on_after_nan(worker: int, world_size: int) -> None:
+    """The last worker's parameters become NaN in the first round: its changes are lost, and no others."""
+    for config, delay in (("ternary", 0), ("ternary", 2), ("rank", 0), ("exact", 1)):
+        training = Training(worker, config, EVERY, delay=delay)
+        training.train(1)
+        if worker == world_size - 1:
+            next(training.net.parameters()).data[0, 0] = torch.nan
+        training.train(EVERY - 1)
+        if worker == world_size - 1:
+            training.changed.zero_()
+        training.train(STEPS - EVERY)
+        training.finish()
+        assert flat(training.net).isfinite().all(), (config, delay)
+
+
+REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
+    (lambda first: {"every": 0 if first else 4}, "ValueError.*every must be at least 1; got 0"),
+    (lambda first: {"every": 5 if first else 4}, "DisagreementError.*every: (5 instead of 4|4 instead of 5)"),
+    (lambda _: {"delay": 4}, "ValueError.*delay must be below every=4"),
+    (lambda first: {"outer": (lambda _: 3) if first else None}, "must return a torch.optim.Optimizer; got int"),
+    (lambda first: {"config": PowerSGDConfig(codes="int4") if first else TERNARY}, "DisagreementError.*config.codes"),
+    (lambda _: {"config": PowerSGDConfig(compression="auto")}, "ValueError.*compression='auto' compares a step"),
+    (
+        lambda _: {"config": PowerSGDConfig(compression=20, max_overhead=0.1)},
+        "ValueError.*max_overhead is a share of a step",
+    ),
+    (lambda first: {"model": nn.Linear(2, 3 if first else 4)}, "DisagreementError.*shape of 'bias'"),
+    (lambda _: {"model": nn.ReLU()}, "ValueError.*no parameters that require gradients"),
+    (lambda _: {"config": {"rank": 4}}, "TypeError.*config must be a PowerSGDConfig or None; got dict"),
+]
+"""Arguments of the first worker (True) and of others, and what all hear."""
+
+
+def refuses(worker: int, _world_size: int) -> None:
+    for arguments, pattern in REFUSED:
+        said = complaint(LocalSteps, **{"model": model(), "config": TERNARY, "every": 4, **arguments(worker == 0)})
+        assert re.search(pattern, said, re.DOTALL), (pattern, said)
     # All can go on.
-    with_local_steps(worker, TERNARY, EVERY)
-    return texts
+    Training(worker).train(3)
 
 
-def takes_two_levels(worker: int, world_size: int) -> dict[str, tuple[float, bool]]:
+def takes_two_levels(worker: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size // 2, 2))
-    found = {}
-    for name in ("ternary", "rank"):
-        sync, net, changed = with_local_steps(worker, CONFIGS[name], EVERY, node_group=mesh)
-        shared = flat(net)
-        everyone = [torch.empty_like(shared) for _ in range(world_size)]
-        dist.all_gather(everyone, shared)
-        missing = mean(changed) - (flat(model()) - shared) - mean(owed(sync))
-        found[name] = float(missing.abs().max()), all(torch.equal(shared, other) for other in everyone)
-    return found
+    for config in ("ternary", "rank"):
+        training = Training(worker, config, EVERY, node_group=mesh)
+        training.train(2 * EVERY)
+        assert training.sync._engine.communicator.inside is not None
+        training.finish()
+
+
+def everything_conserved(worker: int, world_size: int) -> None:
+    conserves(worker, world_size, PAIRS)
+
+
+CASES = [equals_averaging_and_diloco, conserves, averages_buffers, goes_on_after_nan, refuses]
+MORE = [equals_averaging_and_diloco, everything_conserved, averages_buffers, goes_on_after_nan, refuses]
 
 
 @functools.cache
 def results(workers: int) -> dict[str, list[Any]]:
-    cases = [equals_ddp, equals_averaging, equals_diloco, conserves, averages_buffers, averages_states]
-    return run_cases([*cases, goes_on_after_nan, refuses], workers)
+    return run_cases(CASES if workers == 2 else MORE, workers)
 
 
-both = pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_workers(case: Any) -> None:
+    outcome(results(2), case)
 
 
-@both
-@pytest.mark.parametrize("case", [equals_ddp, equals_averaging, equals_diloco], ids=lambda case: case.__name__)
-def test_exact_messages(workers: int, case: Any):
-    assert max(outcome(results(workers), case)) <= 1e-5
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.__name__)
+def test_three_workers(case: Any) -> None:
+    outcome(results(3), case)
 
 
-@both
-def test_nothing_is_lost_and_all_workers_have_the_same_bits(workers: int):
-    for found in outcome(results(workers), conserves):
-        assert {name for name, (_, same) in found.items() if not same} == set()
-        assert {name: missing for name, (missing, _) in found.items() if missing > 3e-6} == {}
+def test_two_levels() -> None:
+    run(takes_two_levels, 4)
 
 
-@both
-def test_buffers_are_averaged_exactly(workers: int):
-    for differences, batches in outcome(results(workers), averages_buffers):
-        assert max(map(abs, differences)) < 1e-7
-        assert batches == 2
-
-
-@both
-def test_states_of_an_optimizer_are_averaged_on_request(workers: int):
-    assert all(outcome(results(workers), averages_states))
-
-
-@both
-def test_a_worker_that_is_not_finite_goes_on_from_the_shared_parameters(workers: int):
-    for found in outcome(results(workers), goes_on_after_nan):
-        assert all(finite and missing < 3e-6 for finite, missing in found.values()), found
-
-
-@both
-def test_bad_arguments_are_errors_on_all_workers(workers: int):
-    expected = [
-        "ValueError.*every must be at least 1; got 0",
-        "DisagreementError.*every: 5 instead of 4|DisagreementError.*every: 4 instead of 5",
-        "ValueError.*delay must be below every=4",
-        "outer must return a torch.optim.Optimizer; got int",
-        "DisagreementError.*config.codes",
-        "ValueError.*compression='auto' compares a step",
-        "ValueError.*max_overhead is a share of a step",
-        "DisagreementError.*shape of 'bias'",
-        "ValueError.*no parameters that require gradients",
-        "TypeError.*config must be a PowerSGDConfig or None; got dict",
-    ]
-    for texts in outcome(results(workers), refuses):
-        for text, pattern in zip(texts, expected, strict=True):
-            assert re.search(pattern, text, re.DOTALL), (pattern, text)
-
-
-def test_two_levels():
-    for found in run(takes_two_levels, 4):
-        assert all(same and missing < 3e-6 for missing, same in found.values()), found
-
-
-def test_one_worker():
-    net = model()
-    start = flat(net)
-    sync = LocalSteps(net, TERNARY, every=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    for step in range(4):
-        backward(net, 0, step)
-        optimizer.step()
-        sync.step()
-    assert not torch.equal(flat(net), start)
-    assert sync.iteration == 2
-    assert "An exchange comes every 2 steps" in str(sync.report())
+def test_one_worker() -> None:
+    assert not dist.is_initialized()
+    training = Training(0)
+    training.train(6)
+    assert not torch.equal(flat(training.net), training.start)
+    assert torch.equal(flat(training.net), theta(training.sync))
+    assert training.sync.iteration == 2
+    assert "An exchange comes every 3 steps" in str(training.sync.report())
     with pytest.raises(TypeError, match="have no loss scale"):
-        sync.attach(torch.amp.GradScaler("cpu"))
+        training.sync.attach(torch.amp.GradScaler("cpu"))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_codes_are_for_local_steps_only_and_stand_alone() -> None:
+    for make in (
         lambda: Compressor(TERNARY, {"w": (4, 4)}),
         lambda: PowerSGDState(TERNARY, process_group=None),
-    ],
-)
-def test_codes_are_for_local_steps_only(make: Any):
-    with pytest.raises(ValueError, match="codes are for local steps"):
-        make()
-
-
-@pytest.mark.parametrize("field", [{"rank": 4}, {"compression": 20}, {"bytes_per_step": 1000}, {"wire_dtype": "int4"}])
-def test_codes_stand_alone(field: dict[str, Any]):
-    with pytest.raises(ValueError, match=f"{next(iter(field))} has no use beside them"):
-        PowerSGDConfig(codes="int4", **field)
+    ):
+        with pytest.raises(ValueError, match="codes are for local steps"):
+            make()
+    for field in ({"rank": 4}, {"compression": 20}, {"bytes_per_step": 1000}, {"wire_dtype": "int4"}):
+        with pytest.raises(ValueError, match=f"{next(iter(field))} has no use beside them"):
+            PowerSGDConfig(codes="int4", **field)
     with pytest.raises(ValueError, match="codes must be None or one of ternary, int2, int4, int8; got 'int3'"):
         PowerSGDConfig(codes="int3")
