@@ -92,7 +92,8 @@ def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
     used = a.any(axis=0) | b.any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         terms = a.T[used, :, None].astype(np.float64) * b[used, None, :].astype(np.float64)
-        return (accumulator + np.add.reduce(terms, axis=0)).astype(accumulator.dtype)
+        total: np.ndarray = accumulator + np.add.reduce(terms, axis=0)
+    return total.astype(accumulator.dtype)
 
 
 @dataclasses.dataclass
