@@ -196,7 +196,9 @@ WAYS = {
     ),
     "sums": Way(options=for_fsdp2(), after=sums, only=True, quick=("replicate",)),
     "unused, reduced": Way(unused=True, options=for_fsdp2(), after=reduces_unused, only=True, quick=("FSDP2",)),
-    "no reshard": Way(options=for_fsdp2(reshard_after_forward=False), only=True, quick=("FSDP2",)),
+    "no reshard": Way(
+        options={name: {"reshard_after_forward": False} for name in ("FSDP2", "HSDP")}, only=True, quick=("FSDP2",)
+    ),
     "reshard to two": Way(options={"HSDP": {"reshard_after_forward": 2}}, only=True),
     "offload": Way(
         options=for_fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), only=True, quick=("replicate", "HSDP")

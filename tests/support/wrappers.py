@@ -463,6 +463,7 @@ PADDED = {"resume alternating": "the first left basis is not zero in the rows th
 PARTS = {
     **dict.fromkeys(("traffic", "budget"), "each worker sends something else"),
     **dict.fromkeys(("frozen", "checkpointing", "unused"), "its model has other layers"),
+    "clipping": "torch has no norm of tensors on several meshes",
     "attached": "it is attached as without it",
     # Then their copies drift apart.
     "void": "of a matrix that is not split, one worker of a pair may keep the error where the other one carries it",
