@@ -31,10 +31,10 @@ from tests.support.deepspeed_training import (
     train,
     weights,
 )
-from tests.support.properties import batches, build, check_close
+from tests.support.properties import Ledger, batches, build, check_close
 from tests.support.sharded_training import Net
 from tests.support.small import complaint
-from tests.support.training import total
+from tests.support.training import patched, total
 from tests.support.wrappers import RANK_2
 
 STEPS = 6
@@ -113,6 +113,7 @@ def sends_what_is_reported(stage: int) -> None:
     # Partitions are padded. What the logger notes of a reduce-scatter is what goes in or comes out of it.
     model = 4 * sum(parameter.numel() for parameter in Net().parameters())
     assert any(size <= plain <= 1.01 * size for size in ([model, model / 2] if stage == 3 else [model]))
+    assert computed.gradients == (model / 2 if stage == 3 else model)
 
 
 def skips_overflows(stage: int, where: str) -> None:
@@ -144,6 +145,21 @@ def skips_overflows(stage: int, where: str) -> None:
             assert engine.optimizer.loss_scaler.cur_scale == 128
         found, expected = (losses(one, range(3, 6)) for one in (engine, untouched))
         assert largest_difference(found, expected) <= (FP32_LIMIT if stage else BF16_LIMIT)
+
+
+def carries_what_deepspeed_alone_skips(stage: int) -> None:
+    """All gradients are finite, but not what DeepSpeed makes of them."""
+    model = build(f"DeepSpeed {stage}", RANK_2)
+    ledger = Ledger(model)
+    ledger.step(batches(model, 0))
+    before = model.parameters()
+    with patched(model.module.optimizer, "scaled_global_norm", lambda *_, **__: torch.tensor(torch.inf)):
+        ledger.step(batches(model, 1))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.parameters().items())
+    ledger.step(batches(model, 2))
+    # What is not compressed has no error, and is lost with its step as with plain DeepSpeed.
+    ledger.given = {name: ledger.given[name] for name, error in model.mean_error().items() if error.any()}
+    ledger.check()
 
 
 def notices_what_goes_around(stage: int) -> None:
@@ -184,6 +200,7 @@ JOBS: list[Job] = [
     *each(notices_what_goes_around, *range(4)),
     *each(refuses_a_small_budget, 1),
     # Stage 0 last: DeepSpeed remembers autocast for a process's life.
+    *each(carries_what_deepspeed_alone_skips, 1, 2),
     *each(skips_overflows, *[(stage, where) for stage in (1, 2, 3, 0) for where in (COMPRESSED, BYPASS)]),
 ]
 
