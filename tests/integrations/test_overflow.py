@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations import ddp, fsdp1, fsdp2
 from tests.support.fuzzing import gamma
-from tests.support.sharded_training import full_mesh, in_one_group, outcome, whole
+from tests.support.sharded_training import full_mesh, make_test, whole
 from tests.support.training import patched, total
 
 SIZE = 16
@@ -154,12 +152,4 @@ CASES: dict[str, Callable[..., None]] = {
 }
 
 
-@functools.cache
-def results() -> dict[str, list[Any]]:
-    warnings.filterwarnings("ignore")
-    return in_one_group(CASES, 2)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_is_lost(name: str) -> None:
-    outcome(results(), name)
+test_nothing_is_lost = make_test(CASES, 2)

@@ -170,7 +170,7 @@ def check_training(
         parameter.register_hook(lambda G, name=name: given.__setitem__(name, given.get(name, 0) + G.double()))
         for name, parameter in model.named_parameters()
     ]
-    run = train(model, worker, state, steps=steps, group=group, find_unused_parameters=True, **options)
+    run = train(model, worker, state, steps=steps, group=group, **options)
     for hook in hooks:
         hook.remove()
     after = {name: summed(error) for name, error in state.error().items()}
