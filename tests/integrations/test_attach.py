@@ -70,10 +70,9 @@ def compiled(worker: int, _world_size: int) -> None:
     plain = replicated(Net())
     expected = attach(plain, RANK_2)
     train(plain, worker, 2)
-    for model in (
-        torch.compile(replicated(Net()), backend="eager"),
-        replicated(torch.compile(Net(), backend="eager")),  # type: ignore[arg-type]
-    ):
+    models: list[Any] = [torch.compile(replicated(Net()), backend="eager")]
+    models.append(replicated(torch.compile(Net(), backend="eager")))  # type: ignore[arg-type]
+    for model in models:
         state = attach(model, RANK_2)
         assert attach(model) is state
         train(model, worker, 2)

@@ -300,6 +300,9 @@ def check_local(
 
     Parameters stay as they are, so that E holds roundings only.
     """
+    wire = rounded or dtype
+    u, compute = torch.finfo(wire).eps / 2, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    tiny = torch.finfo(wire).smallest_normal * u if wire == torch.float16 else 0.0
     model = linear_stack(3, WIDTH).to(dtype)
     own = local_gradients(model)
     replica = replicated(model, state_of(model), hook)
@@ -311,20 +314,13 @@ def check_local(
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             average = total(own[name]) / world_size
-            allowed = allowance(own[name], average, rounded or dtype, workers=world_size)
+            # Rounded once. Project, orthogonalize, backproject, reconstruct: sums of 64 products, each of at most ‖M‖.
+            allowed = 1.05 * u * average.abs() + tiny
+            allowed += 4 * WIDTH * compute * total(own[name].double().norm()) / world_size
             if rounded is not None:
                 # The wrapper rounds the gradient before.
-                allowed = allowed + 1.05 * torch.finfo(rounded).eps / 2 * total(own[name].abs()) / world_size
+                allowed += 1.05 * u * total(own[name].abs()) / world_size
             assert ((parameter.grad.double() - average).abs() <= allowed).all(), (dtype, rounded, name)
-
-
-def allowance(own: Tensor, average: Tensor, dtype: torch.dtype, workers: int) -> Tensor:
-    """Elementwise bound: the result is rounded once to the gradient's dtype; the factors are fp32 (or fp64)."""
-    u = torch.finfo(dtype).eps / 2
-    compute = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    # Project, orthogonalize, backproject, reconstruct: four times sums of 64 products, each of at most ‖M‖.
-    allowed = 1.05 * u * average.abs() + 4 * WIDTH * compute * total(own.double().norm()) / workers
-    return allowed + torch.finfo(torch.float16).smallest_normal * u if dtype == torch.float16 else allowed
 
 
 # Ways of using DDP ----------------------------------------------------------------------------------------------------

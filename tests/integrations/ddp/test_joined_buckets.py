@@ -14,7 +14,7 @@ from tests.support.distributed import environment, make_test
 from tests.support.exchanges import latency_decides
 from tests.support.properties import check_same
 from tests.support.sharded_training import sent_elements
-from tests.support.small import AT_ONCE, MANY, RANK_2, WIDTH, complaint, stack, training
+from tests.support.small import MANY, RANK_2, WIDTH, complaint, stack, training
 from tests.support.training import check_training, relative, step_differences, total
 
 SAME = 1e-4
@@ -83,7 +83,7 @@ def interrupted(worker: int, world_size: int) -> None:
             said = complaint(training, model, worker, state, range(1), find_unused_parameters=True)
             assert "KeyError" in said, said
             handle.remove()
-            check_training(model, worker, state, range(3), bucket_cap_mb=MANY, width=WIDTH, **AT_ONCE)
+            check_training(model, worker, state, range(3), bucket_cap_mb=MANY, width=WIDTH, find_unused_parameters=True)
 
 
 test_joined_buckets = make_test([joined, interrupted], 4)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, checkpoint
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.checks import assert_equal_states, same_bits
 from tests.support.distributed import outcome, run, run_cases
 from tests.support.small import (
     AT_ONCE,
@@ -37,18 +38,6 @@ from tests.support.small import (
 )
 from tests.support.training import LIMIT, check_training, digest, linear_stack, relative, step_differences, total
 
-
-def same_state(one: Any, other: Any) -> bool:
-    """Whether all values are equal, tensors in all bits; a tuple may have become a list."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and digest([one]) == digest([other])
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same_state(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
-
-
 # On two workers -------------------------------------------------------------------------------------------------------
 
 
@@ -64,8 +53,8 @@ def resumed(worker: int, world_size: int, folder: str) -> None:
         checkpoint.save(saved, path)
         other.load_state_dict(model.state_dict())
         fresh.load_state_dict(path)
-        assert same_state(fresh.state_dict(), saved)
-        assert same_state(fresh.error(), {name: parts["error"] for name, parts in saved["matrices"].items()})
+        assert_equal_states(fresh.state_dict(), saved)
+        assert same_bits(fresh.error(), {name: parts["error"] for name, parts in saved["matrices"].items()})
         for name, parts in saved["matrices"].items():
             assert relative(parts["error"], total(errors[name]) / world_size) <= LIMIT
             assert name.isdecimal() == (kind == "numbered")
@@ -235,7 +224,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: str, steps: int) -
             bad = copy.deepcopy(good)
             damage(bad)
             assert complaint(state.load_state_dict, bad).startswith("ValueError"), name
-            assert same_state(state.state_dict(), untouched.state_dict()), name
+            assert_equal_states(state.state_dict(), untouched.state_dict())
     expected = training(untouched_model, 0, untouched, range(steps, steps + 2))
     assert training(model, 0, state, range(steps, steps + 2)).digests == expected.digests
     state.load_state_dict(good)
@@ -244,7 +233,9 @@ def test_a_damaged_state_is_refused_and_changes_nothing(kind: str, steps: int) -
 def network(compiled: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     inner: Any = nn.Sequential(nn.Linear(6, 10), nn.Tanh())
-    return nn.Sequential(torch.compile(inner, backend="eager") if compiled else inner, nn.Linear(10, 8))
+    if compiled:
+        inner = torch.compile(inner, backend="eager")
+    return nn.Sequential(inner, nn.Linear(10, 8))
 
 
 def of_rank_2(model: nn.Module | None, rank: Any = 2, **options: Any) -> PowerSGDState:
