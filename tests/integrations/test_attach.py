@@ -1,4 +1,4 @@
-"""``attach`` on gloo workers: compiled models, wrong use, folders. The table attaches every wrapper."""
+"""``attach`` on gloo workers: wrong use, folders. The table attaches every wrapper."""
 
 from __future__ import annotations
 
@@ -63,22 +63,6 @@ def size_of_errors(state: Handle) -> float:
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
-
-
-def compiled(worker: int, _world_size: int) -> None:
-    """A compiled model is attached as the one in it, with its parameters' names."""
-    plain = replicated(Net())
-    expected = attach(plain, RANK_2)
-    train(plain, worker, 2)
-    models: list[Any] = [torch.compile(replicated(Net()), backend="eager")]
-    models.append(replicated(torch.compile(Net(), backend="eager")))  # type: ignore[arg-type]
-    for model in models:
-        state = attach(model, RANK_2)
-        assert attach(model) is state
-        train(model, worker, 2)
-        assert difference(model, plain) <= 1e-6
-        assert state.iteration == 2
-        assert state.error().keys() == expected.error().keys()
 
 
 class Holder(nn.Module):
@@ -227,9 +211,7 @@ def part_of_the_workers(worker: int, _world_size: int) -> None:
             assert flat(theirs).any()
 
 
-test_two_workers = make_test(
-    [compiled, wrong_use, loss_scale, interrupted_save, other_wrapper, fewer_rows_than_workers], 2
-)
+test_two_workers = make_test([wrong_use, loss_scale, interrupted_save, other_wrapper, fewer_rows_than_workers], 2)
 
 
 def test_one_worker() -> None:

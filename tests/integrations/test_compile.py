@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import PowerSGDConfig
+from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.distributed import make_test, run
 from tests.support.small import MANY, WIDTH, complaint, stack
-from tests.support.training import Run, batch, patched, recorded, squared_error
+from tests.support.training import batch, patched, squared_error
 
 CONFIG = PowerSGDConfig(rank=2, min_compression_rate=0)
 STEPS, SAVED_AFTER = 4, 2
@@ -96,14 +96,16 @@ def trained(worker: int, wrap: str, mode: str, backend: str) -> tuple[list[float
         plain_breaks = counters["graph_break"].total()
     with optimizing(mode):
         model = Net()
-        wrapped, run = WRAPS[wrap](model, backend), Run()
-        # The state sees through the compiler's wrapper.
-        state = PowerSGDState(CONFIG, module=wrapped)
-        wrapped.register_comm_hook(state, recorded(powerSGD_hook, run.buckets))
+        wrapped = WRAPS[wrap](model, backend)
+        # The state sees through the compiler's wrapper, and so does ``attach``.
+        assert PowerSGDState(CONFIG, module=wrapped).report().tensors[0].name == "layers.0.weight"
+        state: Any = attach(wrapped, CONFIG)
+        assert attach(wrapped) is state
         losses = train(wrapped, worker, range(SAVED_AFTER))
         saved = state.state_dict(), copy.deepcopy(model.state_dict())
         losses += train(wrapped, worker, range(SAVED_AFTER, STEPS))
-        assert max(len(buckets) for buckets in run.buckets) > 1
+        assert len(state._engine.memory.buckets()) > 1
+        assert state.iteration == STEPS
         assert counters["graph_break"].total() == plain_breaks
         # torch's optimizer for DDP splits the graph at buckets.
         graphs = 0 if wrap == "eager" else 1 + (mode == "ddp_optimizer")

@@ -48,18 +48,18 @@ def gradients(worker: int, factor: float) -> dict[str, Tensor]:
     return given
 
 
-def with_ddp(dtype: torch.dtype) -> nn.Module:
+def with_ddp(dtype: torch.dtype) -> Any:
     return DistributedDataParallel(Given().to(dtype), bucket_cap_mb=0.0004)
 
 
-def with_fsdp1(dtype: torch.dtype) -> nn.Module:
+def with_fsdp1(dtype: torch.dtype) -> Any:
     """One worker holds the first matrix, the other one the second."""
     return FullyShardedDataParallel(
         Given(), use_orig_params=True, device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=dtype)
     )
 
 
-def with_fsdp2(dtype: torch.dtype) -> nn.Module:
+def with_fsdp2(dtype: torch.dtype) -> Any:
     """Each worker holds half of the rows of both."""
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     return fully_shard(Given(), mesh=full_mesh(dist.get_world_size()), mp_policy=policy)
