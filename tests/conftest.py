@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # Nearly all matrices are small: threads would only wait for each other, and for those of tests that run beside these.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -56,3 +59,11 @@ def pytest_unconfigure() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the Triton kernels run: in the interpreter, or on the GPU."""
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def one_worker(tmp_path: Path) -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

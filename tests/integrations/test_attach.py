@@ -1,13 +1,11 @@
-"""``attach`` on gloo workers: compiled models, wrong use, folders. The table attaches every wrapper."""
+"""``attach`` on gloo workers: wrong use, folders. The table attaches every wrapper."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +17,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
@@ -31,18 +28,13 @@ from tests.support.sharded_training import (
     batch,
     full_mesh,
     hybrid_mesh,
-    in_one_group,
-    outcome,
+    make_test,
     sharded,
     whole,
 )
 from tests.support.small import complaint
 from tests.support.training import flat, relative
-
-COMPILED: dict[str, Callable[[Net], Any]] = {
-    "compiled DDP": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
-    "DDP of a compiled model": lambda model: DistributedDataParallel(torch.compile(model, backend="eager")),
-}
+from tests.support.wrappers import loss_of
 
 
 def replicated(model: nn.Module) -> Any:
@@ -56,9 +48,8 @@ def in_shards(model: Net) -> Any:
 def train(model: Any, worker: int, steps: int, first: int = 0, scale: float = 1.0) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 / scale)
     for step in range(first, first + steps):
-        tokens, targets = batch(worker, step)
         optimizer.zero_grad()
-        (scale * F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())).backward()
+        (scale * loss_of(model, batch(worker, step))).backward()
         optimizer.step()
 
 
@@ -72,21 +63,6 @@ def size_of_errors(state: Handle) -> float:
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
-
-
-def compiled(worker: int, _world_size: int) -> None:
-    """A compiled model is attached as the one in it, with its parameters' names."""
-    plain = replicated(Net())
-    expected = attach(plain, RANK_2)
-    train(plain, worker, 2)
-    for wrap in COMPILED.values():
-        model = wrap(Net())
-        state = attach(model, RANK_2)
-        assert attach(model) is state
-        train(model, worker, 2)
-        assert difference(model, plain) <= 1e-6
-        assert state.iteration == 2
-        assert state.error().keys() == expected.error().keys()
 
 
 class Holder(nn.Module):
@@ -235,17 +211,7 @@ def part_of_the_workers(worker: int, _world_size: int) -> None:
             assert flat(theirs).any()
 
 
-CASES = [compiled, wrong_use, loss_scale, interrupted_save, other_wrapper, fewer_rows_than_workers]
-
-
-@functools.cache
-def two() -> dict[str, list[Any]]:
-    return in_one_group({case.__name__: case for case in CASES}, 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_workers(case: Any) -> None:
-    outcome(two(), case.__name__)
+test_two_workers = make_test([wrong_use, loss_scale, interrupted_save, other_wrapper, fewer_rows_than_workers], 2)
 
 
 def test_one_worker() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import PowerSGDConfig
+from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from tests.support.distributed import outcome, run, run_cases
+from tests.support.distributed import make_test, run
 from tests.support.small import MANY, WIDTH, complaint, stack
-from tests.support.training import Run, batch, patched, recorded, squared_error
+from tests.support.training import batch, patched, squared_error
 
 CONFIG = PowerSGDConfig(rank=2, min_compression_rate=0)
 STEPS, SAVED_AFTER = 4, 2
@@ -91,36 +89,28 @@ def train(model: nn.Module, worker: int, steps: range) -> list[float]:
     return losses
 
 
-@dataclasses.dataclass
-class Trained:
-    """What a training shows."""
-
-    losses: list[float]
-    names: list[str]
-    stats: Any
-    saved: tuple[dict[str, Any], dict[str, Any]]
-
-
-def trained(worker: int, wrap: str, mode: str, backend: str) -> Trained:
-    """Train, with as many graph breaks as without the hook. Save in between."""
+def trained(worker: int, wrap: str, mode: str, backend: str) -> tuple[list[float], tuple[Any, ...], Any]:
+    """Train, with as many graph breaks as without the hook. Losses; names and statistics; what was saved in between."""
     with optimizing(mode):
         train(WRAPS[wrap](Net(), backend), worker, range(2))
         plain_breaks = counters["graph_break"].total()
     with optimizing(mode):
         model = Net()
-        wrapped, run = WRAPS[wrap](model, backend), Run()
-        # The state sees through the compiler's wrapper.
-        state = PowerSGDState(CONFIG, module=wrapped)
-        wrapped.register_comm_hook(state, recorded(powerSGD_hook, run.buckets))
+        wrapped = WRAPS[wrap](model, backend)
+        # The state sees through the compiler's wrapper, and so does ``attach``.
+        assert PowerSGDState(CONFIG, module=wrapped).report().tensors[0].name == "layers.0.weight"
+        state: Any = attach(wrapped, CONFIG)
+        assert attach(wrapped) is state
         losses = train(wrapped, worker, range(SAVED_AFTER))
         saved = state.state_dict(), copy.deepcopy(model.state_dict())
         losses += train(wrapped, worker, range(SAVED_AFTER, STEPS))
-        assert max(len(buckets) for buckets in run.buckets) > 1
+        assert len(state._engine.memory.buckets()) > 1
+        assert state.iteration == STEPS
         assert counters["graph_break"].total() == plain_breaks
         # torch's optimizer for DDP splits the graph at buckets.
         graphs = 0 if wrap == "eager" else 1 + (mode == "ddp_optimizer")
         assert min(counters["graphs"].total(), 2) == graphs
-        return Trained(losses, sorted(state.error()), state.compression_stats(), saved)
+        return losses, (sorted(state.error()), state.compression_stats()), saved
 
 
 def resumed(worker: int, state_dict: dict[str, Any], parameters: dict[str, Any]) -> list[float]:
@@ -136,19 +126,14 @@ def resumed(worker: int, state_dict: dict[str, Any], parameters: dict[str, Any])
 
 def compiled_models(worker: int, _world_size: int, backend: str = "aot_eager", quick: bool = True) -> None:
     """They train as an uncompiled one, which takes over their checkpoints."""
-    expected = trained(worker, "eager", MODES[0], backend)
-    assert expected.names == [f"layers.{index}.weight" for index in range(6)]
+    expected, about, _ = trained(worker, "eager", MODES[0], backend)
+    assert about[0] == [f"layers.{index}.weight" for index in range(6)]
     # Quick: each way to compile and each mode, but not all pairs.
     for wrap, mode in zip(list(WRAPS)[1:], MODES, strict=True) if quick else itertools.product(list(WRAPS)[1:], MODES):
-        found = trained(worker, wrap, mode, backend)
-        assert found.losses == pytest.approx(expected.losses, rel=0, abs=LIMIT), (wrap, mode)
-        again = resumed(worker, *found.saved)
-        assert again == pytest.approx(expected.losses[SAVED_AFTER:], rel=0, abs=LIMIT), (wrap, mode)
-        assert (found.names, found.stats) == (expected.names, expected.stats), (wrap, mode)
-
-
-def with_inductor(worker: int, world_size: int) -> None:
-    compiled_models(worker, world_size, "inductor", quick=False)
+        found, found_about, saved = trained(worker, wrap, mode, backend)
+        assert found == pytest.approx(expected, rel=0, abs=LIMIT), (wrap, mode)
+        assert resumed(worker, *saved) == pytest.approx(expected[SAVED_AFTER:], rel=0, abs=LIMIT), (wrap, mode)
+        assert found_about == about, (wrap, mode)
 
 
 def python_reducer(worker: int, _world_size: int) -> None:
@@ -166,19 +151,9 @@ def python_reducer(worker: int, _world_size: int) -> None:
 
 
 # DDP's Python reducer changes settings of the compiler for good, so it comes last.
-CASES = [compiled_models, python_reducer]
-
-
-@functools.cache
-def two() -> dict[str, list[Any]]:
-    return run_cases(CASES, 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_workers(case: Any) -> None:
-    outcome(two(), case)
+test_two_workers = make_test([compiled_models, python_reducer], 2)
 
 
 @pytest.mark.slow
 def test_inductor() -> None:
-    run(with_inductor, 2)
+    run(compiled_models, 2, "inductor", False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hoo
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD
 from tests.support.properties import check_same
-from tests.support.sharded_training import hybrid_mesh, in_one_group, outcome
+from tests.support.sharded_training import hybrid_mesh, make_test
 from tests.support.training import LIMIT, relative, total
 
 STEPS = 4
@@ -48,14 +47,13 @@ def steps(model: Any, forward: Any, worker: int, dtype: torch.dtype) -> list[dic
         model.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + worker)
         forward(torch.randn(6, 9, dtype=dtype, generator=generator)).backward()
-        found.append({name: whole_gradient(p) for name, p in model.named_parameters() if p.grad is not None})
+        found.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
     return found
 
 
-def whole_gradient(parameter: Any) -> Tensor:
-    gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-    copied: Tensor = gradient.detach().clone()
-    return copied
+def whole(gradient: Tensor) -> Tensor:
+    """A copy in its dtype."""
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone()
 
 
 def check_equal(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
@@ -154,17 +152,7 @@ def mean(tensor: Tensor) -> Tensor:
     return torch.view_as_complex(total(torch.view_as_real(tensor.to(torch.complex128))) / 2)
 
 
-CASES = [in_ddp, in_fsdp2, in_a_loop]
-
-
-@functools.cache
-def two() -> dict[str, list[Any]]:
-    return in_one_group({case.__name__: case for case in CASES}, 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_workers(case: Any) -> None:
-    outcome(two(), case.__name__)
+test_two_workers = make_test([in_ddp, in_fsdp2, in_a_loop], 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations import fsdp1
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
-from tests.support.distributed import outcome, run, run_cases
-from tests.support.properties import check_same
+from tests.support.distributed import make_test, run
+from tests.support.properties import FULL_RANK, Ledger, check_close
+from tests.support.sharded_training import Gradients
+from tests.support.small import complaint
 from tests.support.training import LIMIT, gradients_of, local_gradients, relative, total
+from tests.support.wrappers import FSDP1, Batch, NoShards, Wrapped
 
-Gradients = dict[str, Tensor]
+LOW = PowerSGDConfig(rank=2, min_compression_rate=0)
 STEPS = 5
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -32,6 +32,8 @@ class Net(nn.Module):
     def __init__(self, memory_format: str = "contiguous", transposed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        # Without it all gradients are zeros, which do not show how they lie in the bucket.
+        self.use, self.inject = True, None
         self.first = nn.Conv2d(3, 10, 3)
         self.second = nn.Conv2d(10, 12, (3, 1))
         self.volume = nn.Conv3d(2, 6, 3)
@@ -46,8 +48,8 @@ class Net(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = torch.tanh(self.second(torch.tanh(self.first(images))))
         x = torch.tanh(self.volume(x.unflatten(1, (2, 6))))
-        outputs: Tensor = self.head(x.mean((2, 3, 4)))
-        return outputs.square().sum()
+        logits: Tensor = self.head(x.mean((2, 3, 4)))
+        return logits[:, None] * float(self.use)
 
 
 def convert(model: Net, memory_format: str) -> None:
@@ -59,39 +61,15 @@ def images(worker: int, step: int) -> Tensor:
     return torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + worker))
 
 
-class Training:
-    """Steps of DDP with the hook at rank 2, and what was given and sent."""
+def given(worker: int, step: int) -> list[Batch]:
+    return [(images(worker, step), (torch.arange(4)[:, None] + step + 3 * worker) % 7)]
 
-    def __init__(
-        self, model: Net, worker: int, rank: int = 2, start: int = 0, hook: Any = powerSGD_hook, **options: Any
-    ) -> None:
-        self.model, self.worker = model, worker
-        self.replica = DistributedDataParallel(model, **options)
-        self.state = PowerSGDState(None, rank, start, 0, module=model)
-        self.replica.register_comm_hook(self.state, hook)
-        self.own = local_gradients(model)
-        self.given: Gradients = {}
-        self.sent: Gradients = {}
-        self.averages: list[Gradients] = []
 
-    def step(self, step: int, scale: float = 1.0) -> None:
-        self.model.zero_grad()
-        (scale * self.replica(images(self.worker, step))).backward()
-        self.averages.append(gradients_of(self.model))
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is not None
-            self.given[name] = self.given.get(name, 0) + self.own[name].contiguous().double()
-            self.sent[name] = self.sent.get(name, 0) + parameter.grad.contiguous().double()
-
-    def check(self, case: object, before: Gradients | None = None) -> None:
-        """Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t + Σ_w E_0 for each parameter, in the order of its shape."""
-        errors = self.state.error()
-        assert len(errors) == 4
-        for name, error in errors.items():
-            start = torch.zeros(()) if before is None else before[name]
-            arrived = total(error) + 2 * self.sent[name].flatten(1)
-            lost = relative(arrived, total(self.given[name].flatten(1)) + 2 * start.double())
-            assert lost <= LIMIT, (case, name, lost)
+def in_ddp(net: nn.Module, config: PowerSGDConfig = LOW, **options: Any) -> Any:
+    wrapper: Any = Wrapped
+    made = wrapper(net, config, **options)
+    made.net_type = type(net)
+    return made
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -109,20 +87,17 @@ BY_TURNS = [pair[index % 2] for index, pair in enumerate(zip(CONVERSIONS[::2], C
 
 def conversions(worker: int, _world_size: int, chosen: Sequence[Conversion] = BY_TURNS) -> None:
     """The memory format changes after DDP was made, before the first step, before buckets are rebuilt, and later."""
-    for case in chosen:
-        options, event, (before, after) = case
-        training = Training(Net(before), worker, **options)
+    for options, event, (before, after) in chosen:
+        model = in_ddp(Net(before), **options)
+        ledger = Ledger(model)
         for step in range(STEPS):
             if step == event:
-                training.model.zero_grad()
-                convert(training.model, after)
-            # A gradient of zeros does not show how it lies in the bucket.
-            training.step(step, scale=0.0 if step == 0 else 1.0)
-        training.check(case)
-
-
-def all_conversions(worker: int, world_size: int) -> None:
-    conversions(worker, world_size, CONVERSIONS)
+                model.optimizer.zero_grad()
+                convert(model.net, after)
+            model.net.use = step > 0
+            ledger.step(given(worker, step))
+        assert len(ledger.model.mean_error()) == 4
+        ledger.check()
 
 
 def exact_conversions(worker: int, _world_size: int) -> None:
@@ -131,14 +106,16 @@ def exact_conversions(worker: int, _world_size: int) -> None:
     for index, (options, transposed) in enumerate(itertools.product(OPTIONS, (False, True))):
         hook, start = kinds[index % 3]
         model = Net("channels_last" if transposed else "contiguous", transposed)
-        training = Training(model, worker, rank=999, start=start, hook=hook, **options)
+        replica = DistributedDataParallel(model, **options)
+        replica.register_comm_hook(PowerSGDState(None, 999, start, 0, module=model), hook)
+        own = local_gradients(model)
         for step in range(STEPS):
+            model.zero_grad()
             if step in (1, 3):
-                training.model.zero_grad()
-                convert(training.model, "channels_last" if step == 1 else "contiguous")
-            training.step(step)
-        for name, given in training.given.items():
-            assert relative(training.sent[name], total(given) / 2) <= LIMIT, (options, transposed, start, name)
+                convert(model, "channels_last" if step == 1 else "contiguous")
+            replica(images(worker, step)).square().sum().backward()
+            for name, gradient in gradients_of(model).items():
+                assert relative(gradient, total(own[name]) / 2) <= LIMIT, (options, transposed, start, name)
 
 
 class Pair(nn.Module):
@@ -148,28 +125,25 @@ class Pair(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+        self.use, self.inject = True, None
 
-    def forward(self, inputs: Tensor, both: bool) -> Tensor:
-        outputs: Tensor = self.first(inputs).square().sum()
-        return outputs + self.second(inputs).square().sum() if both else outputs
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.first(inputs)
+        return (outputs + self.second(inputs) if self.use else outputs).mean((2, 3))[:, None]
 
 
 def unused_conversions(worker: int, _world_size: int) -> None:
     """A worker that does not use the parameter gets its average too, also where that lies in another order."""
     for as_view in (False, True):
-        model = Pair()
-        replica = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=as_view)
-        replica.register_comm_hook(PowerSGDState(None, 99, 0, 0, module=model), powerSGD_hook)
-        own = local_gradients(model)
+        model = in_ddp(Pair(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        ledger = Ledger(model)
         for step in range(5):
-            model.zero_grad()
-            own.clear()
             if step == 2:
-                model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            replica(images(worker, step), step % 2 == 0 or worker == 0).backward()
-            mean = total(own.get("second.weight", torch.zeros(8, 3, 3, 3)).contiguous()) / 2
-            assert model.second.weight.grad is not None
-            assert relative(model.second.weight.grad, mean) <= LIMIT, (as_view, step)
+                model.optimizer.zero_grad()
+                model.net.to(memory_format=torch.channels_last)
+            model.net.use = step % 2 == 0 or worker == 0
+            ledger.step(given(worker, step))
+        ledger.check()
 
 
 def formats(worker: int, _world_size: int) -> None:
@@ -179,100 +153,73 @@ def formats(worker: int, _world_size: int) -> None:
         "channels_last": lambda: Net("channels_last"),
         "transposed": lambda: Net("channels_last", transposed=True),
     }
-    trainings = {name: Training(make(), worker) for name, make in models.items()}
-    for name, training in trainings.items():
+    trained = {name: in_ddp(make()) for name, make in models.items()}
+    start = trained["contiguous"].parameters()
+    for name, model in trained.items():
+        ledger = Ledger(model)
         for step in range(STEPS):
-            training.step(step)
-        training.check(name)
-        assert training.model.first.weight.is_contiguous() == (name == "contiguous")
-    saved = {name: training.state.state_dict() for name, training in trainings.items()}
-    for name, training in trainings.items():
-        for ours, theirs in zip(training.averages, trainings["contiguous"].averages, strict=True):
-            assert max(relative(ours[key], theirs[key]) for key in theirs) <= 1e-3, name
-        for key, parts in saved["contiguous"]["matrices"].items():
-            assert max(relative(saved[name]["matrices"][key][part], parts[part]) for part in parts) <= 1e-3, name
+            ledger.step(given(worker, step))
+        ledger.check()
+        assert model.net.first.weight.is_contiguous() == (name == "contiguous")
+        check_close(model.parameters(), trained["contiguous"].parameters(), start, 1e-3)
+    saved = {name: model.state.state_dict() for name, model in trained.items()}
+    for name, key in itertools.product(models, saved["contiguous"]["matrices"]):
+        for part, expected in saved["contiguous"]["matrices"][key].items():
+            assert relative(saved[name]["matrices"][key][part], expected) <= 1e-3, (name, key, part)
     for one, other in itertools.permutations(models, 2):
-        resumed = Training(models[other](), worker)
+        resumed = in_ddp(models[other]())
         resumed.state.load_state_dict(saved[one])
-        errors = resumed.state.error()
+        ledger = Ledger(resumed)
         for step in range(STEPS, STEPS + 2):
-            resumed.step(step)
-        resumed.check((one, other), errors)
-        check_same(resumed.averages[-1].values())
+            ledger.step(given(worker, step))
+        ledger.check()
 
 
 def lost_gradients(worker: int, _world_size: int) -> None:
     """A conversion moves gradients out of DDP's buckets, of which they were views: DDP would not average them."""
-    training = Training(Net(), worker, gradient_as_bucket_view=True)
+    model = in_ddp(Net(), gradient_as_bucket_view=True)
     for step in range(3):
-        training.step(step)
-    convert(training.model, "channels_last")
-    with pytest.raises(RuntimeError, match="no longer in DDP's bucket"):
-        training.step(3)
+        model.step(given(worker, step))
+    convert(model.net, "channels_last")
+    assert "no longer in DDP's bucket" in complaint(model.step, given(worker, 3))
 
 
 def in_fsdp1(worker: int, _world_size: int) -> None:
     """Full rank is FSDP1 alone; a checkpoint of channels_last fits a contiguous model, and the reverse."""
 
-    def wrapped(memory_format: str, rank: int, strategy: Any = ShardingStrategy.FULL_SHARD) -> tuple[Any, Any]:
+    def wrapped(memory_format: str, config: PowerSGDConfig | None = LOW, kind: Callable[..., FSDP1] = FSDP1) -> FSDP1:
         # One bias of odd length makes shards cut through parameters.
-        module = FullyShardedDataParallel(
-            Net(memory_format, transposed=memory_format != "contiguous"),
-            sharding_strategy=strategy,
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
-        )
-        if rank == 0:
-            return module, None
-        state = fsdp1.PowerSGDState(module, PowerSGDConfig(rank=rank, min_compression_rate=0))
-        module.register_comm_hook(state, fsdp1.powerSGD_hook)
-        return module, state
+        return kind(Net(memory_format, transposed=memory_format != "contiguous"), config)
 
-    def step(module: Any, number: int) -> Gradients:
-        module.zero_grad()
-        module(images(worker, number)).backward()
-        with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
-            return gradients_of(module)
-
-    def check(got: Gradients, expected: Gradients, case: object) -> None:
-        assert expected.keys() == got.keys()
-        assert max(relative(got[name], expected[name]) for name in expected) <= LIMIT, case
-
-    for strategy, memory_format in itertools.product(
-        (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD), FORMATS
-    ):  # fmt: skip
-        alone, hooked = (wrapped(memory_format, rank, strategy)[0] for rank in (0, 999))
-        for number in range(2):
-            check(step(hooked, number), step(alone, number), (strategy, memory_format))
+    for kind, memory_format in itertools.product((FSDP1, NoShards), FORMATS):
+        alone, hooked = (wrapped(memory_format, config, kind) for config in (None, FULL_RANK))
+        start = alone.parameters()
+        for step in range(2):
+            for model in (alone, hooked):
+                model.step(given(worker, step))
+        check_close(hooked.parameters(), alone.parameters(), start)
     states = {}
     for memory_format in FORMATS:
-        module, states[memory_format] = wrapped(memory_format, 2)
-        for number in range(3):
-            step(module, number)
-    averages = {}
+        model = wrapped(memory_format)
+        for step in range(3):
+            model.step(given(worker, step))
+        states[memory_format] = model.state.state_dict()
+    found: list[Gradients] = []
     for one, other in itertools.product(FORMATS, repeat=2):
-        module, state = wrapped(other, 2)
-        state.load_state_dict(states[one].state_dict())
-        averages[one, other] = step(module, 3)
-        check(averages[one, other], averages["contiguous", "contiguous"], (one, other))
+        model = wrapped(other)
+        model.state.load_state_dict(states[one])
+        start = model.parameters()
+        model.step(given(worker, 3))
+        found.append(model.parameters())
+        check_close(found[-1], found[0], start)
 
 
-CASES = [conversions, exact_conversions, unused_conversions, formats, lost_gradients, in_fsdp1]
-
-
-@functools.cache
-def two() -> dict[str, list[Any]]:
-    return run_cases(CASES, 2)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_workers(case: Any) -> None:
-    outcome(two(), case)
+test_two_workers = make_test([conversions, exact_conversions, unused_conversions, formats, lost_gradients, in_fsdp1], 2)
 
 
 @pytest.mark.slow
 def test_all_conversions() -> None:
-    run(all_conversions, 2)
+    run(conversions, 2, CONVERSIONS)
 
 
 DENSE = [

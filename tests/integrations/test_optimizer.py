@@ -140,15 +140,9 @@ def test_non_contiguous_gradients_become_errors_in_place():
         assert all(torch.equal(a, b) for a, b in zip(odd, plain, strict=True))
 
 
-def test_first_steps_are_exact_and_nothing_full_size_is_kept() -> None:
+def test_nothing_full_size_is_kept() -> None:
     """The gradients have the errors."""
-    aggregator = powersgd(start_compressing_after_num_steps=2)
-    for seed in range(2):
-        given = list(gradients(seed, SHAPES).values())
-        expected = [G.clone() for G in given]
-        assert all(torch.equal(a, b) for a, b in zip(aggregator.aggregate(given), expected, strict=True))
-        assert not any(G.any() for G in given)
-    assert aggregator.step_counter == 2
+    aggregator = powersgd()
     given = list(gradients(2, SHAPES).values())
     aggregator.aggregate(given)
     assert given[0].any()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,11 +14,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations import ddp, fsdp1, fsdp2
 from tests.support.fuzzing import gamma
-from tests.support.sharded_training import full_mesh, in_one_group, outcome, whole
+from tests.support.sharded_training import full_mesh, make_test, whole
 from tests.support.training import patched, total
 
 SIZE = 16
@@ -51,35 +48,21 @@ def gradients(worker: int, factor: float) -> dict[str, Tensor]:
     return given
 
 
-def with_ddp(dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    replica = DistributedDataParallel(Given().to(dtype), bucket_cap_mb=0.0004)
-    state = ddp.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=0, min_compression_rate=0, module=replica.module
-    )
-    state.attach(lambda: 1.0)
-    replica.register_comm_hook(state, ddp.powerSGD_hook)
-    return replica, state
+def with_ddp(dtype: torch.dtype) -> Any:
+    return DistributedDataParallel(Given().to(dtype), bucket_cap_mb=0.0004)
 
 
-def with_fsdp1(dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def with_fsdp1(dtype: torch.dtype) -> Any:
     """One worker holds the first matrix, the other one the second."""
-    module = FullyShardedDataParallel(
+    return FullyShardedDataParallel(
         Given(), use_orig_params=True, device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=dtype)
     )
-    state = fsdp1.PowerSGDState(module, CONFIG)
-    state.attach(lambda: 1.0)
-    module.register_comm_hook(state, fsdp1.powerSGD_hook)
-    return module, state
 
 
-def with_fsdp2(dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def with_fsdp2(dtype: torch.dtype) -> Any:
     """Each worker holds half of the rows of both."""
-    module: Any = fully_shard(
-        Given(), mesh=full_mesh(dist.get_world_size()), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype)
-    )
-    state = fsdp2.apply_powersgd(module, CONFIG)
-    state.attach(lambda: 1.0)
-    return module, state
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    return fully_shard(Given(), mesh=full_mesh(dist.get_world_size()), mp_policy=policy)
 
 
 def fits(module: nn.Module) -> bool:
@@ -95,11 +78,10 @@ def averages(module: Any) -> dict[str, Tensor]:
         return {name.split(".")[-1]: whole(p.grad).view(SIZE, SIZE).double() for name, p in module.named_parameters()}
 
 
-def nothing_is_lost(
-    worker: int, world_size: int, make: Callable[[torch.dtype], tuple[nn.Module, Any]], dtype: torch.dtype
-) -> None:
+def nothing_is_lost(worker: int, world_size: int, make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> None:
     """Where an average does not fit. Verdicts are shared only where workers may see different ones."""
-    module, state = make(dtype)
+    module = make(dtype)
+    state = attach(module, CONFIG, loss_scale=lambda: 1.0)
     shares = []
 
     def minimum(self: Communicator, tensor: Tensor) -> None:
@@ -154,12 +136,4 @@ CASES: dict[str, Callable[..., None]] = {
 }
 
 
-@functools.cache
-def results() -> dict[str, list[Any]]:
-    warnings.filterwarnings("ignore")
-    return in_one_group(CASES, 2)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_is_lost(name: str) -> None:
-    outcome(results(), name)
+test_nothing_is_lost = make_test(CASES, 2)

@@ -6,7 +6,6 @@ What they have in common with other wrappers is in ``test_table.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -34,11 +33,11 @@ from tests.support.sharded_training import (
     hybrid,
     hybrid_mesh,
     in_one_group,
+    make_test,
     outcome,
     replica_mesh,
     replicated,
     sharded,
-    two_dimensional,
     whole,
 )
 from tests.support.small import complaint
@@ -46,10 +45,9 @@ from tests.support.training import relative
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, RATE, loss_of
 
 
-def check_said(found: dict[str, str], expected: dict[str, list[str]]) -> None:
-    assert found.keys() == expected.keys()
-    for attempt, parts in expected.items():
-        assert all(part in found[attempt] for part in parts), (attempt, found[attempt])
+def check_said(*found: tuple[str, list[str]]) -> None:
+    for said, parts in found:
+        assert all(part in said for part in parts), said
 
 
 def backward(module: Any, worker: int, step: int = 0) -> None:
@@ -96,29 +94,20 @@ def wrong_use_of_fsdp1(worker: int, world_size: int) -> None:
 
     frozen = Net()
     frozen.requires_grad_(False)
+    cut = Hybrid(Net(), None, process_group=(dist.group.WORLD, single)).module
+    no_config = ["TypeError", "PowerSGDConfig", "dict"]
     check_said(
-        {
-            "twice": complaint(PowerSGDState, applied.module, RANK_2),
-            "another model": complaint(backward, other, worker),
-            "state of DDP": complaint(backward, of_ddp, worker),
-            "hybrid": complaint(
-                PowerSGDState, Hybrid(Net(), None, process_group=(dist.group.WORLD, single)).module, RANK_2
-            ),
-            "not FSDP": complaint(PowerSGDState, nn.Linear(2, 2), RANK_2),
-            "frozen": complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2),
-            "no config": complaint(PowerSGDState, applied.module, {"rank": 2}),
-            "one worker": complaint(PowerSGDState, alone, {"rank": 2} if worker == 1 else RANK_2),
-        },
-        {
-            "twice": ["ValueError", "communication hook already", "once"],
-            "another model": ["RuntimeError", "does not know", "Build PowerSGDState from the model"],
-            "state of DDP": ["TypeError", "integrations.fsdp1", "integrations.ddp.PowerSGDState"],
-            "hybrid": ["ValueError", "HYBRID_SHARD", "replicate_group"],
-            "not FSDP": ["TypeError", "Linear", "integrations.fsdp2"],
-            "frozen": ["ValueError", "no trainable parameters"],
-            "no config": ["TypeError", "PowerSGDConfig", "dict"],
-            "one worker": ["TypeError", "PowerSGDConfig", "dict"],
-        },
+        (complaint(PowerSGDState, applied.module, RANK_2), ["ValueError", "communication hook already", "once"]),
+        (complaint(backward, other, worker), ["RuntimeError", "does not know", "Build PowerSGDState from the model"]),
+        (
+            complaint(backward, of_ddp, worker),
+            ["TypeError", "integrations.fsdp1", "integrations.ddp.PowerSGDState"],
+        ),
+        (complaint(PowerSGDState, cut, RANK_2), ["ValueError", "HYBRID_SHARD", "replicate_group"]),
+        (complaint(PowerSGDState, nn.Linear(2, 2), RANK_2), ["TypeError", "Linear", "integrations.fsdp2"]),
+        (complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2), ["ValueError", "no trainable parameters"]),
+        (complaint(PowerSGDState, applied.module, {"rank": 2}), no_config),
+        (complaint(PowerSGDState, alone, {"rank": 2} if worker == 1 else RANK_2), no_config),
     )
 
 
@@ -130,19 +119,13 @@ def wrong_use_of_fsdp2(worker: int, world_size: int) -> None:
     custom: Any = Net()
     fully_shard(custom.head, mesh=mesh)
     custom.head.set_custom_reduce_scatter(nn.Identity())
+    factor = ["RuntimeError", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms(True)"]
+    custom_reduction = ["ValueError", "'head'", "custom reduce-scatter (Identity)"]
     check_said(
-        {
-            "twice": complaint(apply_powersgd, applied, RANK_2),
-            "not sharded": complaint(apply_powersgd, Net(), RANK_2),
-            "factor": complaint(backward, divided, worker),
-            "other reduce-scatter": complaint(apply_powersgd, sharded(custom, mesh), RANK_2),
-        },
-        {
-            "twice": ["ValueError", "apply_powersgd called before"],
-            "not sharded": ["ValueError", "fully_shard"],
-            "factor": ["RuntimeError", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms(True)"],
-            "other reduce-scatter": ["ValueError", "'head'", "custom reduce-scatter (Identity)"],
-        },
+        (complaint(apply_powersgd, applied, RANK_2), ["ValueError", "apply_powersgd called before"]),
+        (complaint(apply_powersgd, Net(), RANK_2), ["ValueError", "fully_shard"]),
+        (complaint(backward, divided, worker), factor),
+        (complaint(apply_powersgd, sharded(custom, mesh), RANK_2), custom_reduction),
     )
 
 
@@ -273,7 +256,7 @@ def guards(worker: int, world_size: int) -> None:
     mesh = hybrid_mesh(2, 2)
 
     def replaced() -> Any:
-        module, _ = two_dimensional(Net(), mesh, RANK_2)
+        module, _ = full_shard(Net(), mesh, RANK_2)
         train(module, worker, 1)
         module.zero_grad()
         for unit in units_of(module):
@@ -316,7 +299,7 @@ def guards(worker: int, world_size: int) -> None:
         for unit in units_of(module):
             unit.reshard()
         assert all(torch.equal(parameter, before[name]) for name, parameter in parameters(module).items())
-    module, state = two_dimensional(Net(), mesh, RANK_2)
+    module, state = full_shard(Net(), mesh, RANK_2)
     counted: list[int] = []
     for unit in units_of(module):
         ours = parameter_group(unit)._all_reduce_hook
@@ -335,7 +318,7 @@ def wrong_use_of_replicas(worker: int, world_size: int) -> None:
     mesh = hybrid_mesh(2, 2)
     group = mesh["replicate"].get_group()
     applied, _ = hybrid(Net(), mesh, RANK_2)
-    twice, _ = two_dimensional(Net(), mesh, RANK_2)
+    twice, _ = full_shard(Net(), mesh, RANK_2)
     copies = replicated(Net(), replica_mesh(4))
     apply_powersgd(copies, RANK_2)
     on_dim_1: Any = nn.Linear(4, 4, bias=False)
@@ -348,60 +331,41 @@ def wrong_use_of_replicas(worker: int, world_size: int) -> None:
     # One worker has another version of torch, so to speak.
     with mock.patch.object(seams, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else seams.TORCH_VERSIONS):
         version = attempt(sharded(Net(), mesh), replicate_group=None)
+    before, no_config = ["ValueError", "apply_powersgd called before"], ["TypeError", "PowerSGDConfig", "dict"]
+    shards = mesh["shard"]
     check_said(
-        {
-            "twice": attempt(applied),
-            "mesh, twice": attempt(twice, replicate_group=None),
-            "replicate, twice": attempt(copies, replicate_group=None),
-            "shard group": attempt(sharded(Net(), mesh["shard"]), replicate_group=mesh["shard"].get_group()),
-            "other group": attempt(sharded(Net(), mesh), replicate_group=mesh["shard"].get_group()),
-            "own group": attempt(sharded(Net(), mesh)),
-            "not sharded": attempt(Net()),
-            "no config": attempt(sharded(Net(), mesh["shard"]), wrong),
-            "one worker": attempt(sharded(Net(), mesh["shard"]), wrong if worker == 1 else RANK_2),
-            "dim 1": attempt(on_dim_1),
-            "version": version,
-        },
-        {
-            "twice": ["ValueError", "apply_powersgd called before"],
-            "mesh, twice": ["ValueError", "apply_powersgd called before"],
-            "replicate, twice": ["ValueError", "apply_powersgd called before"],
-            "shard group": ["ValueError", "replicate_group has the workers", 'mesh["replicate"]'],
-            "other group": ["ValueError: replicate_group has the workers", "leave replicate_group out"],
-            "own group": ["nothing"],
-            "not sharded": ["ValueError", "fully_shard"],
-            "no config": ["TypeError", "PowerSGDConfig", "dict"],
-            "one worker": ["TypeError", "PowerSGDConfig", "dict"],
-            "dim 1": ["ValueError", "dim 0", "'weight'"],
-            "version": [
+        (attempt(applied), before),
+        (attempt(twice, replicate_group=None), before),
+        (attempt(copies, replicate_group=None), before),
+        (
+            attempt(sharded(Net(), shards), replicate_group=shards.get_group()),
+            ["ValueError", "replicate_group has the workers", 'mesh["replicate"]'],
+        ),
+        (
+            attempt(sharded(Net(), mesh), replicate_group=shards.get_group()),
+            ["ValueError: replicate_group has the workers", "leave replicate_group out"],
+        ),
+        (attempt(sharded(Net(), mesh)), ["nothing"]),
+        (attempt(Net()), ["ValueError", "fully_shard"]),
+        (attempt(sharded(Net(), shards), wrong), no_config),
+        (attempt(sharded(Net(), shards), wrong if worker == 1 else RANK_2), no_config),
+        (attempt(on_dim_1), ["ValueError", "dim 0", "'weight'"]),
+        (
+            version,
+            [
                 "RuntimeError" if worker == 1 else "DisagreementError: apply_powersgd failed on",
                 "models with a replicate dimension in their mesh were run with torch 1.0 to 1.9",
                 f"but this is torch {torch.__version__}",
                 'replicate_group=mesh["replicate"].get_group()',
             ],
-        },
+        ),
     )
 
 
 # Tests ----------------------------------------------------------------------------------------------------------------
 
-CASES: dict[int, list[Callable[..., None]]] = {
-    2: [errors_of_whole_matrices, wrong_use_of_fsdp1, wrong_use_of_fsdp2],
-    4: [unequal_replicas, meta, evaluated_first, mesh_dims, guards, wrong_use_of_replicas],
-}
-
-
-@functools.cache
-def results(workers: int) -> dict[str, list[Any]]:
-    return in_one_group({case.__name__: case for case in CASES[workers]}, workers)
-
-
-@pytest.mark.parametrize(
-    ("workers", "case"), [pytest.param(n, case, id=case.__name__) for n, cases in CASES.items() for case in cases]
-)
-def test_sharded_models(workers: int, case: Callable[..., None]) -> None:
-    """See the cases' docstrings."""
-    outcome(results(workers), case.__name__)
+test_without_replicas = make_test([errors_of_whole_matrices, wrong_use_of_fsdp1, wrong_use_of_fsdp2], 2)
+test_replicas = make_test([unequal_replicas, meta, evaluated_first, mesh_dims, guards, wrong_use_of_replicas], 4)
 
 
 @pytest.mark.parametrize(("version", "fits"), [("2.8.1", False), ("2.9.0", True), ("2.13.0+cpu", True), ("3.0", False)])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,13 +16,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.kernels import table
 
 CONFIG = PowerSGDConfig(rank=2, backend="triton")
-
-
-@pytest.fixture(autouse=True)
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_worker")
 
 
 def test_ddp():

@@ -124,6 +124,21 @@ def outcome(results: dict[str, list[Any]], case: Worker) -> list[Any]:
     return results[case.__name__]
 
 
+def make_test(cases: Sequence[Worker], world_size: int) -> Callable[..., None]:
+    """A test of each case. All run in the same processes, when the first one is asked for."""
+
+    @functools.cache
+    def results() -> dict[str, list[Any]]:
+        return run_cases(cases, world_size)
+
+    @pytest.mark.parametrize("case", cases, ids=lambda case: case.__name__)
+    def test(case: Worker) -> None:
+        """See the cases' docstrings."""
+        outcome(results(), case)
+
+    return test
+
+
 def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[[Worker], Worker]:
     """Make a test of a function that all workers run, ``test(worker, world_size, …)``. Further arguments are pytest's.
 

@@ -23,7 +23,6 @@ MODULES = [
     "powersgd_triton.integrations.deepspeed",
     "tests.support.deepspeed_jobs",
     "tests.support.deepspeed_parameters",
-    "tests.support.fsdp1_training",
     "tests.support.local_wrappers",
     "tests.support.lockstep",
     "tests.support.properties",

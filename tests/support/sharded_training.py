@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -128,6 +129,22 @@ def _in_turn(worker: int, world_size: int, cases: Mapping[str, Worker]) -> dict[
     return results
 
 
+def make_test(cases: Mapping[str, Worker] | Sequence[Worker], world_size: int) -> Callable[..., None]:
+    """A test of each case. All run in one process group, when the first one is asked for."""
+    named = cases if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
+
+    @functools.cache
+    def results() -> dict[str, list[Any]]:
+        return in_one_group(named, world_size)
+
+    @pytest.mark.parametrize("name", named)
+    def test(name: str) -> None:
+        """See the cases' docstrings."""
+        outcome(results(), name)
+
+    return test
+
+
 def outcome(results: Mapping[str, list[Any]], name: str) -> list[Any]:
     """Results of one case, see ``tests.support.distributed.outcome``."""
     for worker, result in enumerate(results[name]):
@@ -155,8 +172,8 @@ def hybrid(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any)
     return module, apply_powersgd(module, config, replicate_group=mesh["replicate"].get_group())
 
 
-def two_dimensional(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any) -> tuple[Any, Any]:
-    """The model sharded on the whole mesh, and compressed; and the compression's state."""
+def full_shard(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any) -> tuple[Any, Any]:
+    """The model sharded on the whole mesh, of one dimension or two, and compressed; and the compression's state."""
     module = sharded(model, mesh, **options)
     return module, apply_powersgd(module, config)
 
@@ -184,12 +201,6 @@ def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
 def full_mesh(world_size: int) -> DeviceMesh:
     """A mesh of one dimension."""
     return hybrid_mesh(1, world_size)["shard"]
-
-
-def full_shard(model: Net, mesh: DeviceMesh, config: PowerSGDConfig, **options: Any) -> tuple[Any, Any]:
-    """The model sharded on a mesh of one dimension and compressed over it; and the compression's state."""
-    module = sharded(model, mesh, **options)
-    return module, apply_powersgd(module, config)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Models, steps and measurements that the tests of the DDP hook share. All but `check` runs inside a worker."""
+"""Models, steps and measurements that the tests of the DDP hook share. All runs inside a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ Gradients = dict[str, Tensor]
 WIDTH = 256
 # Of relative differences: what rounding in fp32 adds up to in a few steps is below it.
 LIMIT = 1e-5
-FULL_RANK = {"matrix_approximation_rank": WIDTH, "start_powerSGD_iter": 0, "min_compression_rate": 0}
 
 
 def linear_stack(layers: int = 24, width: int = WIDTH, bias: bool = True, seed: int = 0) -> nn.Sequential:
@@ -30,37 +29,6 @@ def linear_stack(layers: int = 24, width: int = WIDTH, bias: bool = True, seed: 
     for weight in (p for p in model.parameters() if p.dim() == 2):
         nn.init.orthogonal_(weight)
     return model
-
-
-class WithUnused(nn.Module):
-    """Three layers that are always used, one that never is, and one that only some workers use in a step."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.third, self.never, self.sometimes = (nn.Linear(width, width) for _ in range(5))
-        self.use = False
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.third(torch.tanh(self.second(torch.tanh(self.first(inputs)))))
-        return outputs + self.sometimes(inputs) if self.use else outputs
-
-
-class Images(nn.Module):
-    """Convolutions in channels_last, a grouped one among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 12, 3), nn.Tanh(), nn.Conv2d(12, 12, (3, 1), groups=2), nn.Tanh(), nn.Conv2d(12, 8, 1)
-        )
-        self.head = nn.Linear(8, 8)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.body(inputs.view(-1, 3, 8, 8)).mean(dim=(2, 3)))
-        return outputs
 
 
 def batch(worker: int, step: int, micro: int = 0, size: int = 16, width: int = WIDTH) -> tuple[Tensor, Tensor]:
@@ -95,7 +63,6 @@ def train(
     accumulate: int = 1,
     lr: float = 0.05,
     group: dist.ProcessGroup | None = None,
-    batch_size: int = 16,
     width: int = WIDTH,
     uneven: bool = False,
     before_step: Callable[[int], None] | None = None,
@@ -113,7 +80,7 @@ def train(
                 before_step(step)
             optimizer.zero_grad()
             for micro in range(accumulate):
-                inputs, targets = batch(worker, step, micro, batch_size, width)
+                inputs, targets = batch(worker, step, micro, width=width)
                 with contextlib.nullcontext() if micro == accumulate - 1 else replica.no_sync():
                     loss = squared_error(replica(inputs), targets)
                     loss.backward()
@@ -166,46 +133,8 @@ def step_differences(got: Sequence[Gradients], expected: Sequence[Gradients]) ->
     return differences
 
 
-def worst_parameter(got: Sequence[Gradients], expected: Sequence[Gradients]) -> float:
-    """The largest relative difference of one parameter's gradient in one step."""
-    return max(
-        relative(ours[name], theirs[name]) for ours, theirs in zip(got, expected, strict=True) for name in theirs
-    )
-
-
 def flat(gradients: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([gradients[name].reshape(-1) for name in sorted(gradients)])
-
-
-def state_for(model: nn.Module | None, group: dist.ProcessGroup | None = None, **settings: Any) -> PowerSGDState:
-    """At full rank, unless the settings say otherwise."""
-    return PowerSGDState(group, module=model, **{**FULL_RANK, **settings})
-
-
-def against_ddp(make: Callable[[], nn.Module], worker: int, **options: Any) -> dict[str, Any]:
-    """The same training with DDP alone and with the hook at full rank."""
-    expected = train(make(), worker, None, **options)
-    model = make()
-    got = train(model, worker, state_for(model, options.get("group")), **options)
-    return summary(got, expected)
-
-
-def summary(got: Run, expected: Run) -> dict[str, Any]:
-    return {
-        "steps": step_differences(got.gradients, expected.gradients),
-        "parameter": worst_parameter(got.gradients, expected.gradients),
-        "digests": got.digests,
-        "buckets": got.buckets,
-    }
-
-
-def check(found: Sequence[Mapping[str, Any]], steps: int) -> None:
-    """That all workers' summaries show the expected gradients, and the same bits."""
-    for seen in found:
-        assert len(seen["steps"]) == steps, seen["steps"]
-        assert max(seen["steps"]) <= LIMIT, seen["steps"]
-        assert seen["parameter"] <= LIMIT, seen["parameter"]
-        assert seen["digests"] == found[0]["digests"], "workers hold different bits"
 
 
 def local_gradients(model: nn.Module) -> Gradients:
@@ -221,6 +150,36 @@ def total(tensor: Tensor) -> Tensor:
     summed = tensor.detach().double().clone()
     dist.all_reduce(summed)
     return summed
+
+
+def check_training(
+    model: nn.Module,
+    worker: int,
+    state: PowerSGDState,
+    steps: Iterable[int],
+    owed: Mapping[str, Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> None:
+    """Train: Σ E + W Σ Ĝ = Σ G + Σ E before, over the workers of a group. ``owed`` is the last sum if given."""
+    workers = dist.get_world_size(group)
+    summed = total if workers > 1 else Tensor.double
+    before = {name: summed(error) for name, error in state.error().items()} if owed is None else owed
+    given: Gradients = {}
+    hooks = [
+        parameter.register_hook(lambda G, name=name: given.__setitem__(name, given.get(name, 0) + G.double()))
+        for name, parameter in model.named_parameters()
+    ]
+    run = train(model, worker, state, steps=steps, group=group, **options)
+    for hook in hooks:
+        hook.remove()
+    after = {name: summed(error) for name, error in state.error().items()}
+    for name, gradient in given.items():
+        nothing = torch.zeros_like(gradient)
+        sent = workers * sum(gradients[name].double() for gradients in run.gradients)
+        left = sent + after.get(name, nothing).view_as(gradient)
+        expected = summed(gradient) + before.get(name, nothing).double().view_as(gradient)
+        assert relative(left, expected) <= LIMIT, name
 
 
 @contextlib.contextmanager

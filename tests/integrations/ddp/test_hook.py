@@ -5,11 +5,10 @@ What it has in common with other wrappers is in ``tests/integrations/test_table.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.checks import random_states
-from tests.support.distributed import outcome, run_cases
+from tests.support.distributed import make_test, run
 from tests.support.properties import Ledger, check_same
 from tests.support.sharded_training import Net
 from tests.support.sharded_training import batch as token_batch
@@ -132,13 +131,12 @@ def collectives(worker: int, world_size: int) -> None:
         return call
 
     model = stack()
-    state = state_of(model, RANK)
+    state = state_of(model, RANK, error_dtype=torch.bfloat16)
     replica = replicated(model, state, hook)
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
     before, sent = random_states(), 0
-    try:
-        for name, original in originals.items():
-            setattr(dist, name, noting(name, original))
+    with contextlib.ExitStack() as stacked:
+        for name in COLLECTIVES:
+            stacked.enter_context(patched(dist, name, noting(name, getattr(dist, name))))
         for step in STEPS:
             inputs, targets = batch(worker, step, width=WIDTH)
             calls.clear()
@@ -151,12 +149,11 @@ def collectives(worker: int, world_size: int) -> None:
             assert sorted(name for name, _, _ in calls) == (expected if world_size > 1 else [])
             assert all(in_hook for _, in_hook, _ in calls), "a collective was issued outside of the hook"
             sent += sum(numel for _, _, numel in calls)
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
     assert random_states() == before
     # What the statistics say travels is what travels.
     assert world_size == 1 or sent == state.compression_stats()[2]
+    assert {error.dtype for error in state.error().values()} == {torch.bfloat16}
+    assert {parts["error"].dtype for parts in state.state_dict()["matrices"].values()} == {torch.float32}
 
 
 def groups(worker: int, world_size: int) -> None:
@@ -193,9 +190,8 @@ def some_workers(worker: int, world_size: int) -> None:
     expected = training(stack(), worker, None, STEPS, group=group)
     model = stack()
     state = PowerSGDState(group, WIDTH, 0, min_compression_rate=0, module=model)
-    assert (
-        max(step_differences(training(model, worker, state, STEPS, group=group).gradients, expected.gradients)) < LIMIT
-    )
+    got = training(model, worker, state, STEPS, group=group)
+    assert max(step_differences(got.gradients, expected.gradients)) < LIMIT
 
 
 # The batched hook -----------------------------------------------------------------------------------------------------
@@ -304,6 +300,9 @@ def check_local(
 
     Parameters stay as they are, so that E holds roundings only.
     """
+    wire = rounded or dtype
+    u, compute = torch.finfo(wire).eps / 2, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    tiny = torch.finfo(wire).smallest_normal * u if wire == torch.float16 else 0.0
     model = linear_stack(3, WIDTH).to(dtype)
     own = local_gradients(model)
     replica = replicated(model, state_of(model), hook)
@@ -315,20 +314,13 @@ def check_local(
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             average = total(own[name]) / world_size
-            allowed = allowance(own[name], average, rounded or dtype, workers=world_size)
+            # Rounded once. Project, orthogonalize, backproject, reconstruct: sums of 64 products, each of at most ‖M‖.
+            allowed = 1.05 * u * average.abs() + tiny
+            allowed += 4 * WIDTH * compute * total(own[name].double().norm()) / world_size
             if rounded is not None:
                 # The wrapper rounds the gradient before.
-                allowed = allowed + 1.05 * torch.finfo(rounded).eps / 2 * total(own[name].abs()) / world_size
+                allowed += 1.05 * u * total(own[name].abs()) / world_size
             assert ((parameter.grad.double() - average).abs() <= allowed).all(), (dtype, rounded, name)
-
-
-def allowance(own: Tensor, average: Tensor, dtype: torch.dtype, workers: int) -> Tensor:
-    """Elementwise bound: the result is rounded once to the gradient's dtype; the factors are fp32 (or fp64)."""
-    u = torch.finfo(dtype).eps / 2
-    compute = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    # Project, orthogonalize, backproject, reconstruct: four times sums of 64 products, each of at most ‖M‖.
-    allowed = 1.05 * u * average.abs() + 4 * WIDTH * compute * total(own.double().norm()) / workers
-    return allowed + torch.finfo(torch.float16).smallest_normal * u if dtype == torch.float16 else allowed
 
 
 # Ways of using DDP ----------------------------------------------------------------------------------------------------
@@ -382,13 +374,13 @@ class Unused(Wrapped):
         self.optimizer.step()
 
 
-def unused(worker: int, world_size: int, **fields: Any) -> None:
-    """The error keeps what DDP discards: the average of a parameter that no worker used."""
+def unused(worker: int, world_size: int) -> None:
+    """The error keeps what DDP discards: the average of a parameter that no worker used, which has no gradient."""
     for view in (False, True):
         for zeroed in (False, True):
             for algorithm in ("standard", "alternating"):
                 net = Net()
-                config = PowerSGDState(None, 1, 0, min_compression_rate=0, algorithm=algorithm, **fields).config
+                config = PowerSGDState(None, 1, 0, min_compression_rate=0, algorithm=algorithm).config
                 model = Unused(net, config, find_unused_parameters=True, gradient_as_bucket_view=view)
                 model.zeroed = zeroed
                 model.state.attach(lambda: SCALE)
@@ -396,76 +388,9 @@ def unused(worker: int, world_size: int, **fields: Any) -> None:
                 for step in range(6):
                     net.use = step % 3 == 0 or (step % 3 == 1 and worker == 0)
                     ledger.step([token_batch(worker, step)])
+                    assert (net.sometimes.weight.grad is None) == (step % 3 == 2 and not zeroed)
                     if step % 2:
                         ledger.check()
-
-
-def unused_at_full_rank(worker: int, world_size: int) -> None:
-    """A parameter that only some workers use has its average on all; one that none uses has no gradient."""
-    net = Net()
-    replica = DistributedDataParallel(net, find_unused_parameters=True)
-    replica.register_comm_hook(state_of(replica), powerSGD_hook)
-    for step in range(3):
-        net.use = step == worker
-        own = local_gradients(net)
-        replica.zero_grad()
-        replica(token_batch(worker, step)[0]).square().mean().backward()
-        gradient = net.sometimes.weight.grad
-        assert (gradient is None) == (step == 2)
-        if gradient is not None:
-            mine = own.get("sometimes.weight", torch.zeros_like(gradient))
-            assert relative(gradient, total(mine) / world_size) <= LIMIT
-
-
-class Gated(nn.Module):
-    """Two layers, of which the second has a zero gradient until its gate is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gate = 0.0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.first(inputs) + self.gate * self.second(torch.tanh(inputs))
-        return outputs
-
-
-def sleeping_layer(worker: int, world_size: int) -> None:
-    """A layer whose gradient was zero in the first steps is not frozen, and is exact at once at full rank."""
-    for rank in (RANK, WIDTH):
-        model = Gated()
-        own = local_gradients(model)
-        state = state_of(model, rank)
-        replica = replicated(model, state)
-        got, means = torch.zeros(WIDTH, WIDTH).double(), torch.zeros(WIDTH, WIDTH).double()
-        for step in range(6):
-            model.gate = float(step >= 3)
-            model.zero_grad()
-            inputs, targets = batch(worker, step, width=WIDTH)
-            squared_error(replica(inputs), targets).backward()
-            gradients = gradients_of(model)
-            assert flat(gradients).isfinite().all()
-            average = total(own["second.weight"]) / world_size
-            got += gradients["second.weight"]
-            means += average
-            if model.gate:
-                assert gradients["second.weight"].norm() > 0.1 * average.norm()
-                assert rank == RANK or relative(gradients["second.weight"], average) <= LIMIT
-            else:
-                assert not gradients["second.weight"].any()
-        assert relative(got + total(state.error()["second.weight"]) / world_size, means) <= LIMIT
-
-
-def sixteen_bit_error(worker: int, world_size: int) -> None:
-    """An error buffer in bf16 trains, and is saved in fp32."""
-    model = stack()
-    state = state_of(model, RANK, error_dtype=torch.bfloat16)
-    run = training(model, worker, state, range(15))
-    assert run.losses[-1] < run.losses[0]
-    assert {error.dtype for error in state.error().values()} == {torch.bfloat16}
-    assert {parts["error"].dtype for parts in state.state_dict()["matrices"].values()} == {torch.float32}
-    check_same(model.parameters())
 
 
 # With Triton's kernels in the interpreter -----------------------------------------------------------------------------
@@ -498,38 +423,22 @@ def triton(worker: int, world_size: int) -> None:
 
 # Tests ----------------------------------------------------------------------------------------------------------------
 
-TWO: list[Callable[..., None]] = [
-    buckets, collectives, groups, batched, batched_where_buckets_may_change, scaled_for_accumulation,
-    overlapped_optimizer, dtypes, two_models, uneven_inputs, unused, unused_at_full_rank, sleeping_layer,
-    sixteen_bit_error, triton,
-]  # fmt: skip
-
-
-def named(case: Callable[..., None]) -> str:
-    return case.__name__
-
-
-@functools.cache
-def two() -> dict[str, list[Any]]:
-    return run_cases(TWO, 2)
-
-
-@pytest.mark.parametrize("case", TWO, ids=named)
-def test_on_two_workers(case: Callable[..., None]) -> None:
-    """See the cases' docstrings."""
-    outcome(two(), case)
+test_on_two_workers = make_test(
+    [
+        buckets, collectives, groups, batched, batched_where_buckets_may_change, scaled_for_accumulation,
+        overlapped_optimizer, dtypes, two_models, uneven_inputs, unused, triton,
+    ],
+    2,
+)  # fmt: skip
 
 
 def test_a_part_of_the_workers() -> None:
-    outcome(run_cases([some_workers], 3), some_workers)
+    run(some_workers, 3)
 
 
-def test_one_worker_sends_nothing(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        collectives(0, 1)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_worker")
+def test_one_worker_sends_nothing() -> None:
+    collectives(0, 1)
 
 
 def test_relative_notices_a_difference() -> None:

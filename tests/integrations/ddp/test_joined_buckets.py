@@ -8,24 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.distributed import environment, outcome, run_cases
+from powersgd_triton.integrations.ddp import PowerSGDState
+from tests.support.distributed import environment, make_test
 from tests.support.exchanges import latency_decides
 from tests.support.properties import check_same
 from tests.support.sharded_training import sent_elements
 from tests.support.small import MANY, RANK_2, WIDTH, complaint, stack, training
-from tests.support.training import (
-    LIMIT,
-    batch,
-    gradients_of,
-    local_gradients,
-    relative,
-    squared_error,
-    step_differences,
-    total,
-)
+from tests.support.training import check_training, relative, step_differences, total
 
 SAME = 1e-4
 """Relative difference of gradients in some steps, since joined matrices are multiplied in other batches."""
@@ -83,7 +73,6 @@ def interrupted(worker: int, world_size: int) -> None:
     for node_group in NODES:
         with environment(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(worker % 2)), latency_decides():
             model = stack()
-            own = local_gradients(model)
             state = state_for(model, node_group, wire_dtype="int4")
             training(model, worker, state, range(2))
 
@@ -94,23 +83,7 @@ def interrupted(worker: int, world_size: int) -> None:
             said = complaint(training, model, worker, state, range(1), find_unused_parameters=True)
             assert "KeyError" in said, said
             handle.remove()
-            replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
-            replica.register_comm_hook(state, powerSGD_hook)
-            for step in range(3):
-                before = {name: total(error) for name, error in state.error().items()}
-                model.zero_grad()
-                inputs, targets = batch(worker, step, width=WIDTH)
-                squared_error(replica(inputs), targets).backward()
-                averages = gradients_of(model)
-                for name, error in before.items():
-                    left = total(state.error()[name]) + averages[name].double() * world_size
-                    assert relative(left, error + total(own[name])) <= LIMIT, name
+            check_training(model, worker, state, range(3), bucket_cap_mb=MANY, width=WIDTH, find_unused_parameters=True)
 
 
-CASES = [joined, interrupted]
-
-
-def test_joined_buckets() -> None:
-    results = run_cases(CASES, 4)
-    for case in CASES:
-        outcome(results, case)
+test_joined_buckets = make_test([joined, interrupted], 4)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
-import functools
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.distributed import PROCESS_GROUP_TIMEOUT, environment, outcome, run, run_cases
-from tests.support.properties import check_same
+from tests.support.distributed import PROCESS_GROUP_TIMEOUT, environment, make_test, run
+from tests.support.properties import Ledger, batches, check_same
+from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
+from tests.support.sharded_training import Net
 from tests.support.small import MANY, RANK_2, WIDTH, complaint, logged, stack, training
 from tests.support.training import (
     LIMIT,
-    WithUnused,
     batch,
+    check_training,
     gradients_of,
     local_gradients,
     relative,
@@ -39,6 +40,7 @@ from tests.support.training import (
     step_differences,
     total,
 )
+from tests.support.wrappers import Wrapped, in_nodes
 
 SAME = 1e-3
 """Relative difference at rank 2 between one level and two. It grows from step to step."""
@@ -67,21 +69,6 @@ def owed(state: PowerSGDState) -> dict[str, Tensor]:
     return {name: total(error) for name, error in state.error().items()}
 
 
-def missing(
-    state: PowerSGDState, given: dict[str, Tensor], averages: dict[str, Tensor], before: dict[str, Tensor]
-) -> float:
-    """Σ E + W·Ĝ − Σ G − Σ E before, relative to what was given."""
-    after, worst = owed(state), 0.0
-    for name, gradient in given.items():
-        expected = total(gradient)
-        found = averages[name].double() * dist.get_world_size()
-        if name in after:
-            found = found + after[name].view_as(found)
-            expected = expected + (before[name].view_as(expected) if name in before else 0)
-        worst = max(worst, relative(found, expected))
-    return worst
-
-
 # As with one level ---------------------------------------------------------------------------------------------------
 
 
@@ -98,23 +85,14 @@ def uneven(worker: int, world_size: int) -> None:
 
 
 def unused(worker: int, world_size: int) -> None:
-    """A frozen layer, one that nobody uses, and one that two workers use in some steps; and what their errors keep."""
-    with nodes_of(2, worker):
-        runs, errors = [], []
-        for node_group in (None, "auto"):
-            model = WithUnused(WIDTH)
-            model.second.requires_grad_(False)
-            state = state_for(model, node_group)
-
-            def use(step: int, model: WithUnused = model) -> None:
-                model.use = step % 2 == 1 and worker in (1, 2)
-
-            options: dict[str, Any] = {"before_step": use, "find_unused_parameters": True}
-            runs.append(training(model, worker, state, range(4), **options))
-            errors.append(owed(state))
-            check_same(model.parameters())
-        assert max(step_differences(runs[1].gradients, runs[0].gradients)) <= SAME
-        assert max(relative(errors[1][name], error) for name, error in errors[0].items()) <= SAME
+    """A layer that two workers use in some steps, and nobody in others: nothing is lost."""
+    net = Net()
+    model = in_nodes(Wrapped, net, SHARDED_RANK_2, find_unused_parameters=True)
+    ledger = Ledger(model)
+    for step in range(4):
+        net.use = step % 2 == 1 and worker in (1, 2)
+        ledger.step(batches(model, step))
+    ledger.check()
 
 
 def shares(worker: int, world_size: int) -> None:
@@ -176,12 +154,7 @@ def interrupted(worker: int, world_size: int) -> None:
         difference, count = carried(before, after, {name: total(gradient) for name, gradient in own.items()})
         assert difference <= LIMIT
         assert count > 0
-        replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
-        replica.register_comm_hook(state, powerSGD_hook)
-        model.zero_grad()
-        inputs, targets = batch(worker, 7, width=WIDTH)
-        squared_error(replica(inputs), targets).backward()
-        assert missing(state, own, gradients_of(model), after) <= LIMIT
+        check_training(model, worker, state, [7], bucket_cap_mb=MANY, width=WIDTH)
 
 
 VICTIM = 3
@@ -281,15 +254,8 @@ def regrouped(worker: int, world_size: int) -> None:
     before = owed(state)
     state._engine.connect(Communicator(None, node_group=(inside, across)))
     # With other nodes, and with the same ones again.
-    for _ in range(2):
-        own = local_gradients(model)
-        replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
-        replica.register_comm_hook(state, powerSGD_hook)
-        model.zero_grad()
-        inputs, targets = batch(worker, 7, width=WIDTH)
-        squared_error(replica(inputs), targets).backward()
-        assert missing(state, own, gradients_of(model), before) <= LIMIT
-        before = owed(state)
+    for owed_before in (before, None):
+        check_training(model, worker, state, [7], owed_before, bucket_cap_mb=MANY, width=WIDTH)
 
 
 # Wrong input ---------------------------------------------------------------------------------------------------------
@@ -310,40 +276,24 @@ def refused(worker: int, world_size: int) -> None:
         replica.register_comm_hook(state, powerSGD_hook)
         replica(torch.ones(2, 8)).sum().backward()
 
-    found = {
-        "type": complaint(state_for, stack(), "node"),
-        "mesh": complaint(state_for, stack(), init_device_mesh("cpu", (4,))),
-        "one group": complaint(state_for, stack(), (inside,)),
-        "too small": complaint(step, (alone, across)),
-        "the same": complaint(step, (everyone, everyone)),
-        "one worker": complaint(step, (inside, across) if worker else (alone, across)),
-        "crossed": complaint(step, (inside, crossed[worker in (1, 2)])),
-        "only some": complaint(step, "auto" if worker == 1 else None),
-    }
-    for case in ("type", "one group"):
-        assert found[case].startswith("TypeError: node_group must be"), found
-    assert "two dimensions" in found["mesh"]
-    for case in ("too small", "the same", "one worker", "crossed"):
-        assert "ValueError" in found[case], (case, found)
-        assert "groups of node_group must" in found[case], (case, found)
-    assert found["only some"].startswith("DisagreementError"), found
-    assert "node_group" in found["only some"]
+    wrong = "ValueError", "groups of node_group must"
+    for said, parts in (
+        (complaint(state_for, stack(), "node"), ("TypeError: node_group must be",)),
+        (complaint(state_for, stack(), init_device_mesh("cpu", (4,))), ("two dimensions",)),
+        (complaint(state_for, stack(), (inside,)), ("TypeError: node_group must be",)),
+        (complaint(step, (alone, across)), wrong),
+        (complaint(step, (everyone, everyone)), wrong),
+        # On one worker alone.
+        (complaint(step, (inside, across) if worker else (alone, across)), wrong),
+        (complaint(step, (inside, crossed[worker in (1, 2)])), wrong),
+        (complaint(step, "auto" if worker == 1 else None), ("DisagreementError", "node_group")),
+    ):
+        assert all(part in said for part in parts), said
     if worker < 2:
         assert 'node_group="auto" needs the process group of all' in complaint(step, "auto", some)
 
 
-CASES: list[Callable[..., None]] = [uneven, unused, shares, interrupted, resumed, regrouped, refused]
-
-
-@functools.cache
-def four() -> dict[str, list[Any]]:
-    return run_cases(CASES, 4)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_nodes(case: Callable[..., None]) -> None:
-    """See the cases' docstrings."""
-    outcome(four(), case)
+test_two_nodes = make_test([uneven, unused, shares, interrupted, resumed, regrouped, refused], 4)
 
 
 def test_death_of_a_worker_is_an_exception_in_backward() -> None:

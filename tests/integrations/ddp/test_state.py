@@ -17,22 +17,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.distributed import outcome, run_cases
+from tests.support.distributed import make_test
 from tests.support.small import ONE, RANK_2, WIDTH, Messages, complaint, logged, stack, training
 
 # Torch's interface --------------------------------------------------------------------------------------------------
 
 
-def test_constructor_takes_torchs_arguments() -> None:
-    theirs = list(inspect.signature(torchs.PowerSGDState).parameters.values())
-    ours = list(inspect.signature(PowerSGDState).parameters.values())
+def test_torchs_arguments_are_taken() -> None:
+    theirs, ours = (list(inspect.signature(s).parameters.values()) for s in (torchs.PowerSGDState, PowerSGDState))
     assert [(p.name, p.default, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.default, p.kind) for p in theirs]
     assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
-
-
-def test_hook_takes_torchs_arguments() -> None:
-    theirs, ours = inspect.signature(torchs.powerSGD_hook), inspect.signature(powerSGD_hook)
-    assert list(ours.parameters) == list(theirs.parameters)
+    hooks = powerSGD_hook, torchs.powerSGD_hook
+    assert len({tuple(inspect.signature(hook).parameters) for hook in hooks}) == 1
 
 
 def test_torchs_attributes_can_be_read() -> None:
@@ -54,15 +50,11 @@ def test_torchs_attributes_can_be_read() -> None:
         assert ours.compression_stats() == theirs.compression_stats()
 
 
-def test_hyperparameters_cannot_be_assigned() -> None:
+def test_iter_alone_can_be_assigned() -> None:
     state = PowerSGDState(None)
     with pytest.raises(AttributeError):
         state.matrix_approximation_rank = 2
     assert state.matrix_approximation_rank == 1
-
-
-def test_iter_can_be_assigned_a_number_of_steps() -> None:
-    state = PowerSGDState(None)
     for value, error in ((-5, ValueError), (2.0, TypeError), ("3", TypeError), (True, TypeError)):
         with pytest.raises(error, match="iter must be"):
             state.iter = value  # type: ignore[assignment]
@@ -71,19 +63,14 @@ def test_iter_can_be_assigned_a_number_of_steps() -> None:
     assert state.iter == 5
 
 
-def test_unknown_option_is_named() -> None:
-    with pytest.raises(ValueError, match=r"bakend.*backend"):
-        PowerSGDState(None, bakend="torch")
-
-
 def test_configuration_is_logged_as_by_torch() -> None:
-    arguments: dict[str, Any] = {"matrix_approximation_rank": 3, "random_seed": 4, "warm_start": False}
-    with logged(torchs.__name__) as ours:
-        PowerSGDState(None, **arguments)
-    with logged(torchs.__name__) as theirs:
-        torchs.PowerSGDState(None, **arguments)
-    assert ours == theirs
-    assert len(ours) == 1
+    said = []
+    for module in (ddp, torchs):
+        with logged(torchs.__name__) as messages:
+            module.PowerSGDState(None, matrix_approximation_rank=3, random_seed=4, warm_start=False)
+        said.append(messages)
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
 
 
 # A configuration in place of torch's hyperparameters -----------------------------------------------------------------
@@ -99,10 +86,9 @@ FORMS: dict[str, Callable[..., PowerSGDState]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_configuration_is_used_as_it_is(form: str) -> None:
-    model = nn.Linear(WIDTH, WIDTH)
-    state = FORMS[form](module=model, compression_stats_logging_frequency=3)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_configuration_is_used_as_it_is(form: Callable[..., PowerSGDState]) -> None:
+    state = form(module=nn.Linear(WIDTH, WIDTH), compression_stats_logging_frequency=3)
     for seen in (state, copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert seen.config == CONFIG
         assert seen.process_group is None
@@ -110,13 +96,6 @@ def test_a_configuration_is_used_as_it_is(form: str) -> None:
         assert (seen.matrix_approximation_rank, seen.start_powerSGD_iter, seen.min_compression_rate) == (3, 0, 1.5)
         assert seen.batch_tensors_with_same_shape
     assert [tensor.name for tensor in state.report().tensors] == ["weight", "bias"]
-
-
-def test_a_configuration_may_have_a_budget() -> None:
-    config = PowerSGDConfig(compression=20)
-    assert PowerSGDState(config, module=nn.Linear(WIDTH, WIDTH)).config == config
-    with pytest.raises(ValueError, match="module="):
-        PowerSGDState(config)
 
 
 BUDGETS: list[tuple[dict[str, Any], str]] = [
@@ -129,11 +108,13 @@ BUDGETS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "said"), BUDGETS)
-def test_budgets_are_explained(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        PowerSGDState(None, **{"module": nn.Linear(WIDTH, WIDTH), **fields})
+def test_budgets_are_explained() -> None:
+    for fields, said in BUDGETS:
+        assert said in complaint(PowerSGDState, None, **{"module": nn.Linear(WIDTH, WIDTH), **fields})
     assert PowerSGDState(None, module=nn.Linear(2, 2), compression=None).matrix_approximation_rank == 1
+    config = PowerSGDConfig(compression=20)
+    assert PowerSGDState(config, module=nn.Linear(WIDTH, WIDTH)).config == config
+    assert "module=" in complaint(PowerSGDState, config)
 
 
 BESIDE: dict[str, Any] = {
@@ -150,25 +131,20 @@ BESIDE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_hyperparameters_beside_a_configuration_are_refused(name: str) -> None:
-    """Also those that are equal to torch's defaults, or to the configuration's."""
-    with pytest.raises(TypeError, match=name):
-        PowerSGDState(CONFIG, **{name: BESIDE[name]})
-    if name != "matrix_approximation_rank":
-        with pytest.raises(TypeError, match=f"PowerSGDConfig.*{name}"):
-            PowerSGDState(None, CONFIG, **{name: BESIDE[name]})
-
-
-def test_further_positional_arguments_after_a_configuration_are_refused() -> None:
-    given: Any = (CONFIG, 3)
-    with pytest.raises(TypeError, match=r"names.*got 3"):
-        PowerSGDState(*given)
-
-
-def test_a_hyperparameter_is_given_once() -> None:
-    with pytest.raises(TypeError, match="use_error_feedback and error_feedback"):
-        PowerSGDState(None, use_error_feedback=True, error_feedback=False)
+def test_what_is_given_twice_is_refused() -> None:
+    """Hyperparameters beside a configuration, also those that are equal to torch's defaults, or to its own."""
+    for name, value in BESIDE.items():
+        assert re.match(f"TypeError.*{name}", complaint(PowerSGDState, CONFIG, **{name: value})), name
+        if name != "matrix_approximation_rank":
+            said = complaint(PowerSGDState, None, CONFIG, **{name: value})
+            assert re.match(f"TypeError.*PowerSGDConfig.*{name}", said), said
+    twice = complaint(PowerSGDState, None, use_error_feedback=True, error_feedback=False)
+    for said, pattern in (
+        (complaint(PowerSGDState, CONFIG, 3), "TypeError.*names.*got 3"),
+        (twice, "TypeError.*use_error_feedback and error_feedback"),
+        (complaint(PowerSGDState, None, bakend="torch"), "ValueError.*bakend.*backend"),
+    ):
+        assert re.match(pattern, said), said
 
 
 @pytest.mark.parametrize("group", [4, "gloo", nn.Linear(2, 2), CONFIG], ids=["int", "str", "model", "configuration"])
@@ -183,9 +159,6 @@ def test_a_process_group_of_another_type_is_refused(group: Any) -> None:
 
 
 # Statistics and messages --------------------------------------------------------------------------------------------
-
-
-RANKS_AND_RATES = ((1, 2), (4, 1), (8, 1.5))
 
 
 def varied() -> nn.Sequential:
@@ -209,7 +182,7 @@ def masked(messages: Messages) -> Messages:
 def as_torchs(worker: int, world_size: int) -> None:
     """Statistics, steps and messages are those of torch's hook, in one bucket, since torch's may hang with several."""
     rates = set()
-    for rank, rate in RANKS_AND_RATES:
+    for rank, rate in ((1, 2), (4, 1), (8, 1.5)):
         states, said = [], []
         for module in (ddp, torchs):
             state = module.PowerSGDState(
@@ -230,7 +203,7 @@ def as_torchs(worker: int, world_size: int) -> None:
         ]
         for beginning in ("A zero tensor of length … ", "Allocating contiguous memory of length "):
             assert sum(text.startswith(beginning) for _, text in said[0]) == 1
-    assert len(rates) == len(RANKS_AND_RATES), "the cases do not differ in what they compress"
+    assert len(rates) == 3, "the cases do not differ in what they compress"
 
 
 def batched_as_torchs(worker: int, world_size: int) -> None:
@@ -255,10 +228,5 @@ def starts(worker: int, world_size: int) -> None:
 
 
 CASES = [as_torchs, batched_as_torchs, starts]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_statistics_and_messages_are_torchs(workers: int) -> None:
-    results = run_cases(CASES, workers)
-    for case in CASES:
-        outcome(results, case)
+test_on_one_worker = make_test(CASES, 1)
+test_on_two_workers = make_test(CASES, 2)

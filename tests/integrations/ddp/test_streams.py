@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +15,8 @@ from powersgd_triton.core.clock import BACKPROJECT, PROJECT
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.exchanges import latency_decides
 from tests.support.streams import Network, PhaseClock, StreamMachine, stream_machine
+
+pytestmark = pytest.mark.usefixtures("one_worker")
 
 
 def train(machine: StreamMachine, network: Network | None = None) -> None:
@@ -41,13 +41,6 @@ def train(machine: StreamMachine, network: Network | None = None) -> None:
         if saved is not None:
             state.load_state_dict(saved)
         saved = state.state_dict()
-
-
-@pytest.fixture(autouse=True)
-def one_worker(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_state_is_used_on_one_stream():
