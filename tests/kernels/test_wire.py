@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,8 +13,9 @@ from powersgd_triton.kernels.configurations import architecture, select_configur
 from powersgd_triton.kernels.wire_table import WireTable
 from powersgd_triton.layout.wire_format import BLOCK, FORMATS, Chunk, Piece, WirePlan
 from powersgd_triton.ops.triton_wire import TritonWire
-from powersgd_triton.ops.wire import TorchWire, Wire
-from tests.support.kernel_cases import INF, NAN, Bytes, Memory
+from powersgd_triton.ops.wire import TorchWire
+from tests.support.kernel_cases import INF, NAN
+from tests.support.kernel_checks import exchange
 from tests.support.thinned import thinned
 
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
@@ -42,16 +41,6 @@ CASES: dict[str, tuple[Shapes, int, int]] = {
 }
 
 
-@dataclasses.dataclass
-class Exchanged:
-    """What went over the wire, on the CPU: [workers, workers, size], [workers, numel], [workers, size], [numel]."""
-
-    sent: Tensor
-    own: Tensor
-    sums: Tensor
-    out: Tensor
-
-
 def plan_of(case: str, width: str) -> WirePlan:
     factors, bypass, workers = CASES[case]
     return WirePlan.build(FORMATS[width], factors, bypass, 4, workers)
@@ -60,26 +49,6 @@ def plan_of(case: str, width: str) -> WirePlan:
 def kernels(plan: WirePlan, device: torch.device) -> TritonWire:
     rank = max((piece.rank for chunk in plan.chunks for piece in chunk.pieces), default=1)
     return TritonWire(plan, select_configuration(architecture(device), rank).wire, rank, device)
-
-
-def exchange(wire: Wire, messages: Sequence[Tensor], numel: int, device: torch.device, own: bool = True) -> Exchanged:
-    """All workers' messages through a wire, in guarded memory; of each message the first ``numel`` are factors."""
-    workers, size = len(messages), wire.plan.size
-    memory = [Memory([len(message)], torch.float32, device).fill([message]) for message in messages]
-    owns = [Memory([numel], torch.float32, device) for _ in messages]
-    sent = [Bytes((workers, size), device) for _ in messages]
-    for given, mine, content in zip(memory, owns, sent, strict=True):
-        wire.encode(given.views[0], mine.views[0] if own else None, out=content.view)
-    sums = Bytes((workers, size), device)
-    for worker, mine in enumerate(owns):
-        received = torch.stack([content.view[worker] for content in sent])
-        wire.reduce(received, mine.views[0] if own else None, worker, out=sums.view[worker])
-    out = Memory([len(messages[0])], torch.float32, device)
-    wire.decode(sums.view, out=out.views[0])
-    assert all(x.guarded() for x in (*memory, *owns, out))
-    assert all(x.guarded() for x in (*sent, sums))
-    stacked = torch.stack([content.view for content in sent])
-    return Exchanged(*(x.cpu() for x in (stacked, torch.stack([x.views[0] for x in owns]), sums.view, out.views[0])))
 
 
 def messages_of(case: str, values: Values, seed: int = 0) -> tuple[list[Tensor], int]:
@@ -169,12 +138,9 @@ def test_same_bits_of_all_kinds_of_values(width: str, device: torch.device):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_table_covers_everything_once(width: str):
-    for case, most in itertools.product(CASES, (1, 16, 32)):
-        check_table(case, width, most)
-
-
-def check_table(case: str, width: str, most: int) -> None:
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("most", [1, 16, 32])
+def test_table_covers_everything_once(case: str, width: str, most: int):
     plan = plan_of(case, width)
     table = WireTable(plan, most, CPU)
     factors, bypass, workers = CASES[case]

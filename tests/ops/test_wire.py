@@ -13,6 +13,7 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, FORMATS, LARGE_CHUNK, WirePlan
 from powersgd_triton.ops.wire import TorchWire
+from tests.support.kernel_checks import exchange
 from tests.support.lockstep import Fleet, Values
 from tests.support.thinned import thinned
 
@@ -38,19 +39,9 @@ def exchanged(
     name: str, workers: int, messages: list[Tensor], factors: list[tuple[int, int, int]] = FACTORS
 ) -> tuple[Tensor, list[Tensor]]:
     """What arrives of one message of each worker, and what each contributed."""
-    dtype, many = messages[0].dtype, numel(factors)
-    plan = plan_of(name, workers, messages, factors)
-    wire = TorchWire(plan, dtype, torch.device("cpu"))
-    contributed = [torch.full((many,), torch.nan, dtype=dtype) for _ in messages]
-    sent = [torch.full((workers, plan.size), 0xAA, dtype=torch.uint8) for _ in messages]
-    for message, own, out in zip(messages, contributed, sent, strict=True):
-        wire.encode(message, own, out=out)
-    sums = torch.full((workers, plan.size), 0xAA, dtype=torch.uint8)
-    for worker, own in enumerate(contributed):
-        wire.reduce(torch.stack([out[worker] for out in sent]), own, worker, out=sums[worker])
-    arrived = torch.full_like(messages[0], torch.nan)
-    wire.decode(sums, out=arrived)
-    return arrived, contributed
+    wire = TorchWire(plan_of(name, workers, messages, factors), messages[0].dtype, torch.device("cpu"))
+    result = exchange(wire, messages, numel(factors), torch.device("cpu"))
+    return result.out, list(result.own)
 
 
 def random_messages(workers: int, dtype: torch.dtype = torch.float32, tail: float = 4) -> list[Tensor]:
@@ -160,11 +151,9 @@ def test_bytes_do_not_grow_with_the_workers(name: str):
     """The shapes of GPT-2 at rank 16, of which a step is one message. Each worker's part is a kilobyte in the end."""
     width = FORMATS[name]
     layers = [(12, 2304, 16), (12, 768, 16), (12, 3072, 16), (12, 768, 16)]
-    sizes = {
-        workers: workers * WirePlan.build(width, [(1, 50257, 16), *layers], 120_000, 4, workers).size
-        for workers in (2, 8, 64, 1024)
-    }
-    assert max(sizes.values()) <= 1.03 * sizes[2]
+    factors, numbers = [(1, 50257, 16), *layers], (2, 8, 64, 1024)
+    sizes = [workers * WirePlan.build(width, factors, 120_000, 4, workers).size for workers in numbers]
+    assert max(sizes) <= 1.03 * sizes[0]
 
 
 def test_bytes_of_a_factor():
