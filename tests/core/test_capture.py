@@ -61,11 +61,12 @@ class Training:
         errors = [matrix.error for matrix in self.engine.memory.matrices.values() if matrix.error is not None]
         return [*errors, *(tensor for part in self.gradients for tensor in part.values())]
 
-    def eager(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+    def run(self, numbers: Sequence[int], step: Callable[[], None] | None = None) -> list[dict[str, Tensor]]:
+        """Results of steps, or of what replays one."""
         results = []
         for number in numbers:
             self.fill(number)
-            self.enqueue()
+            (step or self.enqueue)()
             results.append(self.result())
         return results
 
@@ -84,41 +85,32 @@ class Training:
             self.enqueue()
         return graph.replay
 
-    def replays(self, replay: Callable[[], None], numbers: Sequence[int]) -> list[dict[str, Tensor]]:
-        results = []
-        for number in numbers:
-            self.fill(number)
-            replay()
-            results.append(self.result())
-        return results
-
 
 @pytest.mark.parametrize("fields", [{}, {"error_feedback": False, "warm_start": False}], ids=str)
 def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
     """Also after one that is not finite, after looking at the error, and with steps that are not captured between."""
-    expected = Training(device, **fields).eager(range(7))
+    expected = Training(device, **fields).run(range(7))
     training = Training(device, **fields)
-    found = training.eager(range(EAGER))
+    found = training.run(range(EAGER))
     replay = training.capture()
-    found += training.replays(replay, range(EAGER, 4))
-    found += training.eager([4])
+    found += training.run(range(EAGER, 4), replay)
+    found += training.run([4])
     # A step that is captured later goes on, too.
-    again = training.capture()
-    found += training.replays(again, [5])
-    found += training.replays(replay, [6])
+    found += training.run([5], training.capture())
+    found += training.run([6], replay)
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert same_bits(one, other), step
 
 
 def test_nothing_is_lost_by_a_capture_that_fails(device: torch.device):
-    expected = Training(device).eager(range(4))
+    expected = Training(device).run(range(4))
     training = Training(device)
-    training.eager(range(EAGER))
+    training.run(range(EAGER))
     training.keys = ["first", "another layout of the second"]
     with pytest.raises(RuntimeError, match="the same bucket in the step before"):
         training.capture()
     training.keys = ["first", "second"]
-    for one, other in zip(training.eager(range(EAGER, 4)), expected[EAGER:], strict=True):
+    for one, other in zip(training.run(range(EAGER, 4)), expected[EAGER:], strict=True):
         # A step that is interrupted makes new buckets, which subtracts the last product in another order.
         for name, tensor in one.items():
             torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-4)
@@ -139,7 +131,7 @@ def test_what_cannot_be_captured(
     fields: dict[str, Any], prepare: Callable[[Engine], None] | None, match: str, device: torch.device
 ):
     training = Training(device, **fields)
-    training.eager(range(EAGER))
+    training.run(range(EAGER))
     if prepare is not None:
         prepare(training.engine)
     with pytest.raises(RuntimeError, match=match):
@@ -151,7 +143,7 @@ def test_what_cannot_be_captured(
 def test_a_captured_step_makes_two_launches_more(device: torch.device):
     """Also where telemetry was on before."""
     training = Training(device)
-    training.eager(range(EAGER))
+    training.run(range(EAGER))
     Handle(training.engine).telemetry()
     Handle(training.engine).telemetry(every=0)
     training.capture()
