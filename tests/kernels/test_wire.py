@@ -86,37 +86,23 @@ def assert_same(case: str, width: str, values: Values, device: torch.device, own
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def heavy_tailed(x: Tensor) -> Tensor:
-    """Most entries far below a few."""
-    return x * x.abs() ** 5
-
-
-def with_zeros(x: Tensor) -> Tensor:
-    """Blocks of zeros of both signs, and single ones."""
-    return torch.where(torch.arange(len(x)) < len(x) // 2, torch.copysign(torch.zeros(()), x), x * (x > 0))
-
-
-def denormal(x: Tensor) -> Tensor:
-    """Around the smallest scales: of these columns some have a scale of few bits, some 0."""
-    return (x * 2.0 ** -(118 + torch.arange(len(x)) % 29).double()).float()
-
-
-def huge(x: Tensor) -> Tensor:
-    """Up to the largest fp32 value over the number of workers, so that sums stay finite."""
-    return x / x.abs().max() * (torch.finfo(torch.float32).max / 8)
-
-
-def ties(x: Tensor) -> Tensor:
-    """Multiples of half a code where the scale is 2⁻⁶, as it is where 127, or 7, codes are reached."""
-    return (x * 8).round().clamp(-14, 14) * 2.0**-7
+LARGEST = torch.finfo(torch.float32).max
+VALUES: dict[str, Values] = {
+    "most entries far below a few": lambda x: x * x.abs() ** 5,
+    "blocks of zeros of both signs": lambda x: torch.cat([x[: len(x) // 2] * 0, x[len(x) // 2 :]]),
+    "single zeros of both signs": lambda x: x * (x.abs() > 0.5),
+    # Of these columns some have a scale of few bits, some 0.
+    "around the smallest scales": lambda x: (x * 2.0 ** -(118 + torch.arange(len(x)) % 29).double()).float(),
+    "so large that sums stay finite": lambda x: x / x.abs().max() * (LARGEST / 8),
+    # Multiples of half a code where the scale is 2⁻⁶, as it is where 127, or 7, codes are reached.
+    "ties": lambda x: (x * 8).round().clamp(-14, 14) * 2.0**-7,
+}
 
 
 def not_finite(x: Tensor) -> Tensor:
     """inf, −inf and NaN among the first and the last elements, exact ones where there are some."""
-    x = x.clone()
-    for at, value in zip((0, len(x) // 2, len(x) - 1, len(x) // 3), (INF, NAN, -INF, NAN), strict=True):
-        x[at] = value
-    return x
+    at = torch.tensor([0, len(x) // 2, len(x) - 1, len(x) // 3])
+    return x.index_copy(0, at, torch.tensor([INF, NAN, -INF, NAN]))
 
 
 @thinned("width, case", WIDTHS, list(CASES), together=1)
@@ -127,7 +113,7 @@ def test_same_bits_as_the_reference(width: str, case: str, device: torch.device)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_same_bits_of_all_kinds_of_values(width: str, device: torch.device):
     """Values that are not finite stay so. Without ``own`` the messages are the same, and nothing else is written."""
-    for values in (heavy_tailed, with_zeros, denormal, huge, ties):
+    for values in VALUES.values():
         assert_same("two blocks", width, values, device)
     with np.errstate(invalid="ignore"):
         assert_same("two blocks", width, not_finite, device)

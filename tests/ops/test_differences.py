@@ -146,17 +146,13 @@ def test_denormal_differences(width: WireFormat):
 @widths
 @over_dtypes("dtype", GRADIENTS)
 def test_rows_of_a_wider_tensor_are_applied_alone(width: WireFormat, dtype: torch.dtype):
-    """Each row follows by its own codes, and what is between the rows stays."""
-    numel, target = 300, heavy_tailed(300)
-    wide = torch.stack([heavy_tailed(350, seed) for seed in range(3)]).to(dtype)
-    before = wide.clone()
-    follow(target, wide[:, 13 : 13 + numel], width)
-    expected = before[:, 13 : 13 + numel].clone()
+    """Each row follows by its own codes. (The tests of the kernels look at what is between the rows.)"""
+    target, wide = heavy_tailed(300), torch.stack([heavy_tailed(350, seed) for seed in range(3)]).to(dtype)
+    expected = wide[:, 13:313].clone()
+    follow(target, wide[:, 13:313], width)
     for row in expected:
         follow(target, row[None], width)
-    assert torch.equal(wide[:, 13 : 13 + numel], expected)
-    wide[:, 13 : 13 + numel] = before[:, 13 : 13 + numel]
-    assert torch.equal(wide, before)
+    assert torch.equal(wide[:, 13:313], expected)
 
 
 @pytest.mark.parametrize("numel", [127, 641, 5000])

@@ -43,9 +43,7 @@ def averages(dtype: torch.dtype, device: torch.device, **fields: Any) -> dict[st
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}, {"backend": "auto"}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"iterations": 2}, {"backend": "auto"}], ids=str)
 def test_bits_do_not_depend_on_what_is_allowed(fields: dict[str, Any], dtype: torch.dtype, device: torch.device):
     expected = averages(dtype, device, **fields)
     with torch.autocast(device.type, torch.bfloat16):

@@ -220,3 +220,20 @@ def test_blocks_cover_every_row_once_and_stay_small(size: int, monkeypatch: pyte
         seen[members, rows] += 1
         assert views[0].numel() * 4 <= max(size, blocks.FEWEST_ROWS * 5 * 4)
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_each_thread_has_a_block_that_fits_its_cache(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    size = blocks.block_bytes(torch.device("cpu"))
+    assert size == threads * blocks.BLOCK_BYTES["cpu"] <= threads << 20
+    matrix = torch.empty(8192, 1024)
+    sizes = [4 * block.numel() for _, _, (block,) in blocks_of([matrix], rank=4)]
+    assert sum(sizes) == 4 * matrix.numel()
+    assert size / 2 < max(sizes) <= size
+
+
+def test_blocks_of_wide_matrices_have_several_rows() -> None:
+    few, matrix = blocks.FEWEST_ROWS, torch.empty(20, blocks.BLOCK_BYTES["cpu"] * torch.get_num_threads() // 4)
+    rows = [block.shape[1] for _, _, (block,) in blocks_of([matrix], rank=4)]
+    assert rows == [few, few, 20 - 2 * few]
