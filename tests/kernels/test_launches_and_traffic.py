@@ -1,4 +1,4 @@
-"""A step's launches do not grow with the number of matrices, move little more than they must, and stay in their memory."""
+"""The launches of a step do not depend on the number of matrices, move little and stay within their memory."""
 
 from __future__ import annotations
 

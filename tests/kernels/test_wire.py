@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Shapes, int, int]] = {
     "one worker": ([(1, 255, 1), (1, 130, 2)], 9, 1),
     "more workers than blocks": ([(1, 3, 2)], 2, 4),
     "two blocks": ([(1, 129, 4), (1, 13, 3)], 6, 2),
-    "exact elements only": ([], 2050, 3),
+    "exact elements only": ([], 3 * 1030, 3),
 }
 
 
