@@ -17,16 +17,6 @@ EVERY = 3
 SHAPES = {"wide": (40, 300), "tall": (90, 33), "twin": (90, 33), "small": (5, 4), "full": (2, 50), "one": (1, 7)}
 
 
-def bucket_of(rank: int, device: torch.device) -> Bucket:
-    """A bucket with orthonormal bases."""
-    config = PowerSGDConfig(rank=rank, min_compression_rate=0, explore_every=EVERY)
-    bucket = Bucket(Layout.build(SHAPES, config), torch.float32, device, config)
-    generator = torch.Generator().manual_seed(rank)
-    for bases in bucket.right(bucket.basis):
-        bases.copy_(torch.linalg.qr(torch.randn(bases.shape, generator=generator))[0])
-    return bucket
-
-
 def matrices(bucket: Bucket) -> list[Tensor]:
     """Copies of the bases."""
     return [basis.clone() for bases in bucket.right(bucket.basis) for basis in bases]
@@ -51,7 +41,11 @@ def explored(bucket: Bucket, step: int, finite: bool = True) -> tuple[list[Tenso
 @pytest.mark.parametrize("rank", [1, 3, 16, 40])
 def test_the_kernel_explores_as_the_reference_does(rank: int, device: torch.device) -> None:
     """Nothing changes after a step that is not finite."""
-    bucket = bucket_of(rank, device)
+    config = PowerSGDConfig(rank=rank, min_compression_rate=0, explore_every=EVERY)
+    bucket = Bucket(Layout.build(SHAPES, config), torch.float32, device, config)
+    generator = torch.Generator().manual_seed(rank)
+    for bases in bucket.right(bucket.basis):
+        bases.copy_(torch.linalg.qr(torch.randn(bases.shape, generator=generator))[0])
     old = matrices(bucket)
     segments = [segment for group in bucket.layout.groups for segment in group.segments]
     changed = dict.fromkeys(SHAPES, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -40,24 +41,6 @@ CASES: dict[str, tuple[Shapes, int, int]] = {
 }
 
 
-def plan_of(case: str, width: str) -> WirePlan:
-    factors, bypass, workers = CASES[case]
-    return WirePlan.build(FORMATS[width], factors, bypass, 4, workers)
-
-
-def kernels(plan: WirePlan, device: torch.device) -> TritonWire:
-    rank = max((piece.rank for chunk in plan.chunks for piece in chunk.pieces), default=1)
-    return TritonWire(plan, select_configuration(architecture(device), rank).wire, rank, device)
-
-
-def messages_of(case: str, values: Values, seed: int = 0) -> tuple[list[Tensor], int]:
-    """Each worker's message of random values that went through ``values``, and the number of its factors' elements."""
-    factors, bypass, workers = CASES[case]
-    numel = sum(count * rows * rank for count, rows, rank in factors)
-    generator = torch.Generator().manual_seed(seed)
-    return [values(torch.randn(numel + bypass, generator=generator)) for _ in range(workers)], numel
-
-
 def one_nan(content: Tensor, plan: WirePlan) -> Tensor:
     """Bytes [..., workers, size] in which all bf16 NaNs have the same bits."""
     content = content.clone()
@@ -72,10 +55,14 @@ def one_nan(content: Tensor, plan: WirePlan) -> Tensor:
 
 def assert_same(case: str, width: str, values: Values, device: torch.device, own: bool = True) -> None:
     """Kernels and reference give the same bits, and write all of them; but a NaN is a NaN."""
-    plan = plan_of(case, width)
-    messages, numel = messages_of(case, values)
+    factors, bypass, workers = CASES[case]
+    plan = WirePlan.build(FORMATS[width], factors, bypass, 4, workers)
+    numel, rank = sum(map(math.prod, factors)), max((rank for _, _, rank in factors), default=1)
+    generator = torch.Generator().manual_seed(0)
+    messages = [values(torch.randn(numel + bypass, generator=generator)) for _ in range(workers)]
+    kernels = TritonWire(plan, select_configuration(architecture(device), rank).wire, rank, device)
     expected = exchange(TorchWire(plan, torch.float32, CPU), messages, numel, CPU, own)
-    got = exchange(kernels(plan, device), messages, numel, device, own)
+    got = exchange(kernels, messages, numel, device, own)
     for name in ("sent", "sums"):
         assert torch.equal(one_nan(getattr(got, name), plan), one_nan(getattr(expected, name), plan))
     for name in ("own", "out"):

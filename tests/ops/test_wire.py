@@ -37,11 +37,11 @@ def plan_of(name: str, workers: int, messages: list[Tensor], factors: list[tuple
 
 def exchanged(
     name: str, workers: int, messages: list[Tensor], factors: list[tuple[int, int, int]] = FACTORS
-) -> tuple[Tensor, list[Tensor]]:
-    """What arrives of one message of each worker, and what each contributed."""
+) -> tuple[Tensor, Tensor]:
+    """What arrives of one message of each worker, and what each contributed [workers, numel]."""
     wire = TorchWire(plan_of(name, workers, messages, factors), messages[0].dtype, torch.device("cpu"))
     result = exchange(wire, messages, numel(factors), torch.device("cpu"))
-    return result.out, list(result.own)
+    return result.out, result.own
 
 
 def random_messages(workers: int, dtype: torch.dtype = torch.float32, tail: float = 4) -> list[Tensor]:
@@ -69,8 +69,7 @@ def column_blocks(flat: Tensor, plan: WirePlan) -> list[Tensor]:
 def test_what_arrives_is_near_the_sum_and_all_of_it_was_contributed(name: str, workers: int, dtype: torch.dtype):
     messages = random_messages(workers, dtype)
     arrived, contributed = exchanged(name, workers, messages)
-    many, true = numel(FACTORS), sum(message.double() for message in messages)
-    assert isinstance(true, Tensor)
+    many, true = numel(FACTORS), torch.stack(messages).double().sum(dim=0)
     unit = torch.finfo(dtype).eps / 2
     # Sums of so many terms, in another order than here.
     size = torch.stack(messages).double().abs().sum(dim=0)
@@ -81,11 +80,9 @@ def test_what_arrives_is_near_the_sum_and_all_of_it_was_contributed(name: str, w
         # Each worker's rounding, and that of the sum, which is at most what the workers' and the roundings add up to.
         bound = COARSE[name] * (1 + COARSE[name]) * sum(each.amax(dim=0) for each in sizes[:-1])
         assert (block <= bound + COARSE[name] * (sizes[-1].amax(dim=0) + bound)).all()
-    total = sum(own.double() for own in contributed)
-    assert isinstance(total, Tensor)
     # The owner's correction is exact but for the subtraction from its own part, which is rounded once.
-    slack = 4 * workers * unit * (arrived[:many].double().abs() + sum(own.double().abs() for own in contributed))
-    assert ((total - arrived[:many].double()).abs() <= slack).all()
+    slack = 4 * workers * unit * (arrived[:many].double().abs() + contributed.double().abs().sum(dim=0))
+    assert ((contributed.double().sum(dim=0) - arrived[:many].double()).abs() <= slack).all()
 
 
 @pytest.mark.parametrize("name", NARROW)
@@ -102,7 +99,7 @@ def test_zeros_denormals_and_the_largest_values(name: str):
     assert torch.allclose(arrived[:, 2], 2 * values[:, 2], rtol=2 * COARSE[name], atol=0)
     assert abs(float(arrived[3, 3]) / -2e-7 - 1) <= 2 * COARSE[name]
     assert not arrived[:3, 3].any()
-    assert torch.equal(sum(contributed, torch.zeros(24)).view(6, 4), arrived)
+    assert torch.equal(contributed.sum(dim=0).view(6, 4), arrived)
 
 
 @thinned("name, value", NARROW, [float("inf"), float("-inf"), float("nan")], together=1)
