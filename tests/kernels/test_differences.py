@@ -37,8 +37,8 @@ def assert_same(
         assert torch.equal(content.view.cpu(), sent)
         assert all(used.guarded() for used in (given, memory, content))
         results.append((sent, copies))
-    (content, got), (expected, wanted) = results
-    assert torch.equal(content, expected)
+    (bytes_got, got), (bytes_wanted, wanted) = results
+    assert torch.equal(bytes_got, bytes_wanted)
     assert_bits(got, wanted)
 
 
@@ -61,8 +61,8 @@ def assert_same_of_whole_tensor(values: Tensor, width: WireFormat, weight: float
         apply(content.view, width, total.views[0][None], weight)
         assert all(used.guarded() for used in (content, target, total))
         results.append((content.view, target.views[0], total.views[0]))
-    (content, *got), (expected, *wanted) = results
-    assert torch.equal(content.cpu(), expected)
+    (bytes_got, *got), (bytes_wanted, *wanted) = results
+    assert torch.equal(bytes_got.cpu(), bytes_wanted)
     for one, other in zip(got, wanted, strict=True):
         assert_bits(one, other)
 
