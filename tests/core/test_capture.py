@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core import capture as captures
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.ops.step import LossScale
@@ -21,6 +27,92 @@ SHAPES: list[dict[str, tuple[int, ...]]] = [
     {"other": (9, 12), "same": (9, 12), "scale": (3,)},
 ]
 EAGER, NOT_FINITE = 2, 2
+
+
+class FakeGraph(TorchDispatchMode):
+    """A CUDA graph without a GPU: operations and kernels of Triton's interpreter, noted once and run again.
+
+    Nothing has happened after it was entered and left, until ``replay``.
+
+    Args:
+        memory: Tensors that kernels reach through addresses.
+
+    Attributes:
+        work: What a replay runs: one function for each launch.
+    """
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        super().__init__()
+        self.work: list[Callable[[], None]] = []
+        self._before = {tensor.untyped_storage()._cdata: (tensor, tensor.clone()) for tensor in memory}
+        self._new: set[int] = set()
+        self._in_kernel = False
+
+    def replay(self) -> None:
+        for work in self.work:
+            work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._in_kernel:
+            return func(*args, **kwargs)
+        self._save([*args, *kwargs.values()])
+        result = func(*args, **kwargs)
+        new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and self._is_new(leaf)]
+        self._new |= {tensor.untyped_storage()._cdata for tensor in new}
+
+        def work() -> None:
+            again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            if new:
+                for place, value in zip(tree_leaves(result), again, strict=True):
+                    place.copy_(value)
+
+        if new or func._schema.is_mutable:
+            self.work.append(work)
+        return result
+
+    def note_kernel(self, run: Callable[[], None], arguments: Any) -> None:
+        self.work.append(run)
+        self._in_kernel = True
+        try:
+            self._save(arguments)
+            run()
+        finally:
+            self._in_kernel = False
+
+    def undo(self) -> None:
+        """Give all memory the values of before."""
+        for tensor, value in self._before.values():
+            tensor.copy_(value)
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata not in self._before.keys() | self._new
+
+    def _save(self, arguments: Any) -> None:
+        for tensor in [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]:
+            if self._is_new(tensor):
+                storage = tensor.untyped_storage()
+                numel = storage.nbytes() // tensor.itemsize
+                whole = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (numel,), (1,))
+                self._before[storage._cdata] = whole, whole.clone()
+
+
+@contextlib.contextmanager
+def captured(memory: list[Tensor]) -> Iterator[FakeGraph]:
+    """Capture the block in a graph."""
+    graph, launch = FakeGraph(memory), interpreter.GridExecutor.__call__
+
+    def noted(executor: Any, *args: Any, **kwargs: Any) -> None:
+        graph.note_kernel(lambda: launch(executor, *args, **kwargs), args)
+
+    with (
+        contextlib.ExitStack() as stack,
+        mock.patch.object(captures, "is_captured", return_value=True),
+        mock.patch.object(interpreter.GridExecutor, "__call__", noted),
+        graph,
+    ):
+        stack.callback(graph.undo)
+        yield graph
 
 
 class Training:
@@ -61,19 +153,18 @@ class Training:
         errors = [matrix.error for matrix in self.engine.memory.matrices.values() if matrix.error is not None]
         return [*errors, *(tensor for part in self.gradients for tensor in part.values())]
 
-    def eager(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+    def run(self, numbers: Sequence[int], step: Callable[[], None] | None = None) -> list[dict[str, Tensor]]:
+        """Results of steps, or of what replays one."""
         results = []
         for number in numbers:
             self.fill(number)
-            self.enqueue()
+            (step or self.enqueue)()
             results.append(self.result())
         return results
 
     def capture(self) -> Callable[[], None]:
         """Capture a step; return what replays it."""
         if self.device.type == "cpu":
-            from tests.support.graphs import captured
-
             with captured(self.memory()) as fake:
                 self.enqueue()
             self.launches = len(fake.work)
@@ -84,41 +175,32 @@ class Training:
             self.enqueue()
         return graph.replay
 
-    def replays(self, replay: Callable[[], None], numbers: Sequence[int]) -> list[dict[str, Tensor]]:
-        results = []
-        for number in numbers:
-            self.fill(number)
-            replay()
-            results.append(self.result())
-        return results
-
 
 @pytest.mark.parametrize("fields", [{}, {"error_feedback": False, "warm_start": False}], ids=str)
 def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
     """Also after one that is not finite, after looking at the error, and with steps that are not captured between."""
-    expected = Training(device, **fields).eager(range(7))
+    expected = Training(device, **fields).run(range(7))
     training = Training(device, **fields)
-    found = training.eager(range(EAGER))
+    found = training.run(range(EAGER))
     replay = training.capture()
-    found += training.replays(replay, range(EAGER, 4))
-    found += training.eager([4])
+    found += training.run(range(EAGER, 4), replay)
+    found += training.run([4])
     # A step that is captured later goes on, too.
-    again = training.capture()
-    found += training.replays(again, [5])
-    found += training.replays(replay, [6])
+    found += training.run([5], training.capture())
+    found += training.run([6], replay)
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert same_bits(one, other), step
 
 
 def test_nothing_is_lost_by_a_capture_that_fails(device: torch.device):
-    expected = Training(device).eager(range(4))
+    expected = Training(device).run(range(4))
     training = Training(device)
-    training.eager(range(EAGER))
+    training.run(range(EAGER))
     training.keys = ["first", "another layout of the second"]
     with pytest.raises(RuntimeError, match="the same bucket in the step before"):
         training.capture()
     training.keys = ["first", "second"]
-    for one, other in zip(training.eager(range(EAGER, 4)), expected[EAGER:], strict=True):
+    for one, other in zip(training.run(range(EAGER, 4)), expected[EAGER:], strict=True):
         # A step that is interrupted makes new buckets, which subtracts the last product in another order.
         for name, tensor in one.items():
             torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-4)
@@ -139,7 +221,7 @@ def test_what_cannot_be_captured(
     fields: dict[str, Any], prepare: Callable[[Engine], None] | None, match: str, device: torch.device
 ):
     training = Training(device, **fields)
-    training.eager(range(EAGER))
+    training.run(range(EAGER))
     if prepare is not None:
         prepare(training.engine)
     with pytest.raises(RuntimeError, match=match):
@@ -151,7 +233,7 @@ def test_what_cannot_be_captured(
 def test_a_captured_step_makes_two_launches_more(device: torch.device):
     """Also where telemetry was on before."""
     training = Training(device)
-    training.eager(range(EAGER))
+    training.run(range(EAGER))
     Handle(training.engine).telemetry()
     Handle(training.engine).telemetry(every=0)
     training.capture()

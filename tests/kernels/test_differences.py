@@ -9,47 +9,37 @@ from torch import Tensor
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, WireFormat
 from powersgd_triton.ops.differences import apply_reference, encode_reference
-from tests.support.kernel_cases import INF, NAN, Bytes, Memory
+from tests.support.kernel_cases import GRADIENTS, INF, NAN, Bytes, Memory
 from tests.support.thinned import thinned
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODECS = (encode_triton, apply_triton), (encode_reference, apply_reference)
 COPIES = 3
 # Within a block and one more; five blocks, which share ternary codes' bytes; whole programs of 16 blocks, and one
 # element more; more than a program of ternary codes.
 SIZES = [1, 127, 128, 129, 639, 640, 641, 2048, 2049, 5121]
 
 
-class Copies:
-    """Copies [COPIES, numel] in guarded memory, with guards between the rows."""
-
-    def __init__(self, values: Tensor, dtype: torch.dtype, device: torch.device, aligned: bool) -> None:
-        numel, gap = values.shape[1], 0 if aligned else 3
-        self.memory = Memory([numel] * COPIES, dtype, device, gap).fill(list(values))
-        self.rows = self.memory.flat.as_strided((COPIES, numel), (numel + gap, 1), self.memory.flat.storage_offset())
-
-
 def assert_same(
     target: Tensor, values: Tensor, width: WireFormat, dtype: torch.dtype, device: torch.device, aligned: bool = True
 ) -> None:
     """Kernels and reference write the same bytes, and make the same copies of them; but a NaN is a NaN."""
-    numel = len(target)
-    _, size = width.difference_bytes(numel)
-    cpu = torch.device("cpu")
-    copies, expected_copies = Copies(values, dtype, device, aligned), Copies(values, dtype, cpu, aligned)
-    given = Memory([not aligned, numel], torch.float32, device)
-    given.views[1].copy_(target)
-    content, expected = Bytes((COPIES, size), device), Bytes((COPIES, size), cpu)
-    for i in range(COPIES):
-        encode_triton(given.views[1], copies.rows[i], width, content.view[i])
-        encode_reference(target, expected_copies.rows[i], width, expected.view[i])
-    assert torch.equal(content.view.cpu(), expected.view)
-    apply_triton(content.view, width, copies.rows)
-    apply_reference(expected.view, width, expected_copies.rows)
-    assert_bits(copies.rows, expected_copies.rows)
-    assert content.guarded()
-    assert expected.guarded()
-    assert all(memory.guarded() for memory in (copies.memory, expected_copies.memory, given))
-    assert torch.equal(content.view.cpu(), expected.view)
+    numel, gap, first = len(target), 0 if aligned else 3, int(not aligned)
+    results = []
+    for (encode, apply), where in zip(CODECS, (device, torch.device("cpu")), strict=True):
+        given = Memory([first, numel], torch.float32, where).fill([torch.zeros(first), target])
+        memory = Memory([numel] * COPIES, dtype, where, gap).fill(list(values))
+        copies = memory.flat.as_strided((COPIES, numel), (numel + gap, 1), memory.flat.storage_offset())
+        content = Bytes((COPIES, width.difference_bytes(numel)[1]), where)
+        for out, copy in zip(content.view, copies, strict=True):
+            encode(given.views[1], copy, width, out)
+        sent = content.view.cpu().clone()
+        apply(content.view, width, copies)
+        assert torch.equal(content.view.cpu(), sent)
+        assert all(used.guarded() for used in (given, memory, content))
+        results.append((sent, copies))
+    (bytes_got, got), (bytes_wanted, wanted) = results
+    assert torch.equal(bytes_got, bytes_wanted)
+    assert_bits(got, wanted)
 
 
 def assert_bits(got: Tensor, wanted: Tensor) -> None:
@@ -64,22 +54,17 @@ def assert_same_of_whole_tensor(values: Tensor, width: WireFormat, weight: float
     """Kernels and reference send the same of a tensor, leave the same of it, and add the same to another one."""
     numel, (_, size) = len(values), width.difference_bytes(len(values))
     results = []
-    for encode, apply, where in (
-        (encode_triton, apply_triton, device),
-        (encode_reference, apply_reference, torch.device("cpu")),
-    ):
+    for (encode, apply), where in zip(CODECS, (device, torch.device("cpu")), strict=True):
         target, content = Memory([numel], values.dtype, where).fill([values]), Bytes((1, size), where)
         total = Memory([numel], torch.float32, where).fill([torch.linspace(-1, 1, numel)])
         encode(target.views[0], None, width, content.view[0], subtract=True)
         apply(content.view, width, total.views[0][None], weight)
-        assert content.guarded()
-        assert target.guarded()
-        assert total.guarded()
+        assert all(used.guarded() for used in (content, target, total))
         results.append((content.view, target.views[0], total.views[0]))
-    got, wanted = results
-    assert torch.equal(got[0].cpu(), wanted[0])
-    assert_bits(got[1], wanted[1])
-    assert_bits(got[2], wanted[2])
+    (bytes_got, *got), (bytes_wanted, *wanted) = results
+    assert torch.equal(bytes_got.cpu(), bytes_wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert_bits(one, other)
 
 
 def random(numel: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +72,7 @@ def random(numel: int) -> tuple[Tensor, Tensor]:
     return torch.randn(numel, generator=generator), torch.randn(COPIES, numel, generator=generator)
 
 
-@thinned("width, dtype, aligned", list(DIFFERENCES), DTYPES, [True, False])
+@thinned("width, dtype, aligned", list(DIFFERENCES), GRADIENTS, [True, False])
 def test_same_bits_as_the_reference(width: str, dtype: torch.dtype, aligned: bool, device: torch.device):
     for numel in SIZES:
         assert_same(*random(numel), DIFFERENCES[width], dtype, device, aligned)
@@ -143,7 +128,7 @@ VALUES = {values.__name__: values for values in (heavy_tailed, equal, ties, deno
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@thinned("width, dtype, values", list(DIFFERENCES), DTYPES, list(VALUES))
+@thinned("width, dtype, values", list(DIFFERENCES), GRADIENTS, list(VALUES))
 def test_same_bits_of_all_kinds_of_values(width: str, dtype: torch.dtype, values: str, device: torch.device):
     target, copies = VALUES[values](*random(29 * BLOCK + 3), DIFFERENCES[width].levels)
     assert_same(target, copies, DIFFERENCES[width], dtype, device, aligned=False)
@@ -153,7 +138,7 @@ def test_same_bits_of_all_kinds_of_values(width: str, dtype: torch.dtype, values
 def test_empty(device: torch.device):
     for width in DIFFERENCES.values():
         assert width.difference_bytes(0) == (0, 0)
-        for encode, apply in ((encode_triton, apply_triton), (encode_reference, apply_reference)):
+        for encode, apply in CODECS:
             empty = torch.zeros(1, 0, device=device)
             content = torch.zeros(1, 0, dtype=torch.uint8, device=device)
             encode(empty[0], empty[0], width, content[0])

@@ -21,9 +21,7 @@ def test_backends_by_name(device: torch.device):
         select_backend(PowerSGDConfig(backend="triton", iterations=2), device)
     with pytest.raises(ValueError, match="backend must be one of auto, triton, torch; got 'cuda'"):
         PowerSGDConfig(backend="cuda")
-
-
-def test_auto_is_for_devices(device: torch.device):
+    # By itself the configuration takes the kernels on GPUs only.
     found = select_backend(PowerSGDConfig(backend="auto"), device, {torch.float32}, 4)
     interpreted = ("torch", "the interpreter is for tests")
     assert found == (interpreted if device.type == "cpu" else ("triton", "the fastest on this device"))

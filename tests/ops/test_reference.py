@@ -22,9 +22,9 @@ from powersgd_triton.ops.reference import (
     subtract_product_reference,
 )
 from tests.support.bounds import assert_within
+from tests.support.checks import DTYPES
+from tests.support.kernel_cases import NAN, Memory
 
-NAN = float("nan")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SIZES = [(1, 1, 1), (1, 9, 1), (9, 1, 1), (7, 5, 2), (16, 33, 4), (65, 12, 8)]
 
 
@@ -38,28 +38,23 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Case:
-    """B matrices of n × m with random factors, spaced in one storage with ``gap`` elements between them."""
+def spaced(values: Tensor) -> list[Tensor]:
+    """Matrices in one storage, with five elements between them."""
+    memory = Memory([matrix.numel() for matrix in values], values.dtype, torch.device("cpu"), gap=5)
+    return [view.view(values.shape[1:]) for view in memory.fill(list(values)).views]
 
-    def __init__(self, n: int, m: int, r: int, dtype: torch.dtype, batch: int = 3, gap: int = 5) -> None:
+
+class Case:
+    """B matrices of n × m with random factors."""
+
+    def __init__(self, n: int, m: int, r: int, dtype: torch.dtype, batch: int = 3) -> None:
         generator = torch.Generator().manual_seed(n * 1000 + m * 10 + r)
-        self.dtype, self.gap = dtype, gap
 
         def new(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(wide(dtype))
 
-        self.G = self.spaced(new(batch, n, m).to(dtype))
-        self.M = self.spaced(new(batch, n, m))
+        self.G, self.M = spaced(new(batch, n, m).to(dtype)), spaced(new(batch, n, m))
         self.P, self.Q, self.basis = new(batch, n, r), new(batch, m, r), new(batch, m, r)
-
-    def spaced(self, values: Tensor) -> list[Tensor]:
-        batch, n, m = values.shape
-        step = n * m + self.gap
-        memory = torch.full((batch * step,), NAN, dtype=values.dtype)
-        views = [memory[i * step : i * step + n * m].view(n, m) for i in range(batch)]
-        for view, value in zip(views, values, strict=True):
-            view.copy_(value)
-        return views
 
 
 def stack(matrices: list[Tensor]) -> Tensor:
@@ -142,7 +137,7 @@ def test_reconstruct(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPa
     block_bytes(monkeypatch, size)
     for n, m, r in SIZES:
         case = Case(n, m, r, dtype)
-        out, again = (case.spaced(torch.full((3, n, m), NAN, dtype=dtype)) for _ in range(2))
+        out, again = (spaced(torch.full((3, n, m), NAN, dtype=dtype)) for _ in range(2))
         reconstruct_reference(case.P, case.Q, out=out)
         reconstruct_reference(case.P, case.Q, out=again)
         P, Q = case.P.double(), case.Q.double()
@@ -190,8 +185,8 @@ def test_equal_distances_are_one_block_without_copies():
     assert [members for members, _, _ in blocks] == [slice(0, 6)]
     for view, matrices in zip(blocks[0][2], (case.G, case.M), strict=True):
         assert view.shape == (6, 4, 3)
-        assert view.untyped_storage().data_ptr() == matrices[0].untyped_storage().data_ptr()
-        assert all(torch.equal(view[i], matrix) for i, matrix in enumerate(matrices))
+        assert view.data_ptr() == matrices[0].data_ptr()
+        assert all(torch.equal(one, other) for one, other in zip(view, matrices, strict=True))
     assert [members for members, _, _ in blocks_of(case.G, rank=1)] == [slice(i, i + 1) for i in range(6)]
 
 
@@ -200,8 +195,8 @@ def test_equal_distances_are_one_block_without_copies():
     [
         ([0, 12, 24, 40, 52], [slice(0, 3), slice(3, 5), slice(5, 6)]),
         # Overlapping or descending.
-        ([0, 6, 12], [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]),
-        ([24, 12, 0], [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, 4)]),
+        ([0, 6, 12], [slice(i, i + 1) for i in range(4)]),
+        ([24, 12, 0], [slice(i, i + 1) for i in range(4)]),
     ],
 )
 def test_runs_end_where_distances_change_or_storage_does(starts: list[int], expected: list[slice]):
@@ -225,3 +220,20 @@ def test_blocks_cover_every_row_once_and_stay_small(size: int, monkeypatch: pyte
         seen[members, rows] += 1
         assert views[0].numel() * 4 <= max(size, blocks.FEWEST_ROWS * 5 * 4)
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_each_thread_has_a_block_that_fits_its_cache(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    size = blocks.block_bytes(torch.device("cpu"))
+    assert size == threads * blocks.BLOCK_BYTES["cpu"] <= threads << 20
+    matrix = torch.empty(8192, 1024)
+    sizes = [4 * block.numel() for _, _, (block,) in blocks_of([matrix], rank=4)]
+    assert sum(sizes) == 4 * matrix.numel()
+    assert size / 2 < max(sizes) <= size
+
+
+def test_blocks_of_wide_matrices_have_several_rows() -> None:
+    few, matrix = blocks.FEWEST_ROWS, torch.empty(20, blocks.BLOCK_BYTES["cpu"] * torch.get_num_threads() // 4)
+    rows = [block.shape[1] for _, _, (block,) in blocks_of([matrix], rank=4)]
+    assert rows == [few, few, 20 - 2 * few]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix, Pointers
+from tests.support.thinned import label
 
 NAN, INF = float("nan"), float("inf")
 # 40 ends within a second panel of columns.
@@ -48,13 +49,8 @@ UNWRITTEN = 0xFF
 """Of bytes: as a bf16 scale, NaN."""
 
 
-def named(dtype: torch.dtype | None) -> str:
-    """For pytest's ids."""
-    return "none" if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def over_dtypes(argument: str, dtypes: Sequence[torch.dtype | None]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(argument, dtypes, ids=named)
+    return pytest.mark.parametrize(argument, dtypes, ids=label)
 
 
 class Memory:
