@@ -53,14 +53,6 @@ def compressed(worker: int, **of_worker_1: Any) -> None:
     compress(Compressor(PowerSGDConfig(**{**CONFIG, **others}), shapes), shapes)
 
 
-def another_checkpoint(worker: int) -> None:
-    saved = Compressor(PowerSGDConfig(**CONFIG), SHAPES)
-    compress(saved)
-    state = saved.state_dict()
-    resumed = Compressor(PowerSGDConfig(**CONFIG), SHAPES)
-    resumed.load_state_dict(state) if worker != 1 else compress(resumed)
-
-
 def backward(worker: int, **options: Any) -> tuple[PowerSGDState, Callable[[int], None]]:
     """A state, and a backward pass of a step with it."""
     model = stack()
@@ -83,7 +75,6 @@ AT_THE_START: dict[str, Callable[[int], Any]] = {
     "shape of 'c': [8, 9] instead of [8, 8]": lambda worker: compressed(worker, shapes={**SHAPES, "c": (8, 9)}),
     "shape of 'more': [3] instead of none": lambda worker: compressed(worker, shapes={**SHAPES, "more": (3,)}),
     "shape of 'a': none instead of [16, 12]": lambda worker: compressed(worker, shapes={}),
-    "call: a step instead of load_state_dict": another_checkpoint,
     "config.seed: 5 instead of 0": lambda worker: backward(worker, random_seed=5 if worker == 1 else 0)[1](0),
 }
 
