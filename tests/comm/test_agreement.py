@@ -9,16 +9,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, DisagreementError, PowerSGDConfig
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.ops import torch_backend
 from tests.support.distributed import on_workers
 from tests.support.sharded_training import Net, hybrid, hybrid_mesh
 from tests.support.sharded_training import train as train_sharded
-from tests.support.small import MANY, RANK_2, WIDTH, stack
-from tests.support.training import batch, squared_error
+from tests.support.small import RANK_2, backward, stack
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8)}
 CONFIG: dict[str, Any] = {"rank": 2, "min_compression_rate": 0}
@@ -52,18 +50,11 @@ def compressed(worker: int, **of_worker_1: Any) -> None:
     compress(Compressor(PowerSGDConfig(**{**CONFIG, **others}), shapes), shapes)
 
 
-def backward(worker: int, **options: Any) -> tuple[PowerSGDState, Callable[[int], None]]:
+def with_ddp(**options: Any) -> tuple[PowerSGDState, Callable[..., None]]:
     """A state, and a backward pass of a step with it."""
     model = stack()
     state = PowerSGDState(None, module=model, **{**RANK_2, **options})
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
-    replica.register_comm_hook(state, powerSGD_hook)
-
-    def step(number: int) -> None:
-        inputs, targets = batch(worker, number, width=WIDTH)
-        squared_error(replica(inputs), targets).backward()
-
-    return state, step
+    return state, backward(model, state)
 
 
 # {what is said: what differs on worker 1}
@@ -74,7 +65,7 @@ AT_THE_START: dict[str, Callable[[int], Any]] = {
     "shape of 'c': [8, 9] instead of [8, 8]": lambda worker: compressed(worker, shapes={**SHAPES, "c": (8, 9)}),
     "shape of 'more': [3] instead of none": lambda worker: compressed(worker, shapes={**SHAPES, "more": (3,)}),
     "shape of 'a': none instead of [16, 12]": lambda worker: compressed(worker, shapes={}),
-    "config.seed: 5 instead of 0": lambda worker: backward(worker, random_seed=5 if worker == 1 else 0)[1](0),
+    "config.seed: 5 instead of 0": lambda worker: with_ddp(random_seed=5 if worker == 1 else 0)[1](),
 }
 
 
@@ -128,7 +119,7 @@ def test_factors_are_compared(worker: int, world_size: int) -> None:
 
 @on_workers(2, 3)
 def test_iteration_is_compared(worker: int, world_size: int) -> None:
-    state, step = backward(worker, check_every=2)
+    state, step = with_ddp(check_every=2)
     for number in range(3):
         if number == 2 and worker == 1:
             state.iter += 1

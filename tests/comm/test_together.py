@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,15 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, checkpoint
 from powersgd_triton.core import memory
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.checks import everything
 from tests.support.distributed import on_workers
-from tests.support.small import MANY, RANK_2, WIDTH, complaint, stack
-from tests.support.training import batch, squared_error
+from tests.support.small import RANK_2, backward, complaint, stack
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
 SYMPTOMS: dict[str, dict[str, Any]] = {
@@ -59,19 +57,6 @@ def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
 def told(said: str, own: str, others: str) -> None:
     """The victim has its own error and the others one that names it."""
     assert said.startswith(own if dist.get_rank() == VICTIM else others), said
-
-
-def backward(model: nn.Module, state: PowerSGDState, **options: Any) -> Callable[..., None]:
-    """A backward pass with DDP and the hook."""
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY, **options)
-    replica.register_comm_hook(state, powerSGD_hook)
-
-    def step(number: int = 0) -> None:
-        model.zero_grad()
-        inputs, targets = batch(dist.get_rank(), number, width=WIDTH)
-        squared_error(replica(inputs), targets).backward()
-
-    return step
 
 
 def averages(model: nn.Module) -> list[Tensor]:

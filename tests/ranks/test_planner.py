@@ -99,15 +99,6 @@ def test_a_model_without_matrices_needs_no_plan():
 # Later plans --------------------------------------------------------------------------------------------------------
 
 
-def test_equal_matrices_get_equal_ranks():
-    ranks = {"a": 4, "b": 8, "c": 8}
-    for _ in range(8):
-        ranks = allot(MODEL, ranks, {"a": 2.0, "b": 2.0, "c": 2.0}, config())
-    assert abs(ranks["a"] - ranks["b"]) <= 1
-    # A column of this one has more bytes.
-    assert ranks["c"] < ranks["a"]
-
-
 def test_ranks_become_as_the_root_of_demand_for_bytes():
     demands, ranks = {"a": 1.0, "b": 4.0, "c": 9.0}, starting_ranks(MODEL, config())
     for _ in range(8):
