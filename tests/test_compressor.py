@@ -120,23 +120,6 @@ def test_dict_list_and_flat_buffer_agree(dtype: torch.dtype):
         assert all(same_bits(result, expected) for result in (fresh, odd, given))
 
 
-def test_batching_changes_no_more_than_rounding():
-    """The yardstick is what rounding does anyhow: gradients off by 2⁻⁵⁰, an eighth of which fp64 rounding is."""
-    runs: list[list[Tensor]] = []
-    for batch, noise in ((True, 0.0), (False, 0.0), (True, 2.0**-50)):
-        compressor = Compressor(everything(batch_by_shape=batch), SHAPES)
-        results: list[Tensor] = []
-        for seed in range(6):
-            now = {name: G + noise * G.abs() for name, G in gradients(seed, dtype=torch.float64).items()}
-            results += step(compressor, now, torch.float64).values()
-        runs.append(results)
-
-    def distance(one: list[Tensor], other: list[Tensor]) -> float:
-        return max(float((a - b).norm()) for a, b in zip(one, other, strict=True))
-
-    assert distance(runs[0], runs[1]) <= 10 * distance(runs[0], runs[2])
-
-
 # What arrives -------------------------------------------------------------------------------------------------------
 
 
