@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.ops.step import LARGEST_SCALE, LossScale
 from tests.support.checks import everything, same_bits
 from tests.support.checks import gradients as random_gradients
-from tests.support.distributed import run
-from tests.support.small import MANY, RANK_2, WIDTH, stack
-from tests.support.training import batch, flat, gradients_of, squared_error
 
 SHAPES = {"a": (12, 10), "b": (9,), "c": (20, 16), "d": (12, 10)}
 SCALES = [None, 65536.0, 65536.0, 32768.0, None, 262144.0, 2.0**-10, 1.0]
@@ -162,50 +157,3 @@ def test_what_is_no_source_is_refused():
     compressor = Compressor(PowerSGDConfig(), SHAPES)
     with pytest.raises(TypeError, match=r"expected a torch.amp.GradScaler or a function; got float"):
         compressor.attach(2.0)  # type: ignore[arg-type]
-
-
-# DDP ----------------------------------------------------------------------------------------------------------------
-
-OVERFLOWS = (5, 6)
-
-
-def train(worker: int, scaler: torch.amp.GradScaler | None) -> dict[str, Any]:
-    """Ten steps; in some of them one worker's gradient overflows and the optimizer skips."""
-    model = stack()
-    state = PowerSGDState(None, module=model, **RANK_2)
-    if scaler is not None:
-        state.attach(scaler)
-    replica = DistributedDataParallel(model, bucket_cap_mb=MANY, find_unused_parameters=True)
-    replica.register_comm_hook(state, powerSGD_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scales = []
-    for step in range(10):
-        optimizer.zero_grad()
-        inputs, targets = batch(worker, step, width=WIDTH)
-        loss = squared_error(replica(inputs), targets)
-        if step in OVERFLOWS and worker == 1:
-            # The first layer's bucket is the last one.
-            loss = loss + next(model.parameters())[0, 0] * INF
-        if scaler is None:
-            loss.backward()
-            if flat(gradients_of(model)).isfinite().all():
-                optimizer.step()
-        else:
-            scales.append(scaler.get_scale())
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return {"weights": flat(dict(model.named_parameters())).detach(), "error": state.error(), "scales": scales}
-
-
-def with_and_without(worker: int, world_size: int) -> None:
-    plain = train(worker, None)
-    scaled = train(worker, torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2))
-    assert len(set(scaled["scales"])) >= 3
-    assert torch.equal(plain["weights"], scaled["weights"])
-    assert same_bits(plain["error"], scaled["error"])
-    assert all(error.any() for error in plain["error"].values())
-
-
-def test_ddp_with_a_grad_scaler():
-    run(with_and_without, 2)

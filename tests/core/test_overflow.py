@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor
+from powersgd_triton.ops import reference
 from powersgd_triton.ops.reference import may_overflow, reconstruct_reference
-from tests.support.checks import everything
+from tests.support.checks import everything, poisoned
 from tests.support.device import INTERPRETED
 from tests.support.fuzzing import gamma
 from tests.support.lockstep import Fleet
@@ -51,10 +53,10 @@ def fits(tensors: dict[str, Tensor]) -> bool:
 def step(compressor: Compressor, given: dict[str, Tensor]) -> tuple[bool, dict[str, Tensor]]:
     """Whether the averages fit fp16, which is what the optimizer looks at; and what they are in fp32."""
     compressed = compressor.compress(given)
-    narrow = {name: torch.full(shape, torch.nan, dtype=torch.float16) for name, shape in SHAPES.items()}
+    narrow = poisoned(SHAPES, torch.float16)
     compressor.decompress(compressed, out=narrow)
     assert bool(compressed.verdict) == fits(narrow)
-    wide = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
+    wide = poisoned(SHAPES)
     compressor.decompress(compressed, out=wide)
     assert bool(compressed.verdict) == fits(narrow), "the second time decides nothing"
     return fits(narrow), wide
@@ -107,9 +109,9 @@ def test_another_dtype_afterwards_does_no_harm(mode: str) -> None:
     compressor.attach(lambda: 1.0)
     given = {name: 3 * tensor for name, tensor in fixed(torch.float32).items()}
     compressed = compressor.compress(given)
-    averages = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
+    averages = poisoned(SHAPES)
     compressor.decompress(compressed, out=averages)
-    narrow = {name: torch.full(shape, torch.nan, dtype=torch.float16) for name, shape in SHAPES.items()}
+    narrow = poisoned(SHAPES, torch.float16)
     compressor.decompress(compressed, out=narrow)
     assert not fits(narrow)
     assert compressed.verdict == 1
@@ -127,7 +129,7 @@ def test_without_a_loss_scale_steps_fit_again_when_gradients_are_small() -> None
         scale = 2.0 ** -sum(not fitted for fitted in history)
         given = {name: (scale * tensor.float()).half() for name, tensor in fixed().items()}
         compressed = compressor.compress(given)
-        averages = {name: torch.empty(shape, dtype=torch.float16) for name, shape in SHAPES.items()}
+        averages = poisoned(SHAPES, torch.float16)
         compressor.decompress(compressed, out=averages)
         history.append(fits(averages))
         assert compressed.verdict == 1, number
@@ -179,22 +181,12 @@ def test_factors_tell_that_nothing_can_overflow(entries: Sequence[float], expect
     assert may_overflow(P, Q, torch.float16) is expected
 
 
-def test_only_what_may_overflow_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from powersgd_triton.ops import reference
-
-    looks: list[int] = []
-    note: Callable[[Tensor, Tensor], None] = reference.note_overflow
-
-    def counted(written: Tensor, verdict: Tensor) -> None:
-        looks.append(written.numel())
-        note(written, verdict)
-
-    monkeypatch.setattr(reference, "note_overflow", counted)
+def test_only_what_may_overflow_is_looked_at() -> None:
     P, Q = torch.ones(1, 9, 2), torch.ones(1, 7, 2)
     for factor, expected in ((1.0, []), (1e4, []), (1e5, [63])):
-        looks.clear()
-        reconstruct_reference(P, factor * Q, out=[torch.empty(9, 7, dtype=torch.float16)], verdict=torch.ones(()))
-        assert looks == expected
+        with mock.patch.object(reference, "note_overflow", wraps=reference.note_overflow) as note:
+            reconstruct_reference(P, factor * Q, out=[torch.empty(9, 7, dtype=torch.float16)], verdict=torch.ones(()))
+        assert [look.args[0].numel() for look in note.call_args_list] == expected
 
 
 @pytest.mark.parametrize(

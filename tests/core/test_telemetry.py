@@ -115,16 +115,22 @@ def test_norms_are_those_of_the_error(fields: dict[str, Any]):
             assert 0 < layer.captured <= 1 if record.applied else layer.captured == 0
 
 
+def records_of(fleet: Fleet, workers: Iterable[int], buckets: list[list[str]]) -> dict[int, list[StepRecord]]:
+    """What these workers report of three steps."""
+    records: dict[int, list[StepRecord]] = {worker: [] for worker in workers}
+    for worker, found in records.items():
+        fleet.engines[worker].telemetry = Telemetry(found.append, None, 1)
+    for number in range(3):
+        given = [gradients(10 * number + worker, fleet.shapes) for worker in range(len(fleet.engines))]
+        fleet.step(given, buckets)
+    return records
+
+
 def test_workers_report_their_own_numbers():
     """Two of four workers measure, and the others do not hear of it."""
     for node_size, wire in [(1, None), (1, "int8"), (2, None), (2, "int4")]:
         fleet = Fleet(PowerSGDConfig(rank=2, min_compression_rate=0.1, wire_dtype=wire), SMALL, 4, node_size)
-        records: dict[int, list[StepRecord]] = {0: [], 3: []}
-        for worker, found in records.items():
-            fleet.engines[worker].telemetry = Telemetry(found.append, None, 1)
-        for number in range(3):
-            fleet.step([gradients(10 * number + worker, SMALL) for worker in range(4)], [["weight"], ["bias"]])
-        for worker, found in records.items():
+        for worker, found in records_of(fleet, (0, 3), [["weight"], ["bias"]]).items():
             assert [record.step for record in found] == [2, 3]
             # The last step subtracted what the owner of a part lost by rounding only after its sums.
             assert_errors(found[-1], fleet.errors()[worker])
@@ -132,12 +138,7 @@ def test_workers_report_their_own_numbers():
 
 
 def test_a_worker_without_rows_of_a_bucket_reports_nothing_of_it():
-    fleet = Fleet(everything(1), {"row": (1, 64)}, 4, 2)
-    records: list[list[StepRecord]] = [[], [], [], []]
-    for engine, found in zip(fleet.engines, records, strict=True):
-        engine.telemetry = Telemetry(found.append, None, 1)
-    for number in range(3):
-        fleet.step([gradients(10 * number + worker, {"row": (1, 64)}) for worker in range(4)], [["row"]])
+    records = records_of(Fleet(everything(1), {"row": (1, 64)}, 4, 2), range(4), [["row"]]).values()
     assert sorted(len(found[-1].layers) for found in records) == [0, 0, 1, 1]
     assert all(found[-1].applied for found in records)
 

@@ -110,15 +110,6 @@ def test_all_workers_settle_the_same_and_lose_nothing() -> None:
         assert first == second
 
 
-def test_one_worker_does_not_compress() -> None:
-    compressor = Compressor(AUTO, SHAPES)
-    for step in range(FIRST + 1):
-        own = gradients(0, step)
-        averages = averaged(compressor, own)
-        assert all(torch.equal(averages[name], own[name]) for name in SHAPES)
-    assert compressor.state_dict()["plan"]["settled"] == {"compression": None}
-
-
 def saved_with(settled: dict[str, Any]) -> dict[str, Any]:
     compressor = Compressor(PowerSGDConfig(compression=4), SHAPES)
     compressor.compress(gradients(0, 0))

@@ -108,8 +108,3 @@ def test_accepts_pairs_and_refuses_a_repeated_name():
     assert Layout.build([("w", (4, 4)), ("v", (4, 4))], config).numel == 32
     with pytest.raises(ValueError, match="'w' occurs twice"):
         Layout.build([("w", (4, 4)), ("w", (4, 4))], config)
-
-
-def test_no_tensors():
-    layout = build([])
-    assert (layout.numel, layout.sent_numel(PowerSGDConfig(), 0), layout.groups) == (0, 0, ())

@@ -99,15 +99,6 @@ def test_a_model_without_matrices_needs_no_plan():
 # Later plans --------------------------------------------------------------------------------------------------------
 
 
-def test_equal_matrices_get_equal_ranks():
-    ranks = {"a": 4, "b": 8, "c": 8}
-    for _ in range(8):
-        ranks = allot(MODEL, ranks, {"a": 2.0, "b": 2.0, "c": 2.0}, config())
-    assert abs(ranks["a"] - ranks["b"]) <= 1
-    # A column of this one has more bytes.
-    assert ranks["c"] < ranks["a"]
-
-
 def test_ranks_become_as_the_root_of_demand_for_bytes():
     demands, ranks = {"a": 1.0, "b": 4.0, "c": 9.0}, starting_ranks(MODEL, config())
     for _ in range(8):
@@ -127,11 +118,13 @@ def test_a_plan_changes_ranks_by_a_third():
     assert all(found[name] >= rank * 2 // 3 for name, rank in ranks.items())
 
 
-def test_demand():
+def test_demand_and_share():
     # All columns alike: ‖M‖²/φ = 4 · 4 / (r · 0.02), of which one more saves nearly 1 / r.
     assert Spectrum((0.02,) * 5, 4.0).demand == pytest.approx(4.0**2 / 0.02)
     # Steeper spectra gain less by another column.
     assert Spectrum((0.09, 0.004, 0.003, 0.003), 1.0).demand < Spectrum((0.025,) * 4, 1.0).demand
+    assert Spectrum((0.04, 0.01), 0.5).share == pytest.approx(0.1)
+    assert Spectrum((), 0.0).share == 0
 
 
 def test_plans_do_not_depend_on_the_size_of_gradients():
@@ -159,11 +152,6 @@ def test_tensors_that_were_added_are_made_room_for_at_once():
     found = allot(grown, ranks, dict.fromkeys(ranks, 1.0), tight)
     assert any(found[name] < rank * 2 // 3 for name, rank in ranks.items())
     assert sent_bytes(grown, found, tight) <= 20_000
-
-
-def test_a_matrix_of_which_nothing_is_known_keeps_its_rank():
-    ranks = starting_ranks(MODEL, config())
-    assert allot(MODEL, ranks, {"a": 5.0, "c": 0.1}, config())["b"] == ranks["b"]
 
 
 def test_nothing_is_learnt_from_overflows():
@@ -201,11 +189,6 @@ def test_any_plan_keeps_to_the_budget_and_uses_it(
             elif rank < min(most, max(ranks[name] + 1, ranks[name] * 4 // 3)):
                 assert matrix_bytes(*matrix_shape(model[name]), 1, settings) > spare
         ranks = found
-
-
-def test_share():
-    assert Spectrum((0.04, 0.01), 0.5).share == pytest.approx(0.1)
-    assert Spectrum((), 0.0).share == 0
 
 
 @pytest.mark.parametrize("workers", [3, 64, 1024])

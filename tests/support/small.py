@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.ddp import PowerSGDState
-from tests.support.training import Run, linear_stack, train
+from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from tests.support.training import Run, batch, linear_stack, squared_error, train
 
 WIDTH = 64
 RANK_2: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0, "min_compression_rate": 0}
@@ -34,6 +35,19 @@ def training(model: nn.Module, worker: int, state: Any, steps: range, cap: float
 
 def state_for(model: nn.Module, kind: str = "named", group: dist.ProcessGroup | None = None) -> PowerSGDState:
     return PowerSGDState(group, module=model if kind == "named" else None, **RANK_2)
+
+
+def backward(model: nn.Module, state: PowerSGDState, **options: Any) -> Callable[..., None]:
+    """A backward pass with DDP and the hook."""
+    replica = DistributedDataParallel(model, bucket_cap_mb=MANY, **options)
+    replica.register_comm_hook(state, powerSGD_hook)
+
+    def step(number: int = 0) -> None:
+        model.zero_grad()
+        inputs, targets = batch(dist.get_rank(), number, width=WIDTH)
+        squared_error(replica(inputs), targets).backward()
+
+    return step
 
 
 def uninterrupted(worker: int, kind: str) -> Run:
