@@ -28,7 +28,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.integrations.names import is_deepspeed
 from tests.support.deepspeed_training import configuration
 from tests.support.distributed import folder
-from tests.support.local_steps import LOST, TERNARY, mean, owed, same_bits, theta
+from tests.support.local_steps import LOST, TERNARY, batch, mean, owed, same_bits, theta
 from tests.support.small import complaint
 
 WORKERS, NODE = 4, 2
@@ -80,12 +80,6 @@ class OddNet(Net):
     def forward(self, x: Tensor) -> Tensor:
         image = self.filter(x.view(-1, 2, 2, 3)).reshape(len(x), WIDTH)
         return super().forward(x + image) + 0.1 * (x.to(torch.complex64) @ self.mix).abs().sum(1, keepdim=True)
-
-
-def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * worker + step)
-    x = torch.randn(8, WIDTH, generator=generator)
-    return x, x[:, :5].sin() + 0.1 * worker
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,15 +15,15 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.deepspeed_jobs import Job
-from tests.support.local_steps import TERNARY, same_bits, theta
+from tests.support.deepspeed_cases import BF16
+from tests.support.deepspeed_jobs import Job, named, parametrized
+from tests.support.local_steps import TERNARY, batch, same_bits, theta
 from tests.support.local_wrappers import (
     EVERY,
     RATE,
     WORKERS,
     Net,
     across,
-    batch,
     conserves,
     equals_averaging,
     in_deepspeed,
@@ -31,9 +32,7 @@ from tests.support.local_wrappers import (
     resumes,
     watched,
 )
-from tests.support.sharded_training import in_one_group, outcome
 
-BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
@@ -90,40 +89,24 @@ def refuses() -> None:
     refused(lambda: in_deepspeed(Net()).model, "no matrices of low rank: give codes", across(), low_rank)
 
 
-QUICK: dict[str, Any] = {
+STAGE_2_BF16 = KINDS["stage 2, bf16"]
+QUICK: dict[str, Callable[[], None]] = {
     "refuses": refuses,
-    "averages and clips": functools.partial(
-        equals_averaging, "deepspeed", clip=0.1, gradient_clipping=0.1, **KINDS["stage 2"]
-    ),
-    "conserves, stage 2, bf16": functools.partial(conserves, "deepspeed", CODED, **KINDS["stage 2, bf16"]),
-    "resumes, stage 2, bf16": functools.partial(resumes, "deepspeed", "int2, delay", **KINDS["stage 2, bf16"]),
+    "averages and clips": partial(equals_averaging, "deepspeed", clip=0.1, stage=2, gradient_clipping=0.1),
+    "conserves": partial(conserves, "deepspeed", CODED, **STAGE_2_BF16),
+    "resumes": partial(resumes, "deepspeed", "int2, delay", **STAGE_2_BF16),
 }
-SLOW: dict[str, Any] = {
-    **{f"trains, {name}": functools.partial(trains, **kind) for name, kind in KINDS.items()},
-    **{f"conserves, {name}": functools.partial(conserves, "deepspeed", CODED, **kind) for name, kind in KINDS.items()},
-    **{
-        f"averages, {name}": functools.partial(equals_averaging, "deepspeed", **KINDS[name])
-        for name in ("stage 1", "stage 2")
-    },
-    **{
-        f"resumes, {name}": functools.partial(resumes, "deepspeed", "ternary", **KINDS[name])
-        for name in ("stage 2, bf16", "stage 2", "BF16_Optimizer")
-    },
-}
+SLOW: dict[str, Callable[[], None]] = {}
+for name, kind in KINDS.items():
+    SLOW[f"trains, {name}"] = partial(trains, **kind)
+    SLOW[f"conserves, {name}"] = partial(conserves, "deepspeed", CODED, **kind)
+for name in ("stage 1", "stage 2"):
+    SLOW[f"averages, {name}"] = partial(equals_averaging, "deepspeed", **KINDS[name])
+for name in ("stage 2, bf16", "stage 2", "BF16_Optimizer"):
+    SLOW[f"resumes, {name}"] = partial(resumes, "deepspeed", "ternary", **KINDS[name])
 
 
-@functools.cache
-def results(*, slow: bool) -> dict[str, list[Any]]:
-    return in_one_group({name: Job(case) for name, case in (SLOW if slow else QUICK).items()}, WORKERS)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_case(name: str) -> None:
+@parametrized([*named(QUICK, WORKERS, engine=True), *named(SLOW, WORKERS, slow=True, engine=True)])
+def test_local_steps(job: Job, finish: Callable[[Job], None]) -> None:
     """See the functions above and in ``local_wrappers.py``."""
-    outcome(results(slow=False), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_more(name: str) -> None:
-    outcome(results(slow=True), name)
+    finish(job)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
+from tests.support.deepspeed_jobs import Job, named, parametrized
 from tests.support.local_steps import TERNARY, same_bits, theta
 from tests.support.local_wrappers import (
     BUILD,
@@ -35,7 +37,6 @@ from tests.support.local_wrappers import (
     resumes,
     watched,
 )
-from tests.support.sharded_training import in_one_group, outcome
 
 
 def averages_states_and_follows_in_bf16(kind: str) -> None:
@@ -50,7 +51,7 @@ def averages_states_and_follows_in_bf16(kind: str) -> None:
     assert same_bits(theta(sync), setup.mean_over)
 
 
-def shares_an_exchange(worker: int, _world_size: int) -> None:
+def shares_an_exchange() -> None:
     """The workers of a DDP node share an exchange: sums take two levels."""
     setup = in_ddp(Net())
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
@@ -59,11 +60,12 @@ def shares_an_exchange(worker: int, _world_size: int) -> None:
     with watched() as groups:
         sync.step()
     assert sync._engine.communicator.inside is not None
+    worker = dist.get_rank()
     first = worker // NODE * NODE
     assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < set(groups)
 
 
-def refuses(worker: int, _world_size: int) -> None:
+def refuses() -> None:
     """Models that communicate with the wrong workers, or that are not supported."""
 
     def over_all() -> Any:
@@ -79,7 +81,7 @@ def refuses(worker: int, _world_size: int) -> None:
     )
     refused(over_all, r"LocalSteps averages changes over the workers \[\d, \d\].*group=across", across())
     refused(lambda: in_ddp(Net()).model, "must have worker . in common, and no other", node())
-    refused(lambda: Net() if worker else "no model", "model must be a torch.nn.Module; got str")
+    refused(lambda: Net() if dist.get_rank() else "no model", "model must be a torch.nn.Module; got str")
     refused(
         lambda: fully_shard(Net(), mesh=mesh()),
         r'has a replicate dimension.*give fully_shard mesh\["shard"\], and LocalSteps group=mesh\["replicate"\]',
@@ -99,7 +101,7 @@ def refuses(worker: int, _world_size: int) -> None:
         node_mpu(node(), node())
 
 
-def compresses_gradients_too(_worker: int, _world_size: int) -> None:
+def compresses_gradients_too() -> None:
     """Gradients may be compressed inside a node at the same time."""
     setup = in_ddp(Net())
     state = attach(setup.model, PowerSGDConfig(rank=2, min_compression_rate=0))
@@ -109,54 +111,33 @@ def compresses_gradients_too(_worker: int, _world_size: int) -> None:
     assert same_bits(setup.whole(), None)
 
 
-class Case:
-    """A function that is not told which worker it runs on, and its arguments."""
-
-    def __init__(self, function: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        self.bound = functools.partial(function, *arguments, **options)
-
-    def __call__(self, _worker: int, _world_size: int) -> None:
-        self.bound()
-
-
 ALL = ("exact", "ternary", "int2, delay", "rank", "budget")
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-CASES: dict[str, Any] = {
-    "ddp averages": Case(equals_averaging, "ddp"),
-    "fsdp2 averages": Case(equals_averaging, "fsdp2"),
-    "ddp conserves": Case(conserves, "ddp", ("ternary", "rank")),
-    "fsdp2 conserves": Case(conserves, "fsdp2", ALL),
-    "odd tensors": Case(conserves, "ddp", ("ternary", "budget"), OddNet),
-    "offload": Case(conserves, "fsdp2", ("int2, delay",), **OFFLOAD),
-    "ddp resumes": Case(resumes, "ddp", "ternary"),
-    "fsdp2 resumes": Case(resumes, "fsdp2", "int2, delay"),
-    "ddp in bf16": Case(averages_states_and_follows_in_bf16, "ddp"),
-    "fsdp2 in bf16": Case(averages_states_and_follows_in_bf16, "fsdp2"),
+CASES: dict[str, Callable[[], None]] = {
+    "ddp averages": partial(equals_averaging, "ddp"),
+    "fsdp2 averages": partial(equals_averaging, "fsdp2"),
+    "ddp conserves": partial(conserves, "ddp", ("ternary", "rank")),
+    "fsdp2 conserves": partial(conserves, "fsdp2", ALL),
+    "odd tensors": partial(conserves, "ddp", ("ternary", "budget"), OddNet),
+    "offload": partial(conserves, "fsdp2", ("int2, delay",), **OFFLOAD),
+    "ddp resumes": partial(resumes, "ddp", "ternary"),
+    "fsdp2 resumes": partial(resumes, "fsdp2", "int2, delay"),
+    "ddp in bf16": partial(averages_states_and_follows_in_bf16, "ddp"),
+    "fsdp2 in bf16": partial(averages_states_and_follows_in_bf16, "fsdp2"),
     "levels": shares_an_exchange,
     "refusals": refuses,
     "gradients": compresses_gradients_too,
 }
-SLOW: dict[str, Any] = {
-    "ddp conserves everything": Case(conserves, "ddp", ALL),
-    "odd tensors, everything": Case(conserves, "ddp", ALL, OddNet),
-    "offload, everything": Case(conserves, "fsdp2", ALL, **OFFLOAD),
-    "ddp resumes, delay": Case(resumes, "ddp", "int2, delay"),
-    "fsdp2 resumes, ternary": Case(resumes, "fsdp2", "ternary"),
+SLOW: dict[str, Callable[[], None]] = {
+    "ddp conserves everything": partial(conserves, "ddp", ALL),
+    "odd tensors, everything": partial(conserves, "ddp", ALL, OddNet),
+    "offload, everything": partial(conserves, "fsdp2", ALL, **OFFLOAD),
+    "ddp resumes, delay": partial(resumes, "ddp", "int2, delay"),
+    "fsdp2 resumes, ternary": partial(resumes, "fsdp2", "ternary"),
 }
 
 
-@functools.cache
-def results(*, slow: bool) -> dict[str, list[Any]]:
-    return in_one_group(SLOW if slow else CASES, WORKERS)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+@parametrized([*named(CASES, WORKERS, engine=False), *named(SLOW, WORKERS, slow=True, engine=False)])
+def test_local_steps(job: Job, finish: Callable[[Job], None]) -> None:
     """See the functions above and in ``local_wrappers.py``."""
-    outcome(results(slow=False), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_more(name: str) -> None:
-    outcome(results(slow=True), name)
+    finish(job)
