@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -231,13 +231,6 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[list[tuple[int, ...]]]:
-    """The workers of each collective that starts meanwhile."""
-    with Watch() as watch:
-        yield watch.groups
-
-
 def inside(groups: Sequence[tuple[int, ...]]) -> bool:
     """Whether there were collectives, all of them within the node."""
     own = {*dist.get_process_group_ranks(node())}
@@ -255,9 +248,9 @@ def equals_averaging(kind: str, clip: float = torch.inf, **options: Any) -> None
     sync = LocalSteps(got.model, None, EVERY, group=across())
     untrained = got.whole()
     for first in range(0, STEPS, EVERY):
-        with watched() as groups:
+        with Watch() as watch:
             got.train(range(first, first + EVERY - 1), sync)
-        assert inside(groups)
+        assert inside(watch.groups)
         got.train(range(first + EVERY - 1, first + EVERY), sync)
     whole = got.whole()
     assert (whole - expected.whole()).abs().max() <= 1e-5 < 0.01 < (whole - untrained).abs().max()

@@ -23,6 +23,7 @@ from tests.support.local_wrappers import (
     RATE,
     WORKERS,
     Net,
+    Watch,
     across,
     conserves,
     equals_averaging,
@@ -30,7 +31,6 @@ from tests.support.local_wrappers import (
     inside,
     refused,
     resumes,
-    watched,
 )
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -50,9 +50,9 @@ def trains(steps: int = 60, **options: Any) -> None:
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
     losses = []
     for step in range(steps):
-        with watched() as groups:
+        with Watch() as watch:
             losses.append(float(setup.advance(*batch(dist.get_rank(), step % 6))))
-        assert inside(groups)
+        assert inside(watch.groups)
         sync.step()
     assert same_bits(setup.whole(), None)
     assert same_bits(theta(sync), across())

@@ -25,6 +25,7 @@ from tests.support.local_wrappers import (
     WORKERS,
     Net,
     OddNet,
+    Watch,
     across,
     conserves,
     equals_averaging,
@@ -35,7 +36,6 @@ from tests.support.local_wrappers import (
     real,
     refused,
     resumes,
-    watched,
 )
 
 
@@ -57,12 +57,12 @@ def shares_an_exchange() -> None:
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
     setup.train(range(EVERY), sync)
     setup.train(range(EVERY - 1), sync)
-    with watched() as groups:
+    with Watch() as watch:
         sync.step()
     assert sync._engine.communicator.inside is not None
     worker = dist.get_rank()
     first = worker // NODE * NODE
-    assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < set(groups)
+    assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < set(watch.groups)
 
 
 def refuses() -> None:
