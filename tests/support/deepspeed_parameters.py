@@ -77,14 +77,10 @@ def rounded(engine: Any) -> list[Tensor]:
 def modelled(
     before: Sequence[Tensor], wanted: Sequence[Tensor], width: str, slices: int, used: Sequence[int]
 ) -> list[Tensor]:
-    """What the copies must be after a step: a plain model of it.
+    """What the copies, as they were ``before`` a step, must be after it: a plain model of it.
 
-    Args:
-        before: the copies before it.
-        wanted: the masters after it.
-        width: of the differences.
-        slices: elements of a message, of all workers, at most.
-        used: elements of each group that belong to parameters, the first ones.
+    A message has at most ``slices`` elements of all workers. ``used`` are each group's elements that belong to
+    parameters, the first ones.
     """
     form, expected = DIFFERENCES[width], [copy.clone() for copy in before]
     for copy, targets in zip(expected, wanted, strict=True):

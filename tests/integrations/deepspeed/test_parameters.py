@@ -67,14 +67,7 @@ LITTLE = Case("stage 2, small messages", 2, {**BF16, **SMALL_MESSAGES})
 def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, load: str = "", save: str = "") -> None:
     """Steps, some of which overflow, against the plain model.
 
-    Args:
-        case: configuration.
-        width: of the differences.
-        tied: train ``Tied``.
-        steps: of training.
-        seed: of what goes wrong.
-        load: a universal checkpoint's folder, to begin with.
-        save: folder of a checkpoint at the end.
+    They begin with the universal checkpoint of folder ``load``, and end with a checkpoint in folder ``save``.
     """
     draw = random.Random(seed)
     moved = skipped = False
