@@ -30,11 +30,8 @@ def rows() -> dict[str, dict[str, Any]]:
     return {row["ranks"]: row for row in json.loads(found.stdout)}
 
 
-def test_a_bucket_takes_few_launches(rows: dict[str, dict[str, Any]]):
+def test_a_bucket_takes_few_launches_of_kernels_that_all_buckets_share(rows: dict[str, dict[str, Any]]):
     assert rows["4"]["launches a bucket"] <= MOST_LAUNCHES + LAUNCHES_OF_NARROW_MESSAGES
-
-
-def test_all_buckets_of_a_model_share_their_kernels(rows: dict[str, dict[str, Any]]):
     assert rows["4"]["kernels compiled"] <= MOST_KERNELS
 
 

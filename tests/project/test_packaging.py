@@ -75,12 +75,6 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_adapters_of_the_checkout_are_a_link():
-    assert ADAPTERS.is_symlink()
-    assert ADAPTERS.readlink() == Path("..", "integrations")
-    assert ADAPTERS.resolve() == ROOT / "integrations"
-
-
 def test_every_folder_with_modules_is_a_package():
     # setup.py finds no others, and leaves out their modules without a word.
     assert {"powersgd_triton/config.py", "powersgd_triton/integrations/optimizer.py"} <= modules()
