@@ -19,9 +19,10 @@ from tests.support.frameworks.table import difference
 pytest.importorskip("accelerate")
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations.accelerate import compress
+from powersgd_triton.integrations import accelerate as adapter
 from tests.support.frameworks import accelerate
 
+compress: Any = adapter.compress
 pytestmark = pytest.mark.slow
 
 
