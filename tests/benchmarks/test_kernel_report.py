@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,17 +13,16 @@ import pytest
 from benchmarks.bucket_costs import record_bucket
 from benchmarks.compiled import GPUS, Instruction, count, loops
 from tests.support.distributed import HUNG
+from tests.support.programs import output_of
 
 # Compiling is as fast as the machine has time for; only a compiler that hangs takes so long.
 pytestmark = pytest.mark.timeout(2 * HUNG)
 
-ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = tuple(GPUS)
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
 MOST_LAUNCHES = 14
 WIRE = ("encode", "reduce", "decode")
 DIFFERENCES = ("encode_difference", "apply_difference")
-
 
 Rows = list[dict[str, Any]]
 
@@ -37,35 +34,20 @@ def report(request: pytest.FixtureRequest) -> Rows:
     Ranks of both panel widths, and two widths on the wire. Compiling all of it takes two processors minutes.
     """
     architectures, ranks = (("sm_90",), (4,)) if request.param == "some" else (ARCHITECTURES, (4, 32))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = ["--json", "--only", "rank 32, wire int4 and own"]
     options += [word for rank in (4, 32) for word in ("--rank", str(rank))]
     options += [word for rank in ranks for word in ("--only", f"rank {rank}, float32/float32")]
     options += ["--only", "rank 4, wire float16 and own"] * (request.param == "all")
     options += ["--only", "differences int2, bfloat16" if request.param == "some" else "differences"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "benchmarks/kernel_report.py", *options, *chosen],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for chosen in (
-            [word for name in names for word in ("--architecture", name)]
-            for names in (architectures[::2], architectures[1::2])
-            if names
-        )
-    ]
-    rows: Rows = []
-    try:
-        for process in processes:
-            output, _ = process.communicate()
-            assert process.returncode == 0
-            rows += json.loads(output)
-    finally:
-        for process in processes:
-            process.kill()
+
+    def rows_of(names: Sequence[str]) -> Rows:
+        chosen = [word for name in names for word in ("--architecture", name)]
+        rows: Rows = json.loads(output_of("benchmarks/kernel_report.py", *options, *chosen, TRITON_INTERPRET=None))
+        return rows
+
+    halves = [names for names in (architectures[::2], architectures[1::2]) if names]
+    with ThreadPoolExecutor() as pool:
+        rows = [row for half in pool.map(rows_of, halves) for row in half]
     assert {row["architecture"] for row in rows} == {*architectures}
     return rows
 
