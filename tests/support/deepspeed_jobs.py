@@ -32,6 +32,10 @@ class Job:
         words = [getattr(argument, "__name__", str(argument)) for argument in (self.body, *self.arguments)]
         return "-".join([*words, f"{self.workers} workers"])
 
+    def kind(self) -> tuple[int, bool, bool]:
+        """Jobs of one kind run in the same processes."""
+        return self.workers, self.slow, self.engine
+
     def __call__(self, worker: int, world_size: int) -> Any:
         if self.engine:
             prepare(worker, world_size)
