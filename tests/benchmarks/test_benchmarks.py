@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,7 @@ from benchmarks.shapes import GPU_GRADIENT_SETS, count_parameters
 from benchmarks.targets import targets
 from benchmarks.tracing import WINDOW, read_trace
 from powersgd_triton.demo.train import Arm
-from tests.support.distributed import HUNG
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.programs import ROOT, output_of
 
 PARAMETERS = {
     "resnet-50": 25_557_032,
@@ -38,17 +34,7 @@ def test_gradient_sets_have_the_published_size(name: str) -> None:
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     options = ["-m", "gpu", "--dry", "--record", "dry", "--tests", "passed", "--benchmark-quiet"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "benchmarks", "-q", "-p", "no:cacheprovider", *options],
-        cwd=ROOT,
-        env={**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HUNG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    output_of("-m", "pytest", "benchmarks", "-q", "-p", "no:cacheprovider", *options, OUT=str(tmp_path))
     recorded = json.loads((tmp_path / "dry.json").read_text())
     assert recorded["machine"]["dry"]
     assert recorded["machine"]["tests"] == "passed"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,123 +13,100 @@ import pytest
 from benchmarks.bucket_costs import record_bucket
 from benchmarks.compiled import GPUS, Instruction, count, loops
 from tests.support.distributed import HUNG
+from tests.support.programs import output_of
 
 # Compiling is as fast as the machine has time for; only a compiler that hangs takes so long.
 pytestmark = pytest.mark.timeout(2 * HUNG)
 
-ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = tuple(GPUS)
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
 MOST_LAUNCHES = 14
 WIRE = ("encode", "reduce", "decode")
 DIFFERENCES = ("encode_difference", "apply_difference")
 
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """What is compiled: for which architectures, and at which ranks the products with fp32 gradients and buffers."""
-
-    name: str
-    architectures: tuple[str, ...]
-    ranks: tuple[int, ...]
+Rows = list[dict[str, Any]]
 
 
-# Ranks of both panel widths, and two widths on the wire. Compiling all of it takes two processors minutes.
-PARTS = [Part("some", ("sm_90",), (4,)), Part("all", ARCHITECTURES, (4, 32))]
-parts = [pytest.param(part, id=part.name, marks=[pytest.mark.slow] if part.name == "all" else []) for part in PARTS]
+@pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)])
+def report(request: pytest.FixtureRequest) -> Rows:
+    """One process for every two architectures; aligned and not.
 
-
-@dataclasses.dataclass
-class Report:
-    architectures: tuple[str, ...]
-    rows: list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module", params=parts)
-def report(request: pytest.FixtureRequest) -> Report:
-    """One process for every two architectures; aligned and not."""
-    part: Part = request.param
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    Ranks of both panel widths, and two widths on the wire. Compiling all of it takes two processors minutes.
+    """
+    architectures, ranks = (("sm_90",), (4,)) if request.param == "some" else (ARCHITECTURES, (4, 32))
     options = ["--json", "--only", "rank 32, wire int4 and own"]
     options += [word for rank in (4, 32) for word in ("--rank", str(rank))]
-    options += [word for rank in part.ranks for word in ("--only", f"rank {rank}, float32/float32")]
-    options += ["--only", "rank 4, wire float16 and own"] * (part.name == "all")
-    options += ["--only", "differences int2, bfloat16" if part.name == "some" else "differences"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "benchmarks/kernel_report.py", *options, *chosen],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for chosen in (
-            [word for name in names for word in ("--architecture", name)]
-            for names in (part.architectures[::2], part.architectures[1::2])
-            if names
-        )
-    ]
-    rows: list[dict[str, Any]] = []
-    try:
-        for process in processes:
-            output, _ = process.communicate()
-            assert process.returncode == 0
-            rows += json.loads(output)
-    finally:
-        for process in processes:
-            process.kill()
-    return Report(part.architectures, rows)
+    options += [word for rank in ranks for word in ("--only", f"rank {rank}, float32/float32")]
+    options += ["--only", "rank 4, wire float16 and own"] * (request.param == "all")
+    options += ["--only", "differences int2, bfloat16" if request.param == "some" else "differences"]
+
+    def rows_of(names: Sequence[str]) -> Rows:
+        chosen = [word for name in names for word in ("--architecture", name)]
+        rows: Rows = json.loads(output_of("benchmarks/kernel_report.py", *options, *chosen, TRITON_INTERPRET=None))
+        return rows
+
+    halves = [names for names in (architectures[::2], architectures[1::2]) if names]
+    with ThreadPoolExecutor() as pool:
+        rows = [row for half in pool.map(rows_of, halves) for row in half]
+    assert {row["architecture"] for row in rows} == {*architectures}
+    return rows
 
 
-def test_every_kernel_compiles_on_every_architecture(report: Report):
-    kernels = {row["kernel"] for row in report.rows}
+def architectures_of(report: Rows) -> set[str]:
+    return {row["architecture"] for row in report}
+
+
+def test_every_kernel_compiles_on_every_architecture(report: Rows):
+    kernels = {row["kernel"] for row in report}
     assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE, *DIFFERENCES} <= kernels
-    for arch in report.architectures:
-        assert {row["kernel"] for row in report.rows if row["architecture"] == arch} == kernels
+    for arch in architectures_of(report):
+        assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
 
 
-def test_kernels_are_compiled_as_in_a_launch(report: Report):
+def test_kernels_are_compiled_as_in_a_launch(report: Rows):
     """Of small tensors, Triton assumes on AMD that offsets fit 32 bits."""
-    for row in report.rows:
+    for row in report:
         assert row["enable_fp_fusion"] is False
         assert row["aligned_arguments"] > 0
         assert bool(row["small_arguments"]) == row["architecture"].startswith("gfx"), row["kernel"]
 
 
-def test_nothing_is_spilled(report: Report):
+def test_nothing_is_spilled(report: Rows):
     # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned.
     allowed = {"sm_80": 8, "sm_120": 8}
     spilled = [
         (row["architecture"], row["kernel"], row["variant"])
-        for row in report.rows
+        for row in report
         if row["spill_bytes"] > allowed.get(row["architecture"], 0)
     ]
     assert not spilled
 
 
-def test_aligned_fp32_segments_are_accessed_in_128_bits(report: Report):
-    for row in report.rows:
+def test_aligned_fp32_segments_are_accessed_in_128_bits(report: Rows):
+    for row in report:
         if row["kernel"] in WHOLE_GRADIENT:
             name = (row["architecture"], row["kernel"], row["variant"])
             assert row["loads_128_bit"] or row["kernel"] == "reconstruct", name
-            assert row["stores_128_bit"] or row["kernel"] == "backproject" or not writes(row), name
+            # Projecting alone does not write whole matrices.
+            projects = row["kernel"] == "compensate_project" and not row["compensate"]
+            assert row["stores_128_bit"] or row["kernel"] == "backproject" or projects, name
 
 
-def test_aligned_factors_on_the_wire_are_accessed_in_128_bits(report: Report):
+def test_aligned_factors_on_the_wire_are_accessed_in_128_bits(report: Rows):
     """The fp32 side, at rank 32."""
-    rows = [row for row in report.rows if row["kernel"] in WIRE and row["variant"] == "rank 32, wire int4 and own"]
-    assert len(rows) == len(WIRE) * len(report.architectures)
+    rows = [row for row in report if row["kernel"] in WIRE and row["variant"] == "rank 32, wire int4 and own"]
+    assert len(rows) == len(WIRE) * len(architectures_of(report))
     for row in rows:
         name = (row["architecture"], row["kernel"])
         assert row["loads_128_bit"] or row["kernel"] == "decode", name
         assert row["stores_128_bit"], name
 
 
-def test_aligned_copies_are_accessed_in_128_bits(report: Report):
+def test_aligned_copies_are_accessed_in_128_bits(report: Rows):
     """The copies and the fp32 tensors that they follow; codes are narrower."""
-    rows = [row for row in report.rows if row["kernel"] in DIFFERENCES and "unaligned" not in row["variant"]]
+    rows = [row for row in report if row["kernel"] in DIFFERENCES and "unaligned" not in row["variant"]]
     # Encoding differences, and whole tensors, from which the codes are subtracted.
-    assert len(rows) >= (len(DIFFERENCES) + 1) * len(report.architectures)
+    assert len(rows) >= (len(DIFFERENCES) + 1) * len(architectures_of(report))
     for row in rows:
         name = (row["architecture"], row["kernel"], row["variant"])
         assert 2 * row["accesses_128_bit"] >= row["accesses"], name
@@ -140,21 +114,16 @@ def test_aligned_copies_are_accessed_in_128_bits(report: Report):
         assert row["stores_128_bit"] or row["kernel"] == "encode_difference", name
 
 
-def writes(row: dict[str, Any]) -> bool:
-    """Whether it writes whole matrices: projecting alone does not."""
-    return bool(row["kernel"] != "compensate_project" or row["compensate"])
-
-
-def test_products_run_on_tensor_cores(report: Report):
-    for row in report.rows:
+def test_products_run_on_tensor_cores(report: Rows):
+    for row in report:
         # Those of graphics cards have no fp64.
         fp64 = ("gram", "orthogonalize") if row["architecture"] not in ("sm_89", "sm_120") else ()
         if row["kernel"] in (*WHOLE_GRADIENT, *fp64):
             assert row["tensor_core_instructions"], (row["architecture"], row["kernel"], row["variant"])
 
 
-def test_every_kernel_fits_every_gpu(report: Report):
-    for row in report.rows:
+def test_every_kernel_fits_every_gpu(report: Rows):
+    for row in report:
         name = (row["architecture"], row["kernel"], row["variant"])
         assert row["blocks"] >= 1, name
         assert row["instructions"] > row["accesses"] > 0, name

@@ -44,28 +44,18 @@ def sent_bytes(rank: int, shards: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallelism", "workers"), [("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4)])
-def test_bytes_are_those_of_the_formula(parallelism: str, workers: int, tmp_path: Path) -> None:
-    arguments = ["--steps", "3", "--workers", str(workers), "--arms", "allreduce", "ours:4", "--device", "cpu"]
+@pytest.mark.parametrize("parallelism", ["fsdp1", "fsdp2", "hsdp", *(f"zero{stage}" for stage in range(4))])
+def test_bytes_are_those_of_the_formula(parallelism: str, tmp_path: Path) -> None:
+    if parallelism.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    workers, shards = ("4", 2) if parallelism == "hsdp" else ("2", 1)
+    arguments = ["--steps", "3", "--workers", workers, "--arms", "allreduce", "ours:4", "--device", "cpu"]
     assert main(["demo", "--parallelism", parallelism, *arguments, "--output", str(tmp_path)]) == 0
     exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
-    shards = 2 if parallelism == "hsdp" else 1
-    assert exact["bytes_per_step"] == exact["gradient_bytes"]
+    # Up to two numbers of ZeRO itself: whether a step overflowed, and the gradient's norm.
+    assert 0 <= exact["bytes_per_step"] - exact["gradient_bytes"] <= 8 * parallelism.startswith("zero")
     # With HSDP, workers of other shards are told whether a step is finite.
     assert 0 <= ours["bytes_per_step"] - sent_bytes(4, shards) <= 8
-    assert ours["losses"][-1] < ours["losses"][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
-def test_deepspeed_sends_those_bytes_too(stage: int, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    arguments = ["--steps", "3", "--arms", "allreduce", "ours:4", "--device", "cpu", "--output", str(tmp_path)]
-    assert main(["demo", "--parallelism", f"zero{stage}", *arguments]) == 0
-    exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
-    # Up to two numbers of ZeRO itself: whether a step overflowed, and the gradient's norm.
-    assert 0 <= exact["bytes_per_step"] - exact["gradient_bytes"] <= 8
-    assert 0 <= ours["bytes_per_step"] - sent_bytes(4, 1) <= 8
     assert ours["losses"][-1] < ours["losses"][0]
 
 

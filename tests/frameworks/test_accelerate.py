@@ -17,20 +17,18 @@ from tests.support.frameworks.job import ADAM, BATCH, DDP, FSDP2, MICRO_BATCHES,
 from tests.support.frameworks.table import difference
 
 pytest.importorskip("accelerate")
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.integrations import accelerate as adapter
+from tests.support.frameworks import accelerate
+
+compress: Any = adapter.compress
 pytestmark = pytest.mark.slow
 
 
 def accelerator_for(worker: int, workers: int, job: Job) -> Any:
     be_launched(worker, workers)
-    from tests.support.frameworks import accelerate
-
     return accelerate.accelerator_for(job)
-
-
-def compress(*args: Any, **options: Any) -> Any:
-    from powersgd_triton.integrations import accelerate
-
-    return accelerate.compress(*args, **options)
 
 
 def backward(accelerator: Any, *models: Any) -> None:
@@ -42,8 +40,6 @@ def backward(accelerator: Any, *models: Any) -> None:
 
 @on_workers(2)
 def test_several_models_and_wrong_use(worker: int, workers: int, tmp_path: Path):
-    from powersgd_triton import PowerSGDConfig
-
     def saved(name: str) -> list[str]:
         accelerator.save_state(str(tmp_path / name))
         return sorted(path.name for path in (tmp_path / name).glob("powersgd*"))
@@ -90,12 +86,10 @@ def test_several_models_and_wrong_use(worker: int, workers: int, tmp_path: Path)
 def test_resuming_without_the_state_is_another_training(worker: int, workers: int, wrapper: str, tmp_path: Path):
     # Otherwise the column "resumed" of the table would show nothing.
     be_launched(worker, workers)
-    from tests.support.frameworks.accelerate import train
-
     job = Job(wrapper, tmp_path, RANK_4, save=True)
-    uninterrupted = train(job)
+    uninterrupted = accelerate.train(job)
     remove_states(tmp_path)
-    assert 1e-4 < difference(train(dataclasses.replace(job, save=False, resume=True)), uninterrupted) < 1
+    assert 1e-4 < difference(accelerate.train(dataclasses.replace(job, save=False, resume=True)), uninterrupted) < 1
 
 
 @on_workers(2)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.frameworks.table import TIMEOUT
+from tests.support.programs import ROOT, output_of
 
-ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 EXAMPLES = ROOT / "docs" / "examples"
 FRAMEWORKS = {"accelerate": 2, "lightning": 2, "transformers": 2, "torchtitan": 4}
 """The number of workers of each framework's example."""
@@ -44,14 +40,4 @@ def test_torchtitan_with_four_replicas(tmp_path: Path):
 def run_example(framework: str, folder: Path, *arguments: str) -> str:
     """Return what an example prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(FRAMEWORKS[framework])]
-    done = subprocess.run(
-        [sys.executable, *launcher, EXAMPLES / f"train_{framework}.py", *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(*launcher, EXAMPLES / f"train_{framework}.py", *arguments, cwd=folder)

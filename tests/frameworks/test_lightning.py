@@ -33,15 +33,34 @@ from tests.support.frameworks.job import (
 from tests.support.frameworks.table import BF16_LIMIT, LIMIT, difference
 
 pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.integrations.lightning import PowerSGD
+from tests.support.frameworks.lightning import (
+    CHECKPOINT,
+    Loader,
+    Module,
+    parameters,
+    strategy_for,
+    train,
+    trainer_for,
+)
+
 pytestmark = pytest.mark.slow
 
 
 def test_lightning_has_what_the_callback_needs():
     # A release that renames one of these must fail here, and not train or resume without compression.
-    from lightning.pytorch import Callback, Trainer
-    from lightning.pytorch.plugins.precision import MixedPrecision
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
     assert isinstance(inspect.getattr_static(Trainer, "distributed_sampler_kwargs"), property)
     assert isinstance(inspect.getattr_static(Trainer, "ckpt_path"), property)
@@ -73,10 +92,6 @@ def test_mixed_precision_with_deepspeed():
 @on_workers(2)
 def test_wrong_use_and_what_lightning_leaves_to_gpus(worker: int, workers: int):
     be_launched(worker, workers)
-    from powersgd_triton import PowerSGDConfig
-    from powersgd_triton.integrations.lightning import PowerSGD
-    from tests.support.frameworks.lightning import Loader, Module, strategy_for, trainer_for
-
     job, zero = Job(DDP, Path(), RANK_4), Job(ZERO2, Path())
     assert "got both" in refused(TypeError, PowerSGD, PowerSGDConfig(), rank=4)
     assert "got int" in refused(TypeError, PowerSGD, 4)
@@ -93,11 +108,6 @@ def test_wrong_use_and_what_lightning_leaves_to_gpus(worker: int, workers: int):
 @on_workers(2)
 def test_a_second_fit_continues_and_old_checkpoints_go(worker: int, workers: int, wrapper: str, tmp_path: Path):
     be_launched(worker, workers)
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from powersgd_triton.integrations.lightning import PowerSGD
-    from tests.support.frameworks.lightning import Loader, Module, trainer_for
-
     job = Job(wrapper, tmp_path, RANK_4)
     errors: list[tuple[int, float]] = []
 
@@ -142,9 +152,6 @@ def test_a_second_fit_continues_and_old_checkpoints_go(worker: int, workers: int
 def test_checkpoints_of_one_file_have_sharded_states_too(worker: int, workers: int, tmp_path: Path):
     # Not with FSDP1, whose whole state torch itself cannot gather on CPUs: state_dict() ends in a segmentation fault.
     be_launched(worker, workers)
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    from tests.support.frameworks.lightning import CHECKPOINT, Loader, Module, parameters, trainer_for
 
     def trained(job: Job, **options: Any) -> dict[str, torch.Tensor]:
         strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False, process_group_backend="gloo")
@@ -166,8 +173,6 @@ def test_resuming_without_the_state_warns_and_is_another_training(
 ):
     # Otherwise the column "resumed" of the table would show nothing.
     be_launched(worker, workers)
-    from tests.support.frameworks.lightning import CHECKPOINT, train
-
     job = Job(wrapper, tmp_path, RANK_4, save=True)
     uninterrupted = train(job)
     resume = dataclasses.replace(job, save=False, resume=True)
@@ -192,9 +197,6 @@ def test_resuming_without_the_state_warns_and_is_another_training(
 @on_workers(1, 2)
 def test_one_worker_says_that_there_is_nothing_to_compress(worker: int, workers: int):
     be_launched(worker, workers)
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    from tests.support.frameworks.lightning import Loader, Module, trainer_for
 
     class Replicated(Module):
         def configure_model(self) -> None:
@@ -217,12 +219,6 @@ def test_one_worker_says_that_there_is_nothing_to_compress(worker: int, workers:
 @on_workers(4)
 def test_tensor_parallelism(worker: int, workers: int, tmp_path: Path):
     be_launched(worker, workers)
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from tests.support.frameworks.lightning import CHECKPOINT, Loader, Module, parameters, trainer_for
 
     class TensorParallel(Module):
         def configure_model(self) -> None:
@@ -274,9 +270,6 @@ def test_the_package_pytorch_lightning(worker: int, workers: int, tmp_path: Path
     from pytorch_lightning.callbacks import ModelCheckpoint
     from pytorch_lightning.strategies import DDPStrategy
 
-    from powersgd_triton.integrations.lightning import PowerSGD
-    from tests.support.frameworks.lightning import CHECKPOINT, Loader
-
     class Module(pytorch_lightning.LightningModule):  # type: ignore[misc,unused-ignore]
         def __init__(self, job: Job) -> None:
             super().__init__()
@@ -312,10 +305,6 @@ def test_the_package_pytorch_lightning(worker: int, workers: int, tmp_path: Path
 @on_workers(2)
 def test_the_error_follows_the_loss_scale(worker: int, workers: int):
     be_launched(worker, workers)
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    from tests.support.frameworks.lightning import Loader, Module, trainer_for
 
     class Scaled(MixedPrecision):  # type: ignore[misc,unused-ignore]
         """fp32 with a loss scale that doubles in every step."""
@@ -343,9 +332,6 @@ def test_the_error_follows_the_loss_scale(worker: int, workers: int):
 @on_workers(2)
 def test_fsdp1_wrapped_by_the_module_itself(worker: int, workers: int):
     be_launched(worker, workers)
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from tests.support.frameworks.lightning import Loader, Module, trainer_for
 
     class Inside(Module):
         def configure_model(self) -> None:

@@ -22,13 +22,21 @@ from tests.support.frameworks.job import DDP, FSDP2, RANK_4, SAVED, STEPS, ZERO2
 from tests.support.frameworks.table import difference
 
 pytest.importorskip("transformers")
+
+from transformers import Trainer, TrainingArguments
+from transformers.integrations import integration_utils
+from transformers.trainer_utils import HPSearchBackend
+
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.integrations.transformers import PowerSGDCallback
+from tests.support.frameworks.transformers import trainer_for
+
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
 def test_the_trainer_has_what_the_callback_needs():
     # A release that renames one of these must fail here, and not train or resume without compression.
-    from transformers import Trainer, TrainingArguments
 
     assert [*inspect.signature(Trainer.train).parameters][:3] == ["self", "resume_from_checkpoint", "trial"]
     assert [*inspect.signature(Trainer._get_output_dir).parameters] == ["self", "trial"]
@@ -40,9 +48,6 @@ def test_the_trainer_has_what_the_callback_needs():
 
 def prepared(job: Job, **options: Any) -> tuple[Any, Any]:
     """A trainer with its callback."""
-    from powersgd_triton.integrations.transformers import PowerSGDCallback
-    from tests.support.frameworks.transformers import trainer_for
-
     trainer = trainer_for(job, **options)
     callback = PowerSGDCallback(trainer, **RANK_4)
     trainer.add_callback(callback)
@@ -52,9 +57,6 @@ def prepared(job: Job, **options: Any) -> tuple[Any, Any]:
 @on_workers(2)
 def test_wrong_use(worker: int, workers: int, tmp_path: Path):
     be_launched(worker, workers)
-    from powersgd_triton import PowerSGDConfig
-    from powersgd_triton.integrations.transformers import PowerSGDCallback
-
     job = Job(DDP, tmp_path)
     trainer, _ = prepared(job)
     trainer.add_callback(PowerSGDCallback(trainer, rank=2))
@@ -98,8 +100,6 @@ def test_a_second_train_continues_and_old_checkpoints_go(worker: int, workers: i
 @on_workers(2)
 def test_resumes_from_a_checkpoint(worker: int, workers: int, wrapper: str, tmp_path: Path):
     be_launched(worker, workers)
-    from powersgd_triton.integrations.transformers import PowerSGDCallback
-
     job = Job(wrapper, tmp_path, RANK_4, save=True)
     trainer, callback = prepared(job)
     trainer.train()
@@ -135,9 +135,6 @@ def test_resumes_from_a_checkpoint(worker: int, workers: int, wrapper: str, tmp_
 @on_workers(2)
 def test_a_checkpoint_that_a_subclass_chooses_is_noticed(worker: int, workers: int, tmp_path: Path):
     be_launched(worker, workers)
-    from powersgd_triton.integrations.transformers import PowerSGDCallback
-    from tests.support.frameworks.transformers import trainer_for
-
     job = Job(DDP, tmp_path, RANK_4, save=True)
     trainer, _ = prepared(job)
     trainer.train()
@@ -161,9 +158,6 @@ class Trial(dict[str, Any]):
 def test_trials_have_folders_of_their_own(worker: int, workers: int, tmp_path: Path):
     be_launched(worker, workers)
     trainer, _ = prepared(Job(DDP, tmp_path, RANK_4, save=True))
-    from transformers.integrations import integration_utils
-    from transformers.trainer_utils import HPSearchBackend
-
     # As a hyperparameter search sets it. Trials that are dictionaries belong to other backends than Optuna.
     integration_utils.is_wandb_available = lambda: True
     trainer.hp_search_backend = HPSearchBackend.OPTUNA

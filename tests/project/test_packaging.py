@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -13,31 +10,13 @@ from pathlib import Path
 import pytest
 
 import powersgd_triton
-from tests.support.distributed import HUNG
+from tests.support.programs import ROOT, output_of
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "powersgd_triton"
 ADAPTERS = PACKAGE / "integrations"
 DATA = {"powersgd_triton/py.typed", "powersgd_triton/demo/ds_config.json"}
 # What a checkout may hold beside the tracked files.
 UNTRACKED = (".*", "__pycache__", "build", "demo-results", "dist", "*.egg-info")
-
-
-def output(*arguments: str | Path, cwd: Path, **variables: str) -> str:
-    """Output of a Python process that must succeed, stderr's too."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1", **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HUNG,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def modules() -> set[str]:
@@ -53,7 +32,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("packaging")
     source, dist = folder / "source", folder / "dist"
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*UNTRACKED))
-    output("-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", dist, cwd=source)
+    output_of("-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", dist, cwd=source, PYTHONPATH=None)
     (wheel,) = dist.glob("*.whl")
     (sdist,) = dist.glob("*.tar.gz")
     return {"wheel": wheel, "sdist": sdist}
@@ -65,7 +44,7 @@ def targets(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("installed")
     options = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile")
     for kind, path in distributions.items():
-        output("-m", "pip", "install", *options, "--target", folder / kind, path, cwd=folder)
+        output_of("-m", "pip", "install", *options, "--target", folder / kind, path, cwd=folder, PYTHONPATH=None)
     return {kind: folder / kind for kind in distributions}
 
 
@@ -73,12 +52,6 @@ def files(folder: Path) -> dict[str, bytes]:
     """What is below a folder, without what pip writes about the installation."""
     paths = [path for path in folder.rglob("*") if path.is_file() and not path.parent.name.endswith(".dist-info")]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def test_adapters_of_the_checkout_are_a_link():
-    assert ADAPTERS.is_symlink()
-    assert ADAPTERS.readlink() == Path("..", "integrations")
-    assert ADAPTERS.resolve() == ROOT / "integrations"
 
 
 def test_every_folder_with_modules_is_a_package():
@@ -135,7 +108,7 @@ except ModuleNotFoundError as error:
 sys.argv = ["powersgd_triton", "doctor"]
 runpy.run_module("powersgd_triton", run_name="__main__")
 """
-    lines = output("-c", code, cwd=tmp_path, PYTHONPATH=str(targets["wheel"])).splitlines()
+    lines = output_of("-c", code, cwd=tmp_path, PYTHONPATH=str(targets["wheel"])).splitlines()
     assert all(Path(file).is_relative_to(targets["wheel"]) for file in lines[:5]), lines
     assert lines[5] == "No module named 'integrations'"
     assert "All checks passed" in "\n".join(lines)

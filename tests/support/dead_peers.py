@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import datetime
 import gc
@@ -33,40 +32,10 @@ DEATH, SILENCE = 200.0, 8.0
 SLACK = 200.0
 """Seconds that a busy machine may take beyond the process group's timeout. Only what hangs takes longer."""
 SURVIVOR, PEER = 0, 1
-Way = Callable[[], "Training"]
 
 
-class Training(abc.ABC):
-    """A way of training that can lose its peer, and then go on by itself."""
-
-    @abc.abstractmethod
-    def step(self, worker: int, step: int) -> tuple[Tensor, Tensor]:
-        """Train; this worker's gradient and what became of it, flat. (Where it is interrupted: see ``given``.)"""
-
-    @abc.abstractmethod
-    def given(self) -> Tensor:
-        """This worker's gradient of the last step, zero where the backward pass did not come."""
-
-    @abc.abstractmethod
-    def owed(self) -> Tensor:
-        """This worker's error, laid out as the gradients are."""
-
-    @abc.abstractmethod
-    def save(self) -> dict[str, Any]:
-        """A checkpoint. Collective."""
-
-    @abc.abstractmethod
-    def load(self, saved: dict[str, Any]) -> None: ...
-
-    def leave(self) -> None:  # noqa: B027
-        """Let go of what belongs to the process group."""
-
-    def join(self) -> None:  # noqa: B027
-        """Take up what belongs to the process group."""
-
-
-class Replicated(Training):
-    """DDP with a hook at rank 2."""
+class Replicated:
+    """DDP with a hook at rank 2, which can lose its peer and then go on by itself."""
 
     def __init__(self, hook: Any = powerSGD_hook, cap: float = ONE, **settings: Any) -> None:
         self.model, self._hook, self._cap = stack(), hook, cap
@@ -78,6 +47,7 @@ class Replicated(Training):
         self.join()
 
     def leave(self) -> None:
+        """Let go of what belongs to the process group, which ``join`` takes up."""
         # What it has hung onto the parameters goes with it.
         self._replica = None
         gc.collect()
@@ -93,6 +63,7 @@ class Replicated(Training):
         self._replica.register_comm_hook(self.state, hook)
 
     def step(self, worker: int, step: int) -> tuple[Tensor, Tensor]:
+        """Train; this worker's gradient and what became of it, flat. (Where it is interrupted: see ``given``.)"""
         assert self._replica is not None
         self._own.clear()
         self.model.zero_grad()
@@ -110,9 +81,11 @@ class Replicated(Training):
         return torch.cat([tensors.get(n, torch.zeros(shapes[n])).reshape(-1) for n in self._order]).double()
 
     def given(self) -> Tensor:
+        """This worker's gradient of the last step, zero where the backward pass did not come."""
         return self._flat(self._own)
 
     def owed(self) -> Tensor:
+        """This worker's error, laid out as the gradients are."""
         errors = self.state.error()
         if self._hook is not batched_powerSGD_hook:
             return self._flat(errors)
@@ -122,6 +95,7 @@ class Replicated(Training):
         return flat
 
     def save(self) -> dict[str, Any]:
+        """A checkpoint. Collective."""
         model = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         return {"model": model, "powersgd": self.state.state_dict()}
 
@@ -130,12 +104,17 @@ class Replicated(Training):
         self.state.load_state_dict(saved["powersgd"])
 
 
-class Plain(Training):
-    """A loop of one's own around ``Compressor``."""
+class Plain:
+    """The same with a loop of one's own around ``Compressor``."""
 
     def __init__(self) -> None:
         self.compressor = Compressor(everything(), SHAPES)
         self._given = torch.zeros(())
+
+    def leave(self) -> None:
+        pass
+
+    join = leave
 
     def step(self, worker: int, step: int) -> tuple[Tensor, Tensor]:
         given = gradients(100 * step + worker)
@@ -158,6 +137,10 @@ class Plain(Training):
 
     def load(self, saved: dict[str, Any]) -> None:
         self.compressor.load_state_dict(saved)
+
+
+Training = Replicated | Plain
+Way = Callable[[], Training]
 
 
 # The interruption ---------------------------------------------------------------------------------------------------

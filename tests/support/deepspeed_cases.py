@@ -49,7 +49,6 @@ for stage in range(4):
     WIDE += [
         Case(f"{name}, accumulation", stage, ACCUMULATE),
         Case(f"{name}, clipping", stage, {"gradient_clipping": 0.3}),
-        Case(f"{name}, SGD", stage, sgd=True),
         Case(f"{name}, prescale", stage, {**PRESCALE, **zero(stage, reduce_scatter=False)}, sgd=True),
         Case(f"{name}, communication dtype", stage, COMMUNICATION, BF16_LIMIT),
         Case(f"{name}, autocast bf16", stage, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, BF16_LIMIT),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from tests.support.deepspeed_training import Case, StubScaler, engine_for
-from tests.support.distributed import HUNG
+from tests.support.programs import output_of
 from tests.support.sharded_training import Net
 
 
@@ -77,14 +74,10 @@ def rounded(engine: Any) -> list[Tensor]:
 def modelled(
     before: Sequence[Tensor], wanted: Sequence[Tensor], width: str, slices: int, used: Sequence[int]
 ) -> list[Tensor]:
-    """What the copies must be after a step: a plain model of it.
+    """What the copies, as they were ``before`` a step, must be after it: a plain model of it.
 
-    Args:
-        before: the copies before it.
-        wanted: the masters after it.
-        width: of the differences.
-        slices: elements of a message, of all workers, at most.
-        used: elements of each group that belong to parameters, the first ones.
+    A message has at most ``slices`` elements of all workers. ``used`` are each group's elements that belong to
+    parameters, the first ones.
     """
     form, expected = DIFFERENCES[width], [copy.clone() for copy in before]
     for copy, targets in zip(expected, wanted, strict=True):
@@ -101,9 +94,7 @@ def modelled(
 
 def convert(saved: Path, universal: Path) -> Path:
     """A checkpoint's universal form, which any number of workers loads. Without the compression's state."""
-    arguments = ["--input_folder", saved, "--output_folder", universal, "--inject_missing_state"]
+    arguments: list[str | Path] = ["--input_folder", saved, "--output_folder", universal, "--inject_missing_state"]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, arguments), *workers]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run(converter, check=True, capture_output=True, timeout=HUNG, env=environment)
+    output_of("-m", "deepspeed.checkpoint.ds_to_universal", *arguments, *workers, DS_ACCELERATOR="cpu")
     return universal

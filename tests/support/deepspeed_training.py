@@ -188,11 +188,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def losses(engine: Any, steps: Sequence[int], way: str = "") -> list[float]:
     """Train as DeepSpeed's documentation does, or with a pipeline's engine. Losses are means over all workers.
 
-    Args:
-        engine: an engine.
-        steps: which, for the data.
-        way: "coalesced" reduces once for several micro-batches, by DeepSpeed's own means; with "unmanaged" the program
-            decides when the step is taken.
+    Way "coalesced" reduces once for several micro-batches, by DeepSpeed's own means; with "unmanaged" the program
+    decides when the step is taken.
     """
     found = []
     accumulated = 3 if way == "coalesced" else 2 if way == "unmanaged" else engine.gradient_accumulation_steps()

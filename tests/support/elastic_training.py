@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
@@ -105,12 +105,8 @@ def train(folder: Path, worker: int, world_size: int, hook: Hook = powerSGD_hook
                 save({**parts, "workers": world_size}, checkpoint_path(folder, step + 1))
     return {
         "first": first, "workers": world_size, "losses": losses, "loaded": loaded, "error": state.error(),
-        "parameters": parameters_of(model),
+        "parameters": model.state_dict(),
     }  # fmt: skip
-
-
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def dying(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.integrations.names import is_deepspeed
 from tests.support.deepspeed_training import configuration
 from tests.support.distributed import folder
-from tests.support.local_steps import LOST, TERNARY, mean, owed, same_bits, theta
+from tests.support.local_steps import LOST, TERNARY, batch, mean, owed, same_bits, theta
 from tests.support.small import complaint
 
 WORKERS, NODE = 4, 2
@@ -80,12 +80,6 @@ class OddNet(Net):
     def forward(self, x: Tensor) -> Tensor:
         image = self.filter(x.view(-1, 2, 2, 3)).reshape(len(x), WIDTH)
         return super().forward(x + image) + 0.1 * (x.to(torch.complex64) @ self.mix).abs().sum(1, keepdim=True)
-
-
-def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * worker + step)
-    x = torch.randn(8, WIDTH, generator=generator)
-    return x, x[:, :5].sin() + 0.1 * worker
 
 
 @functools.cache
@@ -237,13 +231,6 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[list[tuple[int, ...]]]:
-    """The workers of each collective that starts meanwhile."""
-    with Watch() as watch:
-        yield watch.groups
-
-
 def inside(groups: Sequence[tuple[int, ...]]) -> bool:
     """Whether there were collectives, all of them within the node."""
     own = {*dist.get_process_group_ranks(node())}
@@ -261,9 +248,9 @@ def equals_averaging(kind: str, clip: float = torch.inf, **options: Any) -> None
     sync = LocalSteps(got.model, None, EVERY, group=across())
     untrained = got.whole()
     for first in range(0, STEPS, EVERY):
-        with watched() as groups:
+        with Watch() as watch:
             got.train(range(first, first + EVERY - 1), sync)
-        assert inside(groups)
+        assert inside(watch.groups)
         got.train(range(first + EVERY - 1, first + EVERY), sync)
     whole = got.whole()
     assert (whole - expected.whole()).abs().max() <= 1e-5 < 0.01 < (whole - untrained).abs().max()

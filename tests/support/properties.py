@@ -89,10 +89,10 @@ class Ledger:
         check_same(now.values())
 
 
-def check_same(tensors: Any) -> None:
+def check_same(tensors: Any, group: Any = None) -> None:
     """That all workers have the same bits."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, digest(tensors))
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, digest(tensors), group)
     assert len(set(found)) == 1, "workers hold different bits"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ from tests.support.deepspeed_parameters import (
 )
 from tests.support.deepspeed_training import Case, engine_for, logged_bytes, losses, spoiled
 from tests.support.distributed import folder, run
+from tests.support.properties import check_same
 from tests.support.sharded_training import batch
 from tests.support.small import complaint
-from tests.support.training import digest
 
 INT2 = {"rank": 4, "parameters": "int2"}
 BF16_OPTIMIZER = Case("BF16_Optimizer", 1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}})
@@ -64,24 +64,10 @@ SAVED = [*PLAIN, Case("stage 2, offload", 2, OFFLOAD, own_adamw=True)]
 LITTLE = Case("stage 2, small messages", 2, {**BF16, **SMALL_MESSAGES})
 
 
-def check_same(tensors: Sequence[Tensor], group: Any = None) -> None:
-    """That the workers of a group have the same copies."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, digest(tensors), group)
-    assert len(set(found)) == 1, "workers have different copies"
-
-
 def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, load: str = "", save: str = "") -> None:
     """Steps, some of which overflow, against the plain model.
 
-    Args:
-        case: configuration.
-        width: of the differences.
-        tied: train ``Tied``.
-        steps: of training.
-        seed: of what goes wrong.
-        load: a universal checkpoint's folder, to begin with.
-        save: folder of a checkpoint at the end.
+    They begin with the universal checkpoint of folder ``load``, and end with a checkpoint in folder ``save``.
     """
     draw = random.Random(seed)
     moved = skipped = False

@@ -276,6 +276,10 @@ def is_refused_with_all_reasons() -> None:
     with engine_for(Case("", 2)) as engine:
         said = complaint(attach, engine, bytes_per_step=10 if dist.get_rank() == 1 else 10**6)
         assert "at rank 1 this model sends" in said
+        engine._config._param_dict["powersgd"] = {"bytes_per_step": 10}
+        said = complaint(adapter.enable, engine)
+        assert "1 problem" in said
+        assert "at rank 1 this model sends" in said
         assert not hasattr(engine, "powersgd")
 
 

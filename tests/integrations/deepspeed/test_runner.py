@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import deepspeed
 from powersgd_triton.integrations import deepspeed as adapter
 from powersgd_triton.integrations.deepspeed import runner
 from tests.support.distributed import HUNG
+from tests.support.programs import ROOT, output_of
 
-ROOT = Path(__file__).resolve().parents[3]
 NAME = "powersgd_triton.integrations.deepspeed"
 # (program, what it ends with, whether it calls ``initialize``)
 PROGRAMS: dict[str, tuple[str, Any, bool]] = {
@@ -102,17 +101,6 @@ LAUNCHERS = {
 }
 
 
-def output_of(*arguments: str, folder: Path) -> str:
-    """What a program prints that ends well."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 # Four processes of each launcher import DeepSpeed.
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -123,7 +111,7 @@ def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) ->
     (tmp_path / "src" / "helper.py").write_text("NUMBER = 42\n")
     (tmp_path / "ds_config.json").write_text(CONFIGURATION)
     arguments = [NAME, "src/train.py", "--deepspeed_config", "ds_config.json"]
-    said = output_of(*LAUNCHERS[launcher], *arguments, folder=tmp_path)
+    said = output_of("-m", *LAUNCHERS[launcher], *arguments, cwd=tmp_path, DS_ACCELERATOR="cpu")
     assert "powersgd: on at ZeRO stage 1" in said
     assert "done True 0 42" in said
 
@@ -134,6 +122,6 @@ def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) ->
 def test_the_command_of_the_readme() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     (command,) = [line for line in lines if line.startswith("deepspeed --num_gpus 2 --module")]
-    said = output_of("deepspeed.launcher.runner", *command.split()[1:], folder=ROOT)
+    said = output_of("-m", "deepspeed.launcher.runner", *command.split()[1:], DS_ACCELERATOR="cpu")
     assert "powersgd: on at ZeRO stage 2" in said
     assert "step 20: loss" in said

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -214,6 +216,38 @@ def fails_in_fragments(worker: int, _world_size: int) -> None:
     assert same_bits(theta(sync), across)
 
 
+def survives(worker: int, _world_size: int, config: str, delay: int) -> None:
+    """A peer is gone when the others exchange: the survivor is told, loses nothing, and goes on."""
+    every = 4
+    training = Training(worker, config, every, delay=delay)
+    sync, step_on = training.sync, training.sync.step
+    failures: list[str] = []
+
+    def step() -> None:
+        local, shared, kept = flat(training.net), theta(sync), owed(sync)
+        try:
+            step_on()
+        except RuntimeError as failure:
+            failures.append(str(failure))
+            assert torch.equal(local, flat(training.net))
+            assert torch.equal(shared, theta(sync))
+            assert torch.equal(kept, owed(sync))
+            assert sync.since >= every
+            # From here on only this worker's changes count.
+            training.changed, training.start = shared - local + kept, shared
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+    sync.step = step  # type: ignore[method-assign]
+    training.train(10)
+    if worker == 1:
+        os._exit(1)
+    training.train(12)
+    (said,) = failures
+    assert "a sum over the workers failed" in said or "could not reach" in said
+    training.finish()
+
+
 CASES = [
     raises_in_telemetry,
     saves_after_a_failure,
@@ -256,3 +290,8 @@ def test_the_warning_comes_at_the_latest_in_finish() -> None:
         training.sync.finish()
     assert ["not finite" in text for text in warnings(messages)] == [True]
     assert flat(training.net).isfinite().all()
+
+
+@pytest.mark.parametrize(("config", "delay"), [("ternary", 0), ("rank", 0), ("ternary", 2), ("exact", 1)])
+def test_the_survivor_goes_on(config: str, delay: int) -> None:
+    run(survives, 2, config, delay, casualties=[1])

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,9 +64,9 @@ FEW = [("exact", 1), ("ternary", 0), ("ternary", 3), ("int2", 1), ("int4", 3), (
 FEW += [("rank", 0), ("rank", 3), ("budget", 1), ("alternating", 0), ("alternating", 3)]
 
 
-def conserves(worker: int, _world_size: int, pairs: Sequence[tuple[str, int]] = FEW) -> None:
+def conserves(worker: int, world_size: int) -> None:
     """Nothing is lost, and all workers have the same bits."""
-    for config, delay in pairs:
+    for config, delay in FEW if world_size == 2 else PAIRS:
         training = Training(worker, config, EVERY, optimizer=WITH_MOMENTUM, delay=delay)
         training.train(STEPS)
         assert training.sync.iteration == 3 - (delay > 0), (config, delay)
@@ -145,28 +145,18 @@ def takes_two_levels(worker: int, world_size: int) -> None:
         training.finish()
 
 
-def everything_conserved(worker: int, world_size: int) -> None:
-    conserves(worker, world_size, PAIRS)
-
-
 CASES = [equals_averaging_and_diloco, conserves, averages_buffers, goes_on_after_nan, refuses]
-MORE = [equals_averaging_and_diloco, everything_conserved, averages_buffers, goes_on_after_nan, refuses]
 
 
 @functools.cache
 def results(workers: int) -> dict[str, list[Any]]:
-    return run_cases(CASES if workers == 2 else MORE, workers)
+    return run_cases(CASES, workers)
 
 
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_two_workers(case: Any) -> None:
-    outcome(results(2), case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE, ids=lambda case: case.__name__)
-def test_three_workers(case: Any) -> None:
-    outcome(results(3), case)
+def test_workers(case: Any, workers: int) -> None:
+    outcome(results(workers), case)
 
 
 def test_two_levels() -> None:

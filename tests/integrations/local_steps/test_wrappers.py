@@ -1,41 +1,56 @@
-"""Local steps across nodes of models in DDP or FSDP2 inside a node, with four processes as two nodes of two."""
+"""Local steps across nodes of DDP, FSDP2 or DeepSpeed inside a node, with four processes as two nodes of two."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
-from tests.support.local_steps import TERNARY, same_bits, theta
+from tests.support.deepspeed_cases import BF16
+from tests.support.deepspeed_jobs import Job, named, parametrized
+from tests.support.local_steps import TERNARY, batch, same_bits, theta
 from tests.support.local_wrappers import (
     BUILD,
     EVERY,
     NODE,
+    RATE,
     STEPS,
     WORKERS,
     Net,
     OddNet,
+    Watch,
     across,
     conserves,
     equals_averaging,
     in_ddp,
+    in_deepspeed,
     in_fsdp2,
+    inside,
     mesh,
     node,
     real,
     refused,
     resumes,
-    watched,
 )
-from tests.support.sharded_training import in_one_group, outcome
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 1, bf16": {"stage": 1, **BF16},
+    "stage 2, bf16": {"stage": 2, **BF16},
+    "BF16_Optimizer": {"stage": 1, **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+}
+CODED = ("exact", "ternary", "int2, delay")
 
 
 def averages_states_and_follows_in_bf16(kind: str) -> None:
@@ -50,20 +65,21 @@ def averages_states_and_follows_in_bf16(kind: str) -> None:
     assert same_bits(theta(sync), setup.mean_over)
 
 
-def shares_an_exchange(worker: int, _world_size: int) -> None:
+def shares_an_exchange() -> None:
     """The workers of a DDP node share an exchange: sums take two levels."""
     setup = in_ddp(Net())
     sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
     setup.train(range(EVERY), sync)
     setup.train(range(EVERY - 1), sync)
-    with watched() as groups:
+    with Watch() as watch:
         sync.step()
     assert sync._engine.communicator.inside is not None
+    worker = dist.get_rank()
     first = worker // NODE * NODE
-    assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < set(groups)
+    assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < set(watch.groups)
 
 
-def refuses(worker: int, _world_size: int) -> None:
+def refuses() -> None:
     """Models that communicate with the wrong workers, or that are not supported."""
 
     def over_all() -> Any:
@@ -79,7 +95,7 @@ def refuses(worker: int, _world_size: int) -> None:
     )
     refused(over_all, r"LocalSteps averages changes over the workers \[\d, \d\].*group=across", across())
     refused(lambda: in_ddp(Net()).model, "must have worker . in common, and no other", node())
-    refused(lambda: Net() if worker else "no model", "model must be a torch.nn.Module; got str")
+    refused(lambda: Net() if dist.get_rank() else "no model", "model must be a torch.nn.Module; got str")
     refused(
         lambda: fully_shard(Net(), mesh=mesh()),
         r'has a replicate dimension.*give fully_shard mesh\["shard"\], and LocalSteps group=mesh\["replicate"\]',
@@ -99,7 +115,7 @@ def refuses(worker: int, _world_size: int) -> None:
         node_mpu(node(), node())
 
 
-def compresses_gradients_too(_worker: int, _world_size: int) -> None:
+def compresses_gradients_too() -> None:
     """Gradients may be compressed inside a node at the same time."""
     setup = in_ddp(Net())
     state = attach(setup.model, PowerSGDConfig(rank=2, min_compression_rate=0))
@@ -109,54 +125,98 @@ def compresses_gradients_too(_worker: int, _world_size: int) -> None:
     assert same_bits(setup.whole(), None)
 
 
-class Case:
-    """A function that is not told which worker it runs on, and its arguments."""
+def trains(steps: int = 60, **options: Any) -> None:
+    """Nodes learn together in ternary codes, with clipping, and communicate in exchanges only."""
+    setup = in_deepspeed(Net(), **options, gradient_clipping=1.0)
+    sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
+    losses = []
+    for step in range(steps):
+        with Watch() as watch:
+            losses.append(float(setup.advance(*batch(dist.get_rank(), step % 6))))
+        assert inside(watch.groups)
+        sync.step()
+    assert same_bits(setup.whole(), None)
+    assert same_bits(theta(sync), across())
+    assert torch.equal(setup.flat(), theta(sync))
+    assert sum(losses[-6:]) < 0.5 * sum(losses[:6]), losses
 
-    def __init__(self, function: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        self.bound = functools.partial(function, *arguments, **options)
 
-    def __call__(self, _worker: int, _world_size: int) -> None:
-        self.bound()
+def refuses_engines() -> None:
+    import deepspeed
+
+    from powersgd_triton.integrations import deepspeed as adapter
+
+    def everywhere() -> Any:
+        optimizer = torch.optim.SGD((net := Net().requires_grad_()).parameters(), lr=RATE)
+        config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
+        return deepspeed.initialize(
+            model=net, config={**config, "zero_allow_untested_optimizer": True}, optimizer=optimizer
+        )[0]  # fmt: skip
+
+    def compressed() -> Any:
+        engine = in_deepspeed(Net(), stage=2).model
+        adapter.enable(engine, PowerSGDConfig(rank=2, min_compression_rate=0))
+        return engine
+
+    for make, pattern in (
+        (lambda: in_deepspeed(Net(), stage=0).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 0"),
+        (lambda: in_deepspeed(Net(), stage=3).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3"),
+        (everywhere, r"averages gradients over the workers \[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)"),
+        (compressed, "compresses gradients within its node.*take the section out"),
+    ):
+        deepspeed.utils.groups.mpu = None
+        refused(make, pattern, across())
+    low_rank = PowerSGDConfig(rank=2)
+    refused(lambda: in_deepspeed(Net()).model, "no matrices of low rank: give codes", across(), low_rank)
 
 
 ALL = ("exact", "ternary", "int2, delay", "rank", "budget")
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-CASES: dict[str, Any] = {
-    "ddp averages": Case(equals_averaging, "ddp"),
-    "fsdp2 averages": Case(equals_averaging, "fsdp2"),
-    "ddp conserves": Case(conserves, "ddp", ("ternary", "rank")),
-    "fsdp2 conserves": Case(conserves, "fsdp2", ALL),
-    "odd tensors": Case(conserves, "ddp", ("ternary", "budget"), OddNet),
-    "offload": Case(conserves, "fsdp2", ("int2, delay",), **OFFLOAD),
-    "ddp resumes": Case(resumes, "ddp", "ternary"),
-    "fsdp2 resumes": Case(resumes, "fsdp2", "int2, delay"),
-    "ddp in bf16": Case(averages_states_and_follows_in_bf16, "ddp"),
-    "fsdp2 in bf16": Case(averages_states_and_follows_in_bf16, "fsdp2"),
+CASES: dict[str, Callable[[], None]] = {
+    "ddp averages": partial(equals_averaging, "ddp"),
+    "fsdp2 averages": partial(equals_averaging, "fsdp2"),
+    "ddp conserves": partial(conserves, "ddp", ("ternary", "rank")),
+    "fsdp2 conserves": partial(conserves, "fsdp2", ALL),
+    "odd tensors": partial(conserves, "ddp", ("ternary", "budget"), OddNet),
+    "offload": partial(conserves, "fsdp2", ("int2, delay",), **OFFLOAD),
+    "ddp resumes": partial(resumes, "ddp", "ternary"),
+    "fsdp2 resumes": partial(resumes, "fsdp2", "int2, delay"),
+    "ddp in bf16": partial(averages_states_and_follows_in_bf16, "ddp"),
+    "fsdp2 in bf16": partial(averages_states_and_follows_in_bf16, "fsdp2"),
     "levels": shares_an_exchange,
     "refusals": refuses,
     "gradients": compresses_gradients_too,
 }
-SLOW: dict[str, Any] = {
-    "ddp conserves everything": Case(conserves, "ddp", ALL),
-    "odd tensors, everything": Case(conserves, "ddp", ALL, OddNet),
-    "offload, everything": Case(conserves, "fsdp2", ALL, **OFFLOAD),
-    "ddp resumes, delay": Case(resumes, "ddp", "int2, delay"),
-    "fsdp2 resumes, ternary": Case(resumes, "fsdp2", "ternary"),
+SLOW: dict[str, Callable[[], None]] = {
+    "ddp conserves everything": partial(conserves, "ddp", ALL),
+    "odd tensors, everything": partial(conserves, "ddp", ALL, OddNet),
+    "offload, everything": partial(conserves, "fsdp2", ALL, **OFFLOAD),
+    "ddp resumes, delay": partial(resumes, "ddp", "int2, delay"),
+    "fsdp2 resumes, ternary": partial(resumes, "fsdp2", "ternary"),
 }
+STAGE_2_BF16 = ENGINES["stage 2, bf16"]
+QUICK_ENGINES: dict[str, Callable[[], None]] = {
+    "engines: refusals": refuses_engines,
+    "engines average and clip": partial(equals_averaging, "deepspeed", clip=0.1, stage=2, gradient_clipping=0.1),
+    "engines conserve": partial(conserves, "deepspeed", CODED, **STAGE_2_BF16),
+    "engines resume": partial(resumes, "deepspeed", "int2, delay", **STAGE_2_BF16),
+}
+SLOW_ENGINES: dict[str, Callable[[], None]] = {}
+for name, kind in ENGINES.items():
+    SLOW_ENGINES[f"trains, {name}"] = partial(trains, **kind)
+    SLOW_ENGINES[f"conserves, {name}"] = partial(conserves, "deepspeed", CODED, **kind)
+for name in ("stage 1", "stage 2"):
+    SLOW_ENGINES[f"averages, {name}"] = partial(equals_averaging, "deepspeed", **ENGINES[name])
+for name in ("stage 2, bf16", "stage 2", "BF16_Optimizer"):
+    SLOW_ENGINES[f"resumes, {name}"] = partial(resumes, "deepspeed", "ternary", **ENGINES[name])
+
+JOBS = [*named(CASES, WORKERS, engine=False), *named(SLOW, WORKERS, slow=True, engine=False)]
+JOBS += [*named(QUICK_ENGINES, WORKERS, engine=True), *named(SLOW_ENGINES, WORKERS, slow=True, engine=True)]
 
 
-@functools.cache
-def results(*, slow: bool) -> dict[str, list[Any]]:
-    return in_one_group(SLOW if slow else CASES, WORKERS)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_case(name: str) -> None:
+@parametrized(JOBS)
+def test_local_steps(job: Job, finish: Callable[[Job], None]) -> None:
     """See the functions above and in ``local_wrappers.py``."""
-    outcome(results(slow=False), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_more(name: str) -> None:
-    outcome(results(slow=True), name)
+    if job.engine:
+        pytest.importorskip("deepspeed")
+    finish(job)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from powersgd_triton.integrations.accelerate import compress
-from tests.support.frameworks.gloo import pretend_gpus
 from tests.support.frameworks.job import (
     ADAM,
     BATCH,
@@ -28,6 +28,23 @@ from tests.support.frameworks.job import (
     deepspeed_configuration,
     whole,
 )
+
+
+def pretend_gpus(*, deepspeed: bool = False) -> None:
+    """Make Accelerate believe that the workers have GPUs: on CPUs it ignores FSDP and DeepSpeed. GPUs need none.
+
+    Call it before an ``Accelerator`` is made.
+    """
+    PartialState(cpu=True)
+    shared = PartialState._shared_state
+    shared["distributed_type"] = DistributedType.MULTI_GPU
+    if deepspeed:
+        import deepspeed as framework
+
+        framework.init_distributed(dist_backend="gloo", verbose=False)
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        # Accelerate leaves DeepSpeed to GPUs.
+        shared["_cpu"] = False
 
 
 def accelerator_for(job: Job) -> Accelerator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.checks import same_bits
+from tests.support.small import logged, warnings
 
 
 def refused(error: type[Exception], call: Any, *args: Any, **options: Any) -> str:
@@ -23,17 +23,10 @@ def refused(error: type[Exception], call: Any, *args: Any, **options: Any) -> st
 
 
 def warnings_of(call: Any) -> list[str]:
-    """What the package logs in a call."""
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("powersgd_triton")
-    logger.addHandler(handler)
-    try:
+    """What the package warns of in a call."""
+    with logged("powersgd_triton") as messages:
         call()
-    finally:
-        logger.removeHandler(handler)
-    return records
+    return warnings(messages)
 
 
 def exported(engine: Any, export: Callable[[], Mapping[str, torch.Tensor]]) -> None:

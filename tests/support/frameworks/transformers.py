@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from powersgd_triton.integrations.transformers import PowerSGDCallback
-from tests.support.frameworks.gloo import pretend_gpus
+from tests.support.frameworks.accelerate import pretend_gpus
 from tests.support.frameworks.job import (
     ADAM,
     BATCH,

@@ -14,15 +14,15 @@ from tests.support.sharded_training import in_one_group, outcome
 
 @pytest.fixture(scope="module")
 def finish(request: pytest.FixtureRequest) -> Callable[[Job], None]:
-    """Runs all selected jobs of a number of workers in one set of processes, when the first of them is asked for."""
+    """Runs all selected jobs of a kind in one set of processes, when the first of them is asked for."""
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     chosen = [test.callspec.params["job"] for test in tests if "job" in test.callspec.params]
 
     @functools.cache
-    def together(workers: int, slow: bool) -> dict[str, list[Any]]:
-        return in_one_group({str(job): job for job in chosen if (job.workers, job.slow) == (workers, slow)}, workers)
+    def together(*kind: Any) -> dict[str, list[Any]]:
+        return in_one_group({str(job): job for job in chosen if job.kind() == kind}, kind[0])
 
     def finished(job: Job) -> None:
-        outcome(together(job.workers, job.slow), str(job))
+        outcome(together(*job.kind()), str(job))
 
     return finished
