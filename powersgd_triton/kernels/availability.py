@@ -14,6 +14,9 @@ from powersgd_triton.kernels.table import MAX_RANK
 OLDEST_TRITON = (3, 5)
 """Before, tl.dot refuses fp64, in which Gram matrices are summed."""
 
+OLDEST_TRITON_ON_ROCM = (3, 9)
+"""Triton 3.7 cannot compile this product for AMD's devices. 3.8 was not tried."""
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,8 +36,9 @@ def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), r
         return f"the kernels need compute capability 8.0; this device has {capability[0]}.{capability[1]}"
     # Not asked of the installed distribution, whose name is another one for ROCm.
     version: str = importlib.import_module("triton").__version__
-    if tuple(int(number) for number in version.split(".")[:2]) < OLDEST_TRITON:
-        return f"the kernels need triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer; this is {version}"
+    oldest, where = (OLDEST_TRITON, "") if torch.version.hip is None else (OLDEST_TRITON_ON_ROCM, " on ROCm")
+    if tuple(int(number) for number in version.split(".")[:2]) < oldest:
+        return f"the kernels need triton {oldest[0]}.{oldest[1]} or newer{where}; this is {version}"
     for dtype in dtypes:
         if dtype not in DTYPES:
             return f"the kernels take float32, bfloat16 and float16 gradients; these are {dtype}"

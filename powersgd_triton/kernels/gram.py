@@ -125,8 +125,7 @@ def _gram_kernel(
                 gram, before, exact, threshold, final, width, transforms + passes * C * C, norms, C
             )
             if final:
-                zeroed = tl.load(state + PROGRESS_ZEROED)
-                tl.store(state + PROGRESS_ZEROED, zeroed + dead)
+                tl.atomic_add(state + PROGRESS_ZEROED, dead, sem="relaxed")
             unfinished = dead + inexact
             # Further panels are projected against this one, which enlarges its error where little is left of them.
             enough = (unfinished == 0) & ((passes > 0) | ((panel + 1) * C >= r))

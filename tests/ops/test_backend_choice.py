@@ -59,5 +59,8 @@ def test_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(triton, "__version__", "3.4.0")
     assert why_not_triton(torch.device("cuda")) == "the kernels need triton 3.5 or newer; this is 3.4.0"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(triton, "__version__", "3.7.1")
+    assert why_not_triton(torch.device("cuda")) == "the kernels need triton 3.9 or newer on ROCm; this is 3.7.1"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert why_not_triton(torch.device("cuda")) == "triton is not installed"
