@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.ops.orthogonalize import orthogonalize_groups
 from powersgd_triton.ops.reference import orthogonalize_reference, random_directions
-from powersgd_triton.ops.torch_backend import orthogonalize_groups
 from tests.support.orthonormal import (
     ORTHONORMAL,
     assert_basis_of,
@@ -212,7 +212,7 @@ def spoiled(value: float) -> Iterator[None]:
             found.Q[..., 0] *= value
         return found
 
-    growth = mock.patch("powersgd_triton.ops.torch_backend.LARGEST_GROWTH", 0.0)
+    growth = mock.patch("powersgd_triton.ops.orthogonalize.LARGEST_GROWTH", 0.0)
     with mock.patch.object(torch.linalg, "qr", spoiled_qr), growth:
         yield
 
