@@ -44,6 +44,12 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test's random numbers do not depend on the tests that ran before it in the same process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(
     params=[
         pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")),

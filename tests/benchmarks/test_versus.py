@@ -78,8 +78,8 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mean", [rivals.exact_mean, rivals.mean_in_4_bits, rivals.SparseMean(N, 1.0)])
 def test_a_mean_of_equal_tensors_is_that_tensor(twice: None, mean: rivals.Mean) -> None:
-    """Up to what codes lose: half a power of two of 4 bits, and the two magnitudes of a chunk."""
-    tensors = [torch.randn(64, 128), torch.randn(64)]
+    """Up to what codes lose: half a power of two of 4 bits, and the two magnitudes of a whole chunk."""
+    tensors = [torch.randn(64, 128), torch.randn(N)]
     for tensor, found in zip(tensors, mean(tensors), strict=True):
         assert found.shape == tensor.shape
         assert (found - tensor).norm() < 0.65 * tensor.norm()
