@@ -18,7 +18,7 @@ from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.timing import Clock
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.trial import _Echo
+from powersgd_triton.planning.trial import _Echo
 from powersgd_triton.shapes import Shapes
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.attach import attach
 

@@ -17,7 +17,7 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
 from powersgd_triton.integrations.names import is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScaleSource
@@ -72,10 +72,9 @@ def attach(
             announce(_describe(state))
     elif config is not None and config != state.config:
         raise ValueError(f"the model is compressed with {state.config} already; got {config}")
-    elif node_group is not None and node_group != state._engine.communicator.node_group:
+    elif node_group is not None and node_group != state._communicator.node_group:
         raise ValueError(
-            f"the model is compressed with node_group={state._engine.communicator.node_group!r} already; "
-            f"got {node_group!r}"
+            f"the model is compressed with node_group={state._communicator.node_group!r} already; got {node_group!r}"
         )
     if loss_scale is not None:
         state.attach(loss_scale)
@@ -160,7 +159,7 @@ def _not_wrapped(model: object) -> str:
 
 def _describe(state: Handle) -> str:
     """Return one line about what a step saves."""
-    report, workers = state.report(), state._engine.communicator.world_size
+    report, workers = state.report(), state._communicator.world_size
     if workers == 1:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
     # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.

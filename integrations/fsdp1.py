@@ -21,12 +21,13 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.tuning import refuse_auto
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.sharded import ShardedHandle
 from powersgd_triton.integrations.whole_parameters import WholeParameters, group_of_its_own
 from powersgd_triton.layout.layout import Segment
+from powersgd_triton.planning.tuning import refuse_auto
+from powersgd_triton.schemes import new_engine
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
 
@@ -146,7 +147,7 @@ class PowerSGDState(ShardedHandle):
             given_groups(node_group)
             units = _units(fsdp_model)
             shapes.update({name: shape for unit in units for name, shape in unit.shapes.items()})
-            return (units, Engine(config, communicator, lambda: shapes, device, buckets=len(units))), {}, {}
+            return (units, new_engine(config, communicator, lambda: shapes, device, buckets=len(units))), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)
@@ -192,20 +193,20 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
     unit = state._unit_of(gradient)
     engine = state._engine
-    layout = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
+    bucket = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:
         if output is None:
             engine.average_exactly(gradient)
         else:
-            dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=engine.communicator.group)
+            dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=state._communicator.group)
         return
-    segments = layout.segments
+    segments = bucket.layout.segments
     pieces = {s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel] for s in segments}
     # This copies a gradient that is not contiguous, such as one in channels_last.
     gradients = {s.name: unit.view(pieces[s.name], s).contiguous() for s in segments}
     copied = [s for s in segments if gradients[s.name].data_ptr() != pieces[s.name].data_ptr()]
     if output is None:
-        engine.average(layout, gradients)
+        engine.average(bucket, gradients)
         for segment in copied:
             unit.view(pieces[segment.name], segment).copy_(gradients[segment.name])
         return
@@ -220,7 +221,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
             shards[segment.name] = first - offset, output[first - low : behind - low]
     # A shard in another order than that of the shape is cut from the whole average.
     whole = {segment.name: (0, gradients[segment.name].view(-1)) for segment in copied if segment.name in shards}
-    engine.average(layout, gradients, ranges={**shards, **whole})
+    engine.average(bucket, gradients, ranges={**shards, **whole})
     for segment in copied:
         if segment.name in shards:
             first, shard = shards[segment.name]

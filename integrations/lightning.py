@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.attach import attach, chosen
 from powersgd_triton.integrations.sharded import FOLDER, ShardedHandle

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import FOUND, Folder, Handle
+from powersgd_triton.core.loading import load
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
+from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, random_basis, read_factors, weighted_squares
 from powersgd_triton.layout.layout import compressed_rank, matrix_shape
 from powersgd_triton.ops.reference import note_overflow
@@ -62,7 +63,7 @@ class ShardedHandle(Handle):
 
     def error_numel(self) -> int:
         """Return the number of elements of this worker's error buffers that exist so far."""
-        matrices = self._engine.memory.matrices.values()
+        matrices = self._engine.residuals.matrices.values()
         return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class ShardedHandle(Handle):
         more dimensions. On another mesh, a matrix starts from the basis of another saved shard. The basis is random if
         the saved one does not fit, which happens after a change in the number of tensor-parallel workers.
         """
-        saved = self._engine.state_dict()
+        saved = self._saved()
         errors: dict[str, DTensor] = {}
         if self.config.error_feedback:
             for name, shape in self._matrices().items():
@@ -139,7 +140,7 @@ class ShardedHandle(Handle):
                     matrices[name] = parts if error is None else {**parts, "error": error}
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
 
-        return self._engine.load_state_dict(read)
+        return load(self._engine, read)
 
     def save(self, folder: Folder) -> None:
         """See ``Handle.save``. Writes with torch.distributed.checkpoint, on all workers."""
@@ -289,7 +290,7 @@ class ShardedHandle(Handle):
 
     def _note_overflow(self, averages: Tensor) -> None:
         """Set the verdict to 0 if averages that were changed after they were written no longer fit their dtype."""
-        overflow = self._engine.step.overflow(averages.device)
+        overflow = self._step.overflow(averages.device)
         # Only fp16 has a smaller range than the factors.
         if overflow is not None and averages.dtype == torch.float16:
             note_overflow(averages, overflow)

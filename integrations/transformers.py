@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.attach import attach, chosen
 

@@ -13,10 +13,10 @@ from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.clock import RECONSTRUCT
-from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.loading import load
 from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.scheme import Average
+from powersgd_triton.handle import Handle
 from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
@@ -31,6 +31,8 @@ from powersgd_triton.ops.gradients import (
 )
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
+from powersgd_triton.schemes import new_engine
+from powersgd_triton.schemes.low_rank import LowRankAverage
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 
@@ -89,8 +91,6 @@ class Compressor(Handle):
         *,
         node_group: NodeGroup = None,
     ) -> None:
-        if not isinstance(config, PowerSGDConfig):
-            raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
         shapes: dict[str, tuple[int, ...]] = {}
         # What is known of the gradients: their own shapes, before complex ones count as real, dtypes and devices.
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
@@ -103,17 +103,16 @@ class Compressor(Handle):
                 shapes[name] = tuple(tensor)
             if any(size < 0 for size in shapes[name]):
                 raise ValueError(f"sizes must not be negative; {name!r} has shape {shapes[name]}")
-        self._exact = Layout.build(shapes, config, compress=False)
         device = next((device for *_, device in self._kinds.values()), None)
-        communicator = Communicator(group, node_group=node_group)
-        super().__init__(Engine(config, communicator, lambda: shapes, device))
+        super().__init__(new_engine(config, Communicator(group, node_group=node_group), lambda: shapes, device))
+        self._exact = Layout.build(shapes, config, compress=False)
         # Whether the averages of the last step have been written. Only the first ``decompress`` may change the verdict.
         self._written = False
 
     @property
     def layout(self) -> Layout:
         """The tensors that are compressed, and their shapes as matrices."""
-        return self._engine.layout()
+        return self._engine.plan.layout_of(self._engine.tensors())
 
     def compress(self, gradients: Gradients) -> Compressed:
         """Average this step's gradients over the workers, in compressed form. Collective.
@@ -133,21 +132,25 @@ class Compressor(Handle):
         kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in named.items()}
         # A flat buffer does not show which tensors are complex.
         self._kinds = kinds | self._kinds if isinstance(gradients, Tensor) else kinds
-        engine, step = self._engine, self._engine.step
+        engine, step = self._engine, self._step
         device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
-        layout = engine.begin("all", lambda: self._exact.shapes, device, last=True)
-        if not engine.compressing:
-            layout = self._exact
-        if not layout.segments:
+        compress = engine.compressing
+        bucket = engine.begin(compress, lambda: self._exact.shapes, device, last=True, compress=compress)
+        if not bucket.layout.segments:
             engine.end_step()
-            nothing = TorchBackend(Bucket(layout, torch.float32, device, self.config))
+            nothing = TorchBackend(Bucket(bucket.layout, torch.float32, device, self.config))
             return Compressed(nothing, step.iteration, torch.ones(()))
         found: list[Compressed] = []
-        # Instead of reconstructing the averages, keep the factors: ``decompress`` reconstructs them later.
+
+        def keep(average: Average) -> None:
+            # Instead of reconstructing the averages, keep the factors: ``decompress`` reconstructs them later.
+            assert isinstance(average, LowRankAverage)
+            found.append(Compressed(average.backend, step.iteration + 1, step.verdict(device)))
+
         engine.average(
-            layout,
+            bucket,
             {name: as_real(tensor.detach()) for name, tensor in named.items()},
-            write=lambda backend: found.append(Compressed(backend, step.iteration + 1, step.verdict(device))),
+            write=keep,
         )
         self._written = False
         return found[0]
@@ -184,12 +187,9 @@ class Compressor(Handle):
             check_writable(name, tensor)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
-            decides = self._engine.step.loss_scale is not None and not self._written
-            with self._engine.memory.streams.on(compressed.verdict.device):
-                # It is counted to the next step, since this one has ended.
-                self._engine.clock.mark(RECONSTRUCT)
+            decides = self._step.loss_scale is not None and not self._written
+            with self._on(compressed.verdict.device):
                 compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
-                self._engine.clock.mark(None)
             self._written = True
         for name, tensor in named.items():
             write_back(contiguous[name], tensor)
@@ -235,10 +235,10 @@ class Compressor(Handle):
         return dropped
 
     def _check_valid(self, compressed: Compressed) -> None:
-        if compressed.iteration != self._engine.step.iteration:
+        if compressed.iteration != self._step.iteration:
             raise RuntimeError(
                 f"factors are valid until the next compress; these belong to step {compressed.iteration}, "
-                f"but the last step was {self._engine.step.iteration}"
+                f"but the last step was {self._step.iteration}"
             )
 
     def error(self) -> dict[str, Tensor]:
@@ -270,8 +270,11 @@ class Compressor(Handle):
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        return self._engine.load_state_dict(
-            lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)), strict=strict, rename=rename
+        return load(
+            self._engine,
+            lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)),
+            strict=strict,
+            rename=rename,
         )
 
     def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:

@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.cost import Network, factor_seconds, joined_buckets, measure_network, step_seconds
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.choice import TOLERANCE, WIDTHS, Job, Prediction, budgets, choose
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
-from powersgd_triton.core.trial import RANKS, ComputeTime, synchronize, time_compute
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.planning.choice import TOLERANCE, WIDTHS, Job, Prediction, budgets, choose
+from powersgd_triton.planning.cost import Network, factor_seconds, joined_buckets, measure_network, step_seconds
+from powersgd_triton.planning.trial import RANKS, ComputeTime, synchronize, time_compute
 from powersgd_triton.ranks.report import RankReport, aligned
 from powersgd_triton.shapes import MODELS
 
@@ -239,14 +238,12 @@ def predictions(
     times: dict[str, ComputeTime] = {}
     for width in (*WIDTHS, "int8"):
         fixed = PowerSGDConfig(rank=4, wire_dtype=width)
-        times[width] = time_compute(Engine, fixed, job.buckets, device)
+        times[width] = time_compute(fixed, job.buckets, device)
         for rank in RANKS:
             of_rank = dataclasses.replace(fixed, rank=rank)
             rows.append((f"rank {rank}, {width}", job.compressed(of_rank, times[width])))
     alternating = PowerSGDConfig(rank=4, algorithm="alternating")
-    rows.append(
-        ("rank 4, alternating", job.compressed(alternating, time_compute(Engine, alternating, job.buckets, device)))
-    )
+    rows.append(("rank 4, alternating", job.compressed(alternating, time_compute(alternating, job.buckets, device))))
     found = budgets(job, config, {width: times[width] for width in WIDTHS})
     if config.max_overhead is not None:
         found = [prediction for prediction in found if prediction.overhead <= config.max_overhead]

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig, plan
 from powersgd_triton.__main__ import main
-from powersgd_triton.comm.cost import Network, factor_seconds
-from powersgd_triton.core.choice import Job
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.trial import ComputeTime, sample, time_compute
+from powersgd_triton.planning.choice import Job
+from powersgd_triton.planning.cost import Network, factor_seconds
+from powersgd_triton.planning.trial import ComputeTime, sample, time_compute
 from powersgd_triton.shapes import MODELS
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides

@@ -40,16 +40,16 @@ from benchmarks.network import links_report, programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.cost import measure_network
-from powersgd_triton.core.choice import Job
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.trial import ComputeTime, time_compute
-from powersgd_triton.core.tuning import MEASURED, WARM_UP
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
 from powersgd_triton.demo.train import BATCH_PER_WORKER, ONE_BUCKET_MB, Arm, Settings, distribute
 from powersgd_triton.plan import ddp_buckets
+from powersgd_triton.planning.choice import Job
+from powersgd_triton.planning.cost import measure_network
+from powersgd_triton.planning.trial import ComputeTime, time_compute
+from powersgd_triton.planning.tuning import MEASURED, WARM_UP
 
 FILE, PICTURE = programs.RESULTS / "links.json", programs.RESULTS / "links.png"
 WORKERS = 2

@@ -1,7 +1,7 @@
 """The collectives of one step on a cluster of N nodes of L workers: their bytes, and the time that a model gives them.
 
-The time is that of the collectives one after the other, each by ``powersgd_triton.comm.cost``. Nothing overlaps with
-the backward pass, and computing takes no time.
+The time is that of the collectives one after the other, each by ``powersgd_triton.planning.cost``. Nothing overlaps
+with the backward pass, and computing takes no time.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from powersgd_triton.comm.cost import Network
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from powersgd_triton.demo.collectives import Call
+from powersgd_triton.planning.cost import Network
 
 KINDS = {"all_reduce": ALL_REDUCE, "all_to_all_single": ALL_TO_ALL}
 """{function of ``torch.distributed``: kind of a collective}. The others are all-gathers."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from powersgd_triton.core.peers import Shapes
+from powersgd_triton.core.buckets import Shapes
 from powersgd_triton.integrations.ddp.names import shape_of
 from powersgd_triton.integrations.ddp.pickles import check_owner, torchs_logger
 from powersgd_triton.integrations.ddp.state import PowerSGDState
@@ -121,9 +121,10 @@ def _average(
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     check_owner(engine)
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
-    layout = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
+    begun = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
+    layout = begun.layout
     # DDP waits for the Future instead of the stream.
-    with engine.memory.streams.on(buffer.device, join=False):
+    with state._on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         if buffer.is_cuda:
@@ -154,8 +155,8 @@ def _average(
                     write_back(gradient, places[name])
                 finish()
 
-            engine.average_joined(layout, gradients, done)
-            _log(state, layout, bucket, step)
+            engine.average(begun, gradients, done=done, join=True)
+            _log(state, engine.buckets.ranked(begun), bucket, step)
         if last and state.iter == state.config.start_iter:
             torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
@@ -163,7 +164,7 @@ def _average(
 
 def _log(state: PowerSGDState, layout: Layout, bucket: GradBucket, step: int) -> None:
     """Log what torch's hook logs: a bucket's memory when it is compressed for the first time, and statistics."""
-    index, layout = bucket.index(), state._engine.plan.layout(layout)
+    index = bucket.index()
     new = index not in state._logged
     state._logged.add(index)
     if new and state.config.error_feedback:

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import checked
 from powersgd_triton.integrations.ddp.names import Record
 
 logger = logging.getLogger("powersgd_triton.integrations.ddp")
@@ -17,7 +18,7 @@ def saved(engine: Engine, buckets: Record) -> dict[str, Any]:
     """Return everything but the process group and the source of the loss scale."""
     before, after = engine.numel
     # The error is not averaged, because a worker that pickles alone must not wait for others.
-    state = engine.memory.save(engine.step, lambda error: error)
+    state = engine.residuals.save(engine.step, lambda error: error)
     return {
         "config": engine.plan.given,
         "core": state.to_dict(engine.config),
@@ -33,7 +34,7 @@ def restore(engine: Engine, saved: dict[str, Any]) -> None:
 
     Not collective. The workers compare what they have loaded before their next step.
     """
-    engine.adopt(*engine.peers.parsed(saved["core"], None, owner=saved["worker"]))
+    engine.adopt(*checked(engine, saved["core"], None, owner=saved["worker"]))
     engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
 
 
@@ -43,7 +44,7 @@ def check_owner(engine: Engine) -> None:
     def worker() -> tuple[int, int]:
         return engine.communicator.index, engine.communicator.world_size
 
-    owner = engine.memory.claim(worker)
+    owner = engine.residuals.claim(worker)
     if owner is not None:
         logger.warning(
             "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds only "

@@ -12,9 +12,9 @@ from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import AUTO, NodeGroup
 from powersgd_triton.config import PowerSGDConfig, RankFunction, whole_number
-from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.core.loading import load
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.ddp import pickles
 from powersgd_triton.integrations.ddp.arguments import check_group, configured, setting
 from powersgd_triton.integrations.ddp.names import ParameterNames, Record
@@ -23,6 +23,7 @@ from powersgd_triton.integrations.ddp.unused import UnusedParameters
 from powersgd_triton.integrations.ddp.views import BucketViews
 from powersgd_triton.integrations.names import plain_name, uncompiled
 from powersgd_triton.ranks.report import RankReport
+from powersgd_triton.schemes import new_engine
 
 
 class PowerSGDState(Handle):
@@ -153,7 +154,7 @@ class PowerSGDState(Handle):
     ) -> None:
         communicator = Communicator(process_group, node_group=node_group)
         # Without ``module=`` the model is not known before its gradients come.
-        super().__init__(Engine(config, communicator, lambda: names.shapes() or {}, names.device))
+        super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, names.device))
         self._names = names
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
@@ -165,13 +166,13 @@ class PowerSGDState(Handle):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Group to average over. None means the default group. Can be set between steps."""
-        return self._engine.communicator.group
+        return self._communicator.group
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         check_group(group)
         if group is not self.process_group:
-            if self._engine.communicator.node_group != self._automatic_nodes:
+            if self._communicator.node_group != self._automatic_nodes:
                 pickles.logger.warning(
                     "the groups given as node_group belong to another process group; sums take one level"
                 )
@@ -180,17 +181,17 @@ class PowerSGDState(Handle):
     @property
     def _automatic_nodes(self) -> NodeGroup:
         """What another group can use of ``node_group``, and a pickle can contain: groups were made for this one."""
-        node_group = self._engine.communicator.node_group
+        node_group = self._communicator.node_group
         return node_group if node_group == AUTO else None
 
     @property
     def iter(self) -> int:
         """Number of finished steps."""
-        return self._engine.step.iteration
+        return self._step.iteration
 
     @iter.setter
     def iter(self, value: int) -> None:
-        self._engine.step.iteration = whole_number("iter", value)
+        self._step.iteration = whole_number("iter", value)
 
     @property
     def total_numel_before_compression(self) -> int:
@@ -207,7 +208,7 @@ class PowerSGDState(Handle):
 
         Without ``module=`` it contains the parameters whose gradients have come so far.
         """
-        return self._report(self._engine.layout(self._names.known()))
+        return self._report(self._names.known())
 
     def error(self) -> dict[str, Tensor]:
         """See ``Handle.error``."""
@@ -222,7 +223,7 @@ class PowerSGDState(Handle):
         """
         pickles.check_owner(self._engine)
         self._unused()
-        return {**self._engine.state_dict(), "buckets": self._names.record()}
+        return {**self._saved(), "buckets": self._names.record()}
 
     def load_state_dict(
         self, state_dict: StateDict, *, strict: bool = True, rename: Mapping[str, str] | None = None
@@ -260,7 +261,7 @@ class PowerSGDState(Handle):
             known = record or saved.get("matrices") == {}
             return saved, self._names.sizes(self.config) if known else None
 
-        report = self._engine.load_state_dict(read, strict=strict, rename=rename)
+        report = load(self._engine, read, strict=strict, rename=rename)
         self._names.expect(expected)
         return report
 
@@ -291,12 +292,10 @@ class PowerSGDState(Handle):
         """Return a copy with its own errors, bases and plan, and the same process group, module and loss scale."""
         copied: PowerSGDState = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._set_up(
-            self._engine.plan.given, self._names.copy(), self.process_group, self._engine.communicator.node_group
-        )
+        copied._set_up(self._engine.plan.given, self._names.copy(), self.process_group, self._communicator.node_group)
         copied._restore(self._content())
-        if self._engine.step.loss_scale is not None:
-            copied.attach(self._engine.step.loss_scale.source)
+        if self._step.loss_scale is not None:
+            copied.attach(self._step.loss_scale.source)
         return copied
 
     def _content(self) -> dict[str, Any]:

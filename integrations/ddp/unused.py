@@ -43,16 +43,12 @@ class UnusedParameters:
         """Take back what the last step has sent of unused parameters, unless that was done."""
         if not self._places:
             return
-        step, memory = self._engine.step, self._engine.memory
+        step, residuals = self._engine.step, self._engine.residuals
         # Whether an open step is applied is not known, and its backward pass may not be done.
-        buckets = {
-            matrix.bucket: None
-            for matrix in memory.matrices.values()
-            if matrix.bucket.applied is not None and not step.decides(matrix.bucket.applied)
-        }
+        buckets = [b for b in residuals.buckets() if b.applied is not None and not step.decides(b.applied)]
         fresh = [bucket for bucket in buckets if not any(bucket.product is seen for seen in self._seen)]
         if fresh:
-            with memory.streams.everywhere():
+            with residuals.streams.everywhere():
                 counts = self._reducer._get_local_used_map()
                 # On the CPU the host may look. Usually some worker uses each parameter.
                 if counts.device.type != "cpu" or not counts.all():

@@ -13,10 +13,10 @@ from packaging.version import Version
 
 from powersgd_triton.comm.nodes import AUTO
 from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig
-from powersgd_triton.core.tuning import refuse_auto
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
 from powersgd_triton.layout.wire_format import DIFFERENCES
+from powersgd_triton.planning.tuning import refuse_auto
 
 SECTION = "powersgd"
 ENABLED = "enabled"

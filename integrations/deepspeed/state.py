@@ -17,12 +17,13 @@ from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import FOUND, Folder, Handle
+from powersgd_triton.core.loading import compared
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
+from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
+from powersgd_triton.schemes import new_engine
 
 if TYPE_CHECKING:
     from powersgd_triton.integrations.deepspeed.parameters import ParameterSeam
@@ -78,7 +79,7 @@ class DeepSpeedState(Handle):
         }
         # DeepSpeed's collectives, so that its communication logger counts the factors.
         communicator = Communicator(group, collectives=deepspeed.comm, node_group=node_group)
-        super().__init__(Engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
+        super().__init__(new_engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
         # Set if parameters are sent as differences.
         self.parameters: ParameterSeam | None = None
@@ -118,12 +119,12 @@ class DeepSpeedState(Handle):
         }
         whole = all(gradient.part is None for gradient in gradients)
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
-        layout = self._engine.begin(
+        bucket = self._engine.begin(
             tuple(gradient.name for gradient in gradients),
             lambda: {gradient.name: gradient.shape for gradient in gradients},
             gradients[0].tensor.device,
         )
-        self._engine.average(layout, views, ranges=None if whole else ranges)
+        self._engine.average(bucket, views, ranges=None if whole else ranges)
         if factor != 1.0:
             for target in targets:
                 target.mul_(factor)
@@ -170,8 +171,7 @@ class DeepSpeedState(Handle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error, bases and step, as CPU tensors and numbers. Collective. Equal on all workers."""
-        mean = self._engine.communicator.mean
-        saved = self._engine.state_dict(lambda error: mean(error).cpu())
+        saved = self._saved(lambda error: self._communicator.mean(error).cpu())
         for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
         # Include parameters of this model that have not had a gradient yet.
@@ -206,7 +206,7 @@ class DeepSpeedState(Handle):
         if saved is None:
             return None
         # The workers of one pipeline stage compare their states. Then all stages are told.
-        return self._together("load", lambda: self._engine.peers.read(lambda: (saved, self._sizes())))
+        return self._together("load", lambda: compared(self._engine, lambda: (saved, self._sizes())))
 
     def adopt(self, saved: SavedState, report: LoadReport) -> LoadReport:
         """Continue from the result of ``read``. Not collective."""

@@ -56,7 +56,7 @@ class Traffic:
 
 def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
     """Return the bytes that a step sends after ``start_iter``."""
-    layout = state._engine.layout()
+    layout = state._engine.plan.layout_of(state.shapes)
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
     compressed = sum(segment.numel for segment in layout.compressed)
@@ -82,7 +82,7 @@ def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
     elif stage or bf16_optimizer:
         trainable = [p for p in engine.module.parameters() if p.requires_grad]
         parameters = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
-    workers = state._engine.communicator.world_size
+    workers = state._communicator.world_size
     # A ring's share of the whole.
     share = (workers - 1) / workers
     return Traffic(

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.tuning import refuse_auto
 from powersgd_triton.integrations.fsdp2.seams import all_reduces_itself, guard, take_over_all_reduce
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, custom_reduce_scatter
 from powersgd_triton.integrations.fsdp2.units import Unit, find_units, worker_groups
+from powersgd_triton.planning.tuning import refuse_auto
 
 __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, on_meta, unequal_tensors
@@ -21,6 +22,7 @@ from powersgd_triton.integrations.sharded import ShardedHandle
 from powersgd_triton.integrations.whole_parameters import WholeParameters, contiguous_stride, group_of_its_own
 from powersgd_triton.layout.layout import Layout, matrix_shape
 from powersgd_triton.ops.gradients import as_real, real_shape
+from powersgd_triton.schemes import new_engine
 
 
 class HybridShardState(ShardedHandle):
@@ -40,7 +42,7 @@ class HybridShardState(ShardedHandle):
         shard_groups: list[dist.ProcessGroup],
     ) -> None:
         communicator = Communicator(replicate_group, shard_groups)
-        engine = Engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units))
+        engine = new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units))
         super().__init__(engine, Shards(units, shard_groups))
         self._model, self._group = model, replicate_group
         # Sums of micro-batches that have not been averaged yet.
@@ -121,7 +123,7 @@ class HybridShardState(ShardedHandle):
         factor = 1
         if getattr(unit.parameter_group, "gradient_divide_factor", None) is not None:
             # The user's divisor already covers all workers, so undo the division by the number of replicas.
-            factor = self._engine.communicator.world_size
+            factor = self._communicator.world_size
             buffer.mul_(factor)
         if buffer is not output:
             output.copy_(buffer)
@@ -130,12 +132,13 @@ class HybridShardState(ShardedHandle):
 
     def _average(self, unit: Unit, buffer: Tensor) -> None:
         engine = self._engine
-        layout = _begin(engine, unit, buffer.device, padded=True)
+        bucket = _begin(engine, unit, buffer.device, padded=True)
+        layout = bucket.layout
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
         if not engine.compressing or layout.numel != buffer.numel():
             engine.average_exactly(buffer)
             return
-        engine.average(layout, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
+        engine.average(bucket, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
 
 
 class Shards:
@@ -198,7 +201,7 @@ class FullShardState(ShardedHandle):
             return shapes(units, padded=False)
 
         self._whole = WholeParameters(group, mesh, whole_shapes)
-        super().__init__(Engine(config, Communicator(group), whole_shapes, buckets=len(units)), self._whole)
+        super().__init__(new_engine(config, Communicator(group), whole_shapes, buckets=len(units)), self._whole)
         self._group, self._device_type = group, mesh.device_type
         # For each layout of whole parameters, that of this worker's rows.
         self._padded: dict[Layout, Layout] = {}
@@ -217,7 +220,8 @@ class FullShardState(ShardedHandle):
         whole_output, whole_sent = output, sent
         output, sent = as_real(output), as_real(sent)
         worker, workers = self._whole.worker, self._whole.workers
-        layout = _begin(self._engine, unit, output.device, padded=False)
+        bucket = _begin(self._engine, unit, output.device, padded=False)
+        layout = bucket.layout
         padded = self._padded.get(layout)
         if padded is None:
             padded = self._padded[layout] = Layout.build(unit.shapes(padded=True), self.config, compress=False)
@@ -243,7 +247,7 @@ class FullShardState(ShardedHandle):
             mine = output[part.offset : part.offset + part.numel]
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
-        self._engine.average(layout, gradients, ranges=ranges)
+        self._engine.average(bucket, gradients, ranges=ranges)
         if how["op"] == dist.ReduceOp.SUM:
             self._note_overflow(output.mul_(workers))
 
@@ -253,7 +257,7 @@ def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
     return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
 
 
-def _begin(engine: Engine, unit: Unit, device: torch.device, *, padded: bool) -> Layout:
+def _begin(engine: Engine, unit: Unit, device: torch.device, *, padded: bool) -> BucketState:
     # Parameters of a unit may be frozen and unfrozen.
     key = (unit, *unit.parameters)
     return engine.begin(key, lambda: unit.shapes(padded=padded), device, keys=(unit,))

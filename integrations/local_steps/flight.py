@@ -45,7 +45,7 @@ class Flight:
         # A step that fails leaves factors' errors with the differences in them. Errors of codes stay as they were.
         self._before: SavedState | None = None
         if engine.config.codes is None:
-            self._before = dataclasses.replace(engine.memory.save(engine.step, lambda error: error), own=True)
+            self._before = dataclasses.replace(engine.residuals.save(engine.step, lambda error: error), own=True)
 
     @property
     def arrived(self) -> bool:
@@ -80,8 +80,11 @@ class Flight:
         try:
             for names in fragments:
                 self._start(names)
-            if finish or not fragments:
-                self._applied = engine.advance(finish=finish)
+            if finish:
+                verdict = engine.end_step()
+                self._applied = verdict is None or bool(verdict)
+            elif not fragments:
+                engine.advance()
         except BaseException:
             if not self.arrived:
                 self._undo()
@@ -95,7 +98,7 @@ class Flight:
             # gone.
             with contextlib.suppress(RuntimeError):
                 engine.end_step()
-        engine.drop_step()
+        engine.void()
         if self._before is not None:
             engine.adopt(self._before, LoadReport())
 
@@ -103,9 +106,9 @@ class Flight:
         """Start averaging a fragment in place."""
         engine, differences = self._engine, {name: self.differences[name] for name in names}
         shapes = {name: tuple(difference.shape) for name, difference in differences.items()}
-        layout = engine.begin(tuple(names), shapes.copy, differences[names[0]].device, last=False)
+        bucket = engine.begin(tuple(names), shapes.copy, differences[names[0]].device, last=False)
         if engine.compressing:
-            engine.average(layout, differences)
+            engine.average(bucket, differences)
             return
         buffer = torch.cat([difference.view(-1) for difference in differences.values()])
         engine.average_exactly(buffer, done=functools.partial(_split, buffer, differences))

@@ -21,9 +21,9 @@ from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
-from powersgd_triton.core.handle import FOUND, Folder, Handle
+from powersgd_triton.core.loading import checked
 from powersgd_triton.core.saved_state import LoadReport, SavedState
-from powersgd_triton.core.tuning import refuse_auto
+from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.local_steps.flight import Flight
 from powersgd_triton.integrations.local_steps.held import Held, held, levels
 from powersgd_triton.integrations.local_steps.replica import Outer, Replica, Tensors, averaging, without_padding
@@ -42,7 +42,9 @@ from powersgd_triton.integrations.local_steps.saved import (
 )
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.step import LossScaleSource
+from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.ranks.report import RankReport
+from powersgd_triton.schemes import new_engine
 
 logger = logging.getLogger("powersgd_triton.integrations.local_steps")
 
@@ -138,7 +140,7 @@ class LocalSteps(Handle):
                 raise ValueError("the model has no parameters that require gradients")
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
-            engine = Engine(chosen, communicator, lambda: found.shapes, codes=True)
+            engine = new_engine(chosen, communicator, lambda: found.shapes, quantized=True)
             self._replica = Replica(found, outer or averaging, communicator, device)
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
             own |= {"outer": settings_of(self._replica.outer), **common_facts(chosen, 0)}
@@ -237,21 +239,21 @@ class LocalSteps(Handle):
     def _everywhere(self, true: bool) -> bool:
         """Return whether something is true on all workers. Collective."""
         flag = torch.tensor(int(true), device=self._device)
-        for workers in (self._engine.communicator, *self._engine.communicator.others):
+        for workers in (self._communicator, *self._communicator.others):
             workers.minimum(flag)
         return bool(flag)
 
     def _check(self) -> None:
         """Compare θ over the workers after each ``check_every`` exchanges."""
         every = self.config.check_every
-        if every and self._engine.step.ended % every == 0:
+        if every and self._step.ended % every == 0:
             theta = self._replica.theta()
             self._compare(
                 "a check", lambda: (None, {}, {f"shared {n!r}": int(fingerprint(p)) for n, p in theta.items()})
             )
 
     def _compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
-        return together(call, act, self._engine.communicator, self._device)
+        return together(call, act, self._communicator, self._device)
 
     # What a user asks ------------------------------------------------------------------------------------------------
 
@@ -292,8 +294,8 @@ class LocalSteps(Handle):
         """
         self._land()
         engine = self._engine
-        engine.memory.materialize(engine.step, engine.memory.buckets())
-        errors, saved = super().error(), engine.state_dict()
+        engine.residuals.materialize(self._step, engine.residuals.buckets())
+        errors, saved = super().error(), self._saved()
         parts = {name: {"shared": shared} for name, shared in self.shared().items()}
         for name, error in errors.items():
             parts[name]["own_error"] = error
@@ -301,7 +303,7 @@ class LocalSteps(Handle):
             differences, finite = self._replica.differences()
             copies = self._replica.copies(finite)
             for name, tensor in self._replica.held.tensors():
-                changes = without_padding(engine.communicator.mean(differences[name]), tensor).to(tensor.device)
+                changes = without_padding(self._communicator.mean(differences[name]), tensor).to(tensor.device)
                 parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
         mark = sum(int(fingerprint(part)) for each in parts.values() for key, part in each.items() if key in COMMON)
         this = SavedRound(self.steps, self.since, self._place, mark, parts, self.outer.state_dict())
@@ -329,7 +331,8 @@ class LocalSteps(Handle):
         own = self._everywhere(this.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            parsed = engine.peers.parsed(
+            parsed = checked(
+                engine,
                 with_errors(content, this) if own else content,
                 sizes(engine.tensors(), self.config),
                 owner=self._place if own else None,
@@ -404,11 +407,11 @@ class LocalSteps(Handle):
     @property
     def _place(self) -> tuple[int, int]:
         """(index, number) of this worker."""
-        return self._engine.communicator.index, self._engine.communicator.world_size
+        return self._communicator.index, self._communicator.world_size
 
     def _file(self, *, own: bool = False) -> str:
         shard, shards = 0, 1
-        for workers in self._engine.communicator.others:
+        for workers in self._communicator.others:
             shard, shards = shard * workers.world_size + workers.index, shards * workers.world_size
         worker, workers_ = self._place
         return f"powersgd-local-{shard}-of-{shards}" + (f"-worker-{worker}-of-{workers_}" if own else "") + ".pt"

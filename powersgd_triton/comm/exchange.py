@@ -16,8 +16,8 @@ from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.wire import Wire
 
-Schedule = Iterator[Work]
-"""Yields each collective that it starts. Whoever goes on with it waits for the collective before."""
+Collectives = Iterator[Work]
+"""Yields each collective that it starts. The caller waits for each of them before resuming."""
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
 SMALL_PART = 4096
@@ -64,7 +64,7 @@ def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: C
     return dict(found)
 
 
-def sum_over_workers(backend: Backend, message: Message, communicator: Communicator) -> Schedule:
+def sum_over_workers(backend: Backend, message: Message, communicator: Communicator) -> Collectives:
     """Sum a message of a bucket in place.
 
     If workers of a node share a network card, they sum the message within the node first. Then each of them sums a part
@@ -102,14 +102,14 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
             own.copy_(contributed)
 
 
-def sum_in_place(content: Tensor, communicator: Communicator) -> Schedule:
+def sum_in_place(content: Tensor, communicator: Communicator) -> Collectives:
     """Sum a tensor in place by an all-reduce."""
     yield communicator.all_reduce(content)
 
 
 def exchange_parts(
     wire: Wire, content: Tensor, own: Tensor | None, target: Tensor, communicator: Communicator
-) -> Schedule:
+) -> Collectives:
     """Write the sum of all workers' ``content`` to ``target``, with rounded factors, and what was sent to ``own``.
 
     A part's owner sums it in the message's dtype and rounds the sum. (An all-reduce in 16 bits would round partial
@@ -136,15 +136,17 @@ def share_of_sum(
 ) -> Generator[Work, None, Mapping[str, Tensor]]:
     """Sum a bucket's gradients over the workers of a node, and return {name: the rows of this worker's share}.
 
-    Bypass tensors remain this worker's own, since the messages sum them. All are in the dtype of messages.
+    Bypass tensors remain this worker's own, since the messages sum them. All are in the dtype of messages. Without
+    nodes, return the gradients themselves.
     """
-    layout, cuts, index, dtype = bucket.layout, bucket.shares.cuts, communicator.index, bucket.message_P.dtype
-    if not layout.compressed:
+    layout, inside = bucket.layout, communicator.inside
+    if inside is None or not layout.compressed:
         return gradients
+    cuts, index, dtype = bucket.shares.cuts, inside.index, bucket.message_P.dtype
     sizes = [end - start for start, end in itertools.pairwise(cuts)]
     sent = _flat(layout, gradients)[cuts[0] : cuts[-1]]
     received = sent.new_empty(len(sizes) * sizes[index])
-    yield communicator.all_to_all(received, sent, sizes)
+    yield inside.all_to_all(received, sent, sizes)
     total = received.view(len(sizes), -1).sum(dim=0, dtype=dtype) if sizes[index] else received.to(dtype)
     rows = {
         piece.name: total[piece.offset - cuts[index] :][: piece.numel].view(piece.shape)

@@ -13,7 +13,22 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import whole_number
-from powersgd_triton.core.clock import COMPUTE, EXCHANGE, STEP, Times
+from powersgd_triton.core.clock import (
+    BACKPROJECT,
+    COMMIT,
+    COMPUTE,
+    EXCHANGE,
+    MESSAGES,
+    PROJECT,
+    RECONSTRUCT,
+    STEP,
+    TELEMETRY,
+    Clock,
+    Times,
+)
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Task
+from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.blocks import add_product, blocks
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.host_copy import HostCopy
@@ -89,9 +104,10 @@ Callback = Callable[[StepRecord], object]
 
 
 class Telemetry:
-    """Measures every so many steps, and reports them when the device has reached their ends.
+    """Measures every so many steps, and reports them when the device has reached their ends. It is a ``Listener``.
 
     Args:
+        engine: Engine whose steps are measured.
         callback: Called with each record.
         writer: A ``SummaryWriter``, or another object with ``add_scalar(tag, value, step)``.
         every: Steps from one measured step to the next.
@@ -100,29 +116,41 @@ class Telemetry:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
 
-    def __init__(self, callback: Callback | None, writer: Any, every: int) -> None:
+    def __init__(self, engine: Engine, callback: Callback | None, writer: Any, every: int) -> None:
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be a function of a StepRecord; got {type(callback).__name__}")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar, as a SummaryWriter has; got {type(writer).__name__}")
         self._callback, self._writer, self._every = callback, writer, whole_number("every", every, 1)
+        self._engine = engine
         # The open step, if it is measured. Its reports are completed in order.
-        self._open: _Measured | None = None
-        self._pending: collections.deque[_Measured] = collections.deque()
+        self._open: _MeasuredStep | None = None
+        self._pending: collections.deque[_MeasuredStep] = collections.deque()
 
-    def measure(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
-        """Measure a bucket between ``commit`` and ``reconstruct``, if its step is measured."""
+    def obstacle(self) -> str | None:
+        """See ``Listener``."""
+        return "telemetry is on, and the host does not see replays; call telemetry(every=0)"
+
+    def watch(self, task: Task) -> Task:
+        """Let the stages of a bucket mark their times."""
+        if task.memory is None:
+            return task
+        watched = Measured(task.memory, self._engine.schedule.clock, self._measure)
+        return dataclasses.replace(task, memory=watched)
+
+    def _measure(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
         if self._open is not None and bucket.layout.compressed:
             self._open.add(bucket, gradients, step)
 
-    def end_step(self, step: int, sent: int, times: Times | None) -> bool:
-        """Report what has arrived. Return whether to measure the next step.
+    def void(self) -> None:
+        """See ``Listener``. The clock stops without a result."""
+        self._engine.schedule.clock.cancel()
 
-        Args:
-            step: Number of the step that ended.
-            sent: Bytes that the engine has sent so far.
-            times: Times of the step, if it was measured and not interrupted.
-        """
+    def end_step(self) -> None:
+        """Report what has arrived, and begin to measure the next step if it is time."""
+        step, sent, clock = self._engine.step.iteration, self._engine.sent, self._engine.schedule.clock
+        # None if the step was not measured, or interrupted.
+        times = clock.stop()
         measured, self._open = self._open, None
         if measured is not None and times is not None:
             measured.end(step, sent, times)
@@ -131,8 +159,8 @@ class Telemetry:
             self._report(self._pending.popleft().record())
         # A measured step that was interrupted is followed by another one.
         if (step + 1) % self._every == 0 or (measured is not None and times is None):
-            self._open = _Measured(sent)
-        return self._open is not None
+            self._open = _MeasuredStep(sent)
+            clock.start(self._engine.buckets.device)
 
     def _report(self, record: StepRecord) -> None:
         logger.info("%s", record)
@@ -148,7 +176,50 @@ class Telemetry:
             self._callback(record)
 
 
-class _Measured:
+class Measured:
+    """A backend whose stages mark the time that they take.
+
+    Args:
+        backend: The backend.
+        clock: Counts the time. Unless it runs, nothing is measured.
+        measure: Called with (bucket, gradients, step) when all sums of a step have arrived.
+    """
+
+    def __init__(self, backend: Backend, clock: Clock, measure: Callable[..., None]) -> None:
+        self.bucket, self._backend, self._mark, self._measure = backend.bucket, backend, clock.mark, measure
+        self.wire = backend.wire
+
+    def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
+        self._mark(PROJECT)
+        message = self._backend.project(gradients, step, repetition)
+        self._mark(MESSAGES)
+        return message
+
+    def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
+        self._mark(BACKPROJECT)
+        message = self._backend.backproject(gradients, step, repetition)
+        self._mark(MESSAGES)
+        return message
+
+    def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
+        self._mark(COMMIT)
+        self._backend.commit(gradients, step, repetition)
+        if repetition == self.bucket.config.iterations - 1:
+            # Now M and what is subtracted from it are known, and without error feedback M is still in the gradients.
+            self._mark(TELEMETRY)
+            self._measure(self.bucket, gradients, step)
+
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        self._mark(RECONSTRUCT)
+        self._backend.reconstruct(out, overflow)
+        self._mark(None)
+
+    def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
+        self._mark(PROJECT)
+        self._backend.orthogonalize_bases(step, redraw=redraw)
+
+
+class _MeasuredStep:
     """A measured step on its way to the host.
 
     Args:

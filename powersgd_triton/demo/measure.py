@@ -44,7 +44,7 @@ class Traffic:
         """Count calls of the functions of ``torch.distributed`` inside this block."""
         exchange_parts = exchange.exchange_parts
 
-        def marked(*args: Any) -> exchange.Schedule:
+        def marked(*args: Any) -> exchange.Collectives:
             schedule = exchange_parts(*args)
             while True:
                 # Only while it starts a collective: other ones may start before the next part of the exchange.

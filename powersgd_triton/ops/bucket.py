@@ -220,6 +220,11 @@ class Bucket:
         return [[tensors[segment.name].view(group.n, group.m) for segment in group.segments] for group in groups]
 
     @property
+    def share(self) -> tuple[int, int]:
+        """(index of this worker in its node, workers of the node that share the matrices)."""
+        return self.worker, self.shares.workers
+
+    @property
     def shared(self) -> bool:
         """Whether other workers of this node compress a part of the matrices."""
         return self.shares.workers > 1

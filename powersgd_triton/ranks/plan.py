@@ -99,8 +99,6 @@ class RankPlan:
         self.spectra: dict[str, Spectrum] = {}
         self.demands: dict[str, float] = {}
         self.pending: Measurement | dict[str, Spectrum] | None = None
-        # The layouts that adapters pass, each with the layout that has the ranks in force.
-        self._layouts: dict[Layout, Layout] = {}
 
     @property
     def compresses(self) -> bool:
@@ -168,19 +166,16 @@ class RankPlan:
         return sent <= budget(self._tensors, self.config)
 
     def layout(self, layout: Layout) -> Layout:
-        """Return a layout with the ranks in force. It is the same object until the ranks change."""
-        if not self.config.planned:
-            return layout
-        if layout not in self._layouts:
-            self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
-            self._layouts[layout] = self.ranked(layout)
-        return self._layouts[layout]
-
-    def ranked(self, layout: Layout) -> Layout:
-        """Return the same for a layout that does not belong to a bucket."""
-        if not self.config.planned:
-            return layout
+        """Return a bucket's layout with the ranks in force."""
+        self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
         # A matrix that became trainable later has rank 1 until the next plan.
+        return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
+
+    def layout_of(self, tensors: Mapping[str, Sequence[int]]) -> Layout:
+        """Return tensors {name: shape} in one layout, with the ranks in force."""
+        layout = Layout.build(tensors, self.config)
+        if not self.config.planned:
+            return layout
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
 
     @property
@@ -253,7 +248,7 @@ class RankPlan:
 
     def _adopt(self, ranks: dict[str, int]) -> None:
         if ranks != self.ranks:
-            self.ranks, self._layouts = ranks, {}
+            self.ranks = ranks
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 

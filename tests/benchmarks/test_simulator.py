@@ -19,11 +19,11 @@ from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
 from benchmarks.network.traffic import Traffic
 from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.comm.cost import Network, factor_seconds
 from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.collectives import Call, counting
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.planning.cost import Network, factor_seconds
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import thinned

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm.codes import average_in_codes
 from powersgd_triton.config import CODES
+from powersgd_triton.schemes.quantized import average_in_codes
 from tests.support.lockstep import Line, communicate
 from tests.support.thinned import thinned
 

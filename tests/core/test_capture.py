@@ -18,7 +18,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core import capture as captures
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
 from tests.support.checks import same_bits
 

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.comm.cost import Network, compute_of, step_seconds
-from powersgd_triton.core.choice import TOLERANCE, Job, Prediction, budgets, choose
-from powersgd_triton.core.trial import ComputeTime
+from powersgd_triton.planning.choice import TOLERANCE, Job, Prediction, budgets, choose
+from powersgd_triton.planning.cost import Network, compute_of, step_seconds
+from powersgd_triton.planning.trial import ComputeTime
 
 BUCKETS = [{"head": (512, 256), "bias": (512,)}, {"body": (256, 1024), "norm": (256,)}]
 CHEAP = ComputeTime((1e-4, 2e-4, 6e-4))

@@ -16,8 +16,8 @@ from powersgd_triton import Compressor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.clock import BACKPROJECT, COMMIT, PROJECT, RECONSTRUCT
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.telemetry import StepRecord
+from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
 from tests.support.checks import same_bits
 from tests.support.streams import FakeStream, Network, Pair, PhaseClock, StreamMachine, stream_machine

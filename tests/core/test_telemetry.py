@@ -22,8 +22,8 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import clock
 from powersgd_triton.core.clock import COMPUTE, EXCHANGE, PHASES, STEP, Clock
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.telemetry import StepRecord, Telemetry
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations import optimizer as loop
 from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.checks import everything, gradients, same_bits

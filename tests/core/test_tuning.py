@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.cost import Network, measure_network
 from powersgd_triton.core import tuning
-from powersgd_triton.core.trial import ComputeTime
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
+from powersgd_triton.planning.cost import Network, measure_network
+from powersgd_triton.planning.trial import ComputeTime
 from tests.support.checks import gradients as random_gradients
 from tests.support.distributed import outcome, run_cases
 

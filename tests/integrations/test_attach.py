@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
-from powersgd_triton.core.handle import Handle
+from powersgd_triton.handle import Handle
 from tests.support.distributed import folder, run
 from tests.support.sharded_training import (
     RANK_2,

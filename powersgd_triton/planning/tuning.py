@@ -7,20 +7,17 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from powersgd_triton.comm.cost import Network, compute_of, measure_network
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.core.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
-from powersgd_triton.core.peers import Peers
-from powersgd_triton.core.trial import ComputeTime, synchronize, time_compute
-from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops.step import Step
-from powersgd_triton.ranks.plan import RankPlan
+from powersgd_triton.core.scheme import Task
+from powersgd_triton.planning.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose
+from powersgd_triton.planning.cost import Network, compute_of, measure_network
+from powersgd_triton.planning.trial import ComputeTime, synchronize, time_compute
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -31,47 +28,55 @@ WARM_UP, MEASURED = 3, 10
 class Tuning:
     """Measures the first steps, and then settles the plan's configuration. All workers settle the same.
 
-    For ``compression="auto"`` the measured steps are exact. Otherwise they are compressed.
+    For ``compression="auto"`` the measured steps are exact. Otherwise they are compressed. Steps are measured again
+    when the workers have changed or a state was loaded. It is a ``Listener``.
 
     Args:
-        plan, peers, step: Those of the engine whose steps are measured.
-        engine: The class ``Engine``.
-
-    Attributes:
-        itemsize: Bytes of an element of the gradients.
+        engine: Engine whose steps are measured.
     """
 
-    def __init__(self, plan: RankPlan, peers: Peers, step: Step, engine: Callable[..., Any]) -> None:
-        self._plan, self._peers, self._step, self._engine = plan, peers, step, engine
-        self.itemsize = 4
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._plan = engine, engine.plan
         self._ends: list[float] = []
-        self._buckets: list[Tensors] = []
+        self._iteration = 0
 
-    def begin(self, layout: Layout, *, first: bool) -> None:
-        """Note a bucket of a step. ``first`` says whether a new step begins with it."""
-        self._buckets = [*([] if first else self._buckets), layout.shapes]
+    def watch(self, task: Task) -> Task:
+        """See ``Listener``."""
+        return task
 
-    def end_step(self, device: torch.device) -> bool:
-        """Note that a step has ended. Return whether everything is settled. The host waits for the device.
+    def void(self) -> None:
+        """See ``Listener``."""
+
+    def obstacle(self) -> str | None:
+        """See ``Listener``."""
+        return "the host measures the first steps" if self._plan.measures else None
+
+    def end_step(self) -> None:
+        """Note that a step has ended. Settle everything after the last measured one. The host waits for the device.
 
         Collective after the last measured step, in which nothing may differ between workers.
         """
-        plan, config = self._plan, self._plan.config
-        if self._step.iteration <= config.start_iter and plan.compresses:
-            return False
+        step, plan, config, device = self._engine.step, self._plan, self._plan.config, self._engine.buckets.device
+        if step.ended == 1 or step.iteration != self._iteration + 1:
+            # The workers have changed, or a state was loaded.
+            self._ends = []
+        self._iteration = step.iteration
+        if not plan.measures or device is None or (step.iteration <= config.start_iter and plan.compresses):
+            return
         synchronize(device)
         self._ends.append(time.perf_counter())
         if len(self._ends) <= WARM_UP + MEASURED:
-            return False
+            return
         ends = self._ends[WARM_UP:]
-        step = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
+        seconds = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
         settle = self._compression if config.compression == AUTO else self._max_rank
-        plan.settle(settle(step, self._buckets, device))
-        return True
+        plan.settle(settle(seconds, [layout.shapes for layout in self._engine.begun], device))
+        # Which matrices are compressed may depend on what was chosen.
+        self._engine.buckets.invalidate()
 
     def _compression(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose a budget and a width, or no compression."""
-        config, communicator, tensors = self._plan.config, self._peers.communicator, self._plan.tensors
+        config, communicator, tensors = self._plan.config, self._engine.communicator, self._plan.tensors
         network = measure_network(communicator, device)
         # Ranks are planned for all tensors, also for those without a gradient.
         seen = {name for bucket in buckets for name in bucket}
@@ -88,7 +93,7 @@ class Tuning:
         times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
         levels = communicator.inside is not None
         options = {"joined": not self._plan.buckets, "late": device.type == "cpu"}
-        job = Job(buckets, self.itemsize, step, network, levels, **options)
+        job = Job(buckets, self._engine.itemsize, step, network, levels, **options)
         job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
         found = budgets(job, config, times)
@@ -133,13 +138,13 @@ class Tuning:
 
     def _own(self, config: PowerSGDConfig, buckets: list[Tensors], device: torch.device) -> ComputeTime:
         """Time what compression computes. Collective, since it may fail on one worker only."""
-        return self._peers.together(
-            "a trial of the compression", lambda: (time_compute(self._engine, config, buckets, device), {}, {})
+        return self._engine.buckets.together(
+            "a trial of the compression", lambda: (time_compute(config, buckets, device), {}, {})
         )
 
     def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:
         """Return the largest of all workers' numbers, element by element. Collective."""
-        communicator = self._peers.communicator
+        communicator = self._engine.communicator
         flat = torch.tensor([number for row in numbers for number in row], dtype=torch.float64)
         for group in (communicator, *communicator.others):
             flat = group.gather(flat, device).amax(dim=0)

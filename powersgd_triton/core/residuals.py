@@ -1,29 +1,20 @@
-"""What the engine remembers between steps by the tensor's name: errors, bases, and the bucket that holds them."""
+"""What a worker has not sent yet, by the tensor's name: it is added to the gradients of the next steps."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.exchange import Schedule, sum_in_place
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.saved_state import Parts, SavedState, Size, listing
+from powersgd_triton.core.saved_state import Parts, SavedState, Size
 from powersgd_triton.core.streams import Streams, on_its_streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
-from powersgd_triton.layout.shares import Shares
-from powersgd_triton.ops.backend import Backend
-from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
-from powersgd_triton.ops.bucket import Bucket, error_dtype
+from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
-
-logger = logging.getLogger("powersgd_triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,86 +52,61 @@ class Matrix:
     bucket: Bucket
 
 
-class Memory:
+class Residuals:
     """Errors and bases of one model's tensors.
 
     They belong to names and not to buckets. When DDP rebuilds its buckets, or ranks change, new buckets take them over.
 
     Attributes:
+        plan: The ranks in force.
         streams: Streams on which all of this memory is allocated and used.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.
         loaded: A loaded state. The parts of a matrix leave it when the matrix is in a bucket for the first time.
+        moving: {name: [(first row, rows)]} of errors that belong to other rows from now on, which may be another
+            worker's.
     """
 
     def __init__(self, plan: RankPlan) -> None:
-        self._plan = plan
+        self.plan = plan
         self.streams = Streams()
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
-        # The backend of the bucket that each tensor was in last.
-        self._backends: dict[str, Backend] = {}
         self.loaded = SavedState()
-        # Of tensors that are no longer compressed, or that are sent in codes.
+        self.moving: dict[str, list[tuple[int, Tensor]]] = {}
+        # Of tensors that are no longer compressed, or that are sent whole.
         self._remaining: dict[str, Remaining] = {}
-        # Errors that belong to other rows from now on, which may be another worker's: (first row, rows).
-        self._moving: dict[str, list[tuple[int, Tensor]]] = {}
-        self._workspace: Workspace = {}
-        self._choices: set[tuple[str, str]] = set()
 
     @property
     def _config(self) -> PowerSGDConfig:
-        return self._plan.config
+        return self.plan.config
 
-    # Buckets ---------------------------------------------------------------------------------------------------------
+    @property
+    def pending(self) -> bool:
+        """Whether an error is still to be moved, or to be added to the gradient of a tensor without a matrix."""
+        return bool(self._remaining or self.moving)
 
-    def bind(
-        self, layout: Layout, gradients: Mapping[str, Tensor], step: Step, share: tuple[int, int] = (0, 1)
-    ) -> Backend:
-        """Return the backend of the bucket with this layout. A new bucket takes over the errors and bases.
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets that hold the matrices."""
+        return list({matrix.bucket: None for matrix in self.matrices.values()})
 
-        Its factors are fp64 if a gradient is fp64, else fp32. If an allocation fails, no error and no basis is lost.
-        ``share`` is (index of this worker in its node, workers of the node that share the bucket).
+    def regroup(self) -> None:
+        """Note that this worker may share a node with other workers from now on, or have other rows there.
 
-        Raises:
-            RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
-            ValueError: The configured backend cannot be used.
+        All errors of shared matrices are moved then, since workers whose rows stay the same take part in the moves.
         """
-        known, (worker, workers) = self._known(layout), share
-        if known is not None and known.bucket.shares.workers == workers:
-            return known
-        for segment in layout.compressed:
-            saved = self.loaded.tensors
-            if self.loaded.strict and segment.name not in saved and segment.name not in self.matrices:
-                raise RuntimeError(
-                    f"the loaded state has no matrix named {segment.name!r}; it has {listing(saved)}. "
-                    "Was it saved for another model or with another configuration?"
-                )
-        dtypes = {gradient.dtype for gradient in gradients.values()}
-        device = gradients[layout.segments[0].name].device
-        rank = max((group.rank for group in layout.groups), default=1)
-        name, reason = select_backend(self._config, device, dtypes, rank)
-        if (name, reason) not in self._choices:
-            logger.info("PowerSGD backend: %s (%s)", name, reason)
-            self._choices.add((name, reason))
-        self.materialize(step, {self.matrices[s.name].bucket for s in layout.compressed if s.name in self.matrices})
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        shares = Shares.build(layout, workers)
-        errors = self._error_buffers(shares, worker, dtype, device)
-        bucket = Bucket(layout, dtype, device, self._config, errors, shares, worker)
-        backend = make_backend(name, bucket, self._workspace)
-        self._take_over(backend, step)
-        for segment in layout.segments:
-            self.sizes[segment.name] = (segment.n, segment.m, segment.rank)
-            self._backends[segment.name] = backend
-        self._release(layout, device)
-        return backend
+        for matrix in self.matrices.values():
+            if len(matrix.rows) > 1:
+                matrix.rows = ()
 
-    def _release(self, layout: Layout, device: torch.device) -> None:
-        """Let the loaded errors of bypass tensors be added to their gradients."""
+    # Tensors without a matrix ----------------------------------------------------------------------------------------
+
+    def enter(self, layout: Layout, device: torch.device) -> None:
+        """Note the sizes of a new bucket's tensors. Let the loaded errors of bypass tensors be added to gradients."""
+        self.sizes |= {segment.name: (segment.n, segment.m, segment.rank) for segment in layout.segments}
         for segment in layout.bypass:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
-            later = not self._plan.exact and compressed_rank(segment.shape, self._config, segment.name)
+            later = not self.plan.exact and compressed_rank(segment.shape, self._config, segment.name)
             if segment.name in self.loaded.matrices and not later:
                 parts = self.loaded.matrices[segment.name]
                 if "error" in parts and self._config.error_feedback:
@@ -149,11 +115,9 @@ class Memory:
 
     def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
         """Return M = G + E of tensors that are sent in codes, flat, in fp32."""
-        self._release(layout, next(iter(gradients.values())).device)
         self._remaining_errors(step)
         M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
         for segment in layout.segments:
-            self.sizes[segment.name] = (segment.n, segment.m, 0)
             own, known = M[segment.offset : segment.offset + segment.numel], self._remaining.get(segment.name)
             own.copy_(gradients[segment.name].reshape(-1))
             if known is not None:
@@ -170,121 +134,6 @@ class Memory:
             known = self._remaining.get(segment.name)
             error = torch.zeros((), device=M.device).expand_as(rest) if known is None else known.error
             self._remaining[segment.name] = Remaining(error, verdict, rest)
-
-    def _known(self, layout: Layout) -> Backend | None:
-        """Return the backend of the bucket with this layout if it had all of its tensors in their last steps."""
-        known = self._backends.get(layout.segments[0].name)
-        # Since the last step, another bucket may have taken one of the tensors.
-        unchanged = all(self._backends.get(segment.name) is known for segment in layout.segments)
-        return known if known is not None and known.bucket.layout is layout and unchanged else None
-
-    def is_settled(self, layout: Layout) -> bool:
-        """Return whether the next step of this bucket does the same as its steps from then on."""
-        known = self._backends.get(layout.segments[0].name)
-        if known is None or self._remaining or self._moving:
-            return False
-        found = known.bucket.layout
-        return self._known(found) is known and (layout in found.parts or found is self._plan.layout(layout))
-
-    def _error_buffers(self, shares: Shares, worker: int, dtype: torch.dtype, device: torch.device) -> Parts | None:
-        """Return the error buffers of a worker's rows, {name: [rows, m]}. They are zero if it did not have these rows.
-
-        The result is None without error feedback.
-        """
-        if not self._config.error_feedback:
-            return None
-        dtype = error_dtype(self._config, dtype)
-        segments = {segment.name: segment for segment in shares.layout.compressed}
-        errors: Parts = {}
-        for group in shares.groups(worker):
-            known = {
-                piece.name: matrix.error
-                for piece in group.segments
-                if (matrix := self.matrices.get(piece.name)) is not None
-                and matrix.rows == shares.rows(segments[piece.name])
-            }
-            # One allocation for a group's new matrices keeps them at equal distances, so that they can be batched.
-            memory = torch.zeros(len(group.segments) - len(known), group.n, group.m, dtype=dtype, device=device)
-            zeros = iter(memory.unbind())
-            for piece in group.segments:
-                error = known.get(piece.name)
-                errors[piece.name] = next(zeros) if error is None else error.to(dtype)
-        return errors
-
-    def _take_over(self, backend: Backend, step: Step) -> None:
-        """Copy the known bases, and the parts of a loaded state, to the matrices of a new bucket."""
-        bucket = backend.bucket
-        backend.orthogonalize_bases(step, redraw=True)
-        bases = {"basis": bucket.right(bucket.basis)}
-        if self._config.algorithm == "alternating":
-            bases["left_basis"] = bucket.left(bucket.P_hat)
-        complete = True
-        errors = {
-            piece.name: error
-            for group, buffers in zip(bucket.own, bucket.M or [], strict=False)
-            for piece, error in zip(group.segments, buffers, strict=True)
-        }
-        for position, group in enumerate(bucket.layout.groups):
-            for index, segment in enumerate(group.segments):
-                own = {key: views[position][index] for key, views in bases.items()}
-                error, rows = errors.get(segment.name), bucket.shares.rows(segment)
-                earlier = self.matrices.get(segment.name)
-                if earlier is not None:
-                    complete &= _fill(own, earlier.bases, functools.partial(self._plan.kept_columns, segment.name))
-                    if bucket.M is not None and earlier.rows != rows:
-                        moved = [] if earlier.error is None else [(earlier.first_row, earlier.error)]
-                        self._moving[segment.name] = [*self._moving.get(segment.name, []), *moved]
-                loaded = self.loaded.matrices.get(segment.name)
-                if loaded is not None:
-                    complete &= _fill(own, loaded, functools.partial(self._plan.kept_columns, segment.name))
-                    if bucket.M is not None and len(rows) > 1:
-                        self._moving[segment.name] = [(0, loaded["error"])]
-                    elif error is not None:
-                        error.copy_(loaded["error"])
-                # Last, so that a failed allocation loses nothing.
-                self.matrices[segment.name] = Matrix(error, rows, rows[bucket.worker][0], own, bucket)
-                self.loaded.matrices.pop(segment.name, None)
-        if not complete:
-            backend.orthogonalize_bases(step)
-
-    def move_rows(self, bucket: Bucket, communicator: Communicator) -> Schedule:
-        """Bring errors to the workers of this node that have their rows now."""
-        for segment in bucket.layout.compressed:
-            if segment.name not in self._moving:
-                continue
-            matrix, width = self.matrices[segment.name], bucket.message_P
-            whole = torch.zeros(segment.n, segment.m, dtype=width.dtype, device=width.device)
-            for first, rows in self._moving[segment.name]:
-                whole[first : first + len(rows)] += rows
-            if communicator.inside is not None:
-                yield from sum_in_place(whole, communicator.inside)
-            if matrix.error is not None:
-                matrix.error += whole[matrix.first_row :][: len(matrix.error)]
-            del self._moving[segment.name]
-
-    def moving(self) -> list[str]:
-        """Return the names of the matrices whose errors have to be moved."""
-        return sorted(self._moving)
-
-    def regroup(self) -> None:
-        """Note that this worker may share a node with other workers from now on, or have other rows there.
-
-        All errors of shared matrices are moved then, since workers whose rows stay the same take part in the moves.
-        """
-        shared = [matrix for matrix in self.matrices.values() if len(matrix.rows) > 1]
-        for matrix in shared:
-            matrix.rows = ()
-        if shared:
-            self.drop_buckets()
-
-    def buckets(self) -> list[Bucket]:
-        """Return the buckets of the last steps, ordered by the names of their first tensors."""
-        buckets = {backend.bucket for backend in self._backends.values()}
-        return sorted(buckets, key=lambda bucket: bucket.layout.segments[0].name)
-
-    def drop_buckets(self) -> None:
-        """Forget the backends, so that the next step makes new buckets: collectives may still write to the old ones."""
-        self._backends = {}
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
@@ -360,11 +209,11 @@ class Memory:
     def _errors(self, step: Step, *, wide: bool = False) -> Parts:
         """Return copies of the errors of all matrices that are in buckets."""
         found: Parts = {}
-        for bucket in {matrix.bucket: None for matrix in self.matrices.values()}:
+        for bucket in self.buckets():
             errors = bucket.errors(step, wide=wide)
             # Another bucket may have taken over some of the matrices.
             found |= {name: error for name, error in errors.items() if self.matrices[name].bucket is bucket}
-        for name, parts in self._moving.items():
+        for name, parts in self.moving.items():
             for first, rows in parts:
                 found[name][first : first + len(rows)] += rows
         return found
@@ -381,7 +230,7 @@ class Memory:
         for parts in self.loaded.matrices.values():
             if "error" in parts:
                 parts["error"].zero_()
-        self._remaining, self._moving = {}, {}
+        self._remaining, self.moving = {}, {}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -407,12 +256,12 @@ class Memory:
             matrices[name] = {"error": mean(error.clone())}
         # The sizes with which each tensor was compressed last: in this run, or in the run that saved the loaded state.
         tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
-        plan = self._plan.state_dict() if self._config.planned else {}
+        plan = self.plan.state_dict() if self._config.planned else {}
         return SavedState(step.iteration, tensors, matrices, plan, own=loaded.own, owner=loaded.owner)
 
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
-        self.matrices, self.sizes, self._backends, self._remaining, self._moving = {}, {}, {}, {}, {}
+        self.matrices, self.sizes, self._remaining, self.moving = {}, {}, {}, {}
         self.loaded = saved
 
     def claim(self, worker: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
@@ -432,16 +281,3 @@ class Memory:
             return None
         self.forget_errors()
         return owner
-
-
-def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[int]]) -> bool:
-    """Copy the columns that fit from a matrix's earlier bases. Return whether no random column is left."""
-    complete = True
-    for key, basis in bases.items():
-        saved = earlier.get(key, basis[:, :0])
-        before, after = saved.shape[1], basis.shape[1]
-        if after < before:
-            saved = torch.stack([saved[:, k] for k in kept_columns(before, after)], dim=1)
-        basis[:, : saved.shape[1]] = saved.to(basis)
-        complete &= before >= after
-    return complete

@@ -1,4 +1,4 @@
-"""Average whole tensors over the workers in a few bits an element, on one level or on two."""
+"""Quantized averages: whole tensors in a few bits an element, with error feedback."""
 
 from __future__ import annotations
 
@@ -9,14 +9,35 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.scheme import FlatAverage, Task
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
-Average = Generator[Work, None, Tensor]
-"""Yields each collective that it starts, as a ``Schedule`` does, and returns the average."""
+Mean = Generator[Work, None, Tensor]
+"""Yields each collective that it starts, and returns the average."""
 
 
-def average_in_codes(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Average:
+class Quantized:
+    """The scheme of ``PowerSGDConfig(codes=…)``: whole tensors, in codes with a scale for each block."""
+
+    def prepare(self, task: Task) -> None:
+        """See ``Scheme``. Nothing stays between steps but the residuals."""
+        task.residuals.enter(task.layout, next(iter(task.gradients.values())).device)
+
+    def average(self, task: Task) -> Generator[Work, None, FlatAverage]:
+        """Average one bucket."""
+        M = task.residuals.compensated(task.layout, task.gradients, task.step)
+        mean = yield from quantized_mean(M, task.config, task.communicator)
+        task.residuals.keep(task.layout, M, task.step)
+        return FlatAverage(task.layout, mean)
+
+    def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
+        """See ``Scheme``."""
+        return layout.sent_numel(config, iteration)
+
+
+def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Mean:
     """Return the mean of all workers' M. M keeps what this worker has not sent yet.
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
@@ -45,7 +66,7 @@ def average_in_codes(M: Tensor, config: PowerSGDConfig, communicator: Communicat
     return rows.view(-1)[: len(M)]
 
 
-def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Average:
+def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Mean:
     """Do the same on one level.
 
     Both of two workers receive what the other one has sent, so that nothing is rounded a second time. With more, each

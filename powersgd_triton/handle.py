@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from powersgd_triton.checkpoint import StateDict, opened
@@ -17,10 +19,13 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.facts import Tensors
+from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
-from powersgd_triton.layout.layout import Layout, sizes
+from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
+from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport
 
 FILE = "powersgd.pt"
@@ -48,7 +53,14 @@ class Handle:
     replaces_reduce_scatter = False
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._step = engine, engine.step
+        if engine.plan.measures:
+            engine.listeners.append(Tuning(engine))
+
+    @property
+    def _communicator(self) -> Communicator:
+        """Collectives of the workers that average with each other."""
+        return self._engine.communicator
 
     @property
     def config(self) -> PowerSGDConfig:
@@ -58,9 +70,8 @@ class Handle:
     @property
     def iteration(self) -> int:
         """Number of finished steps. Each average of the same gradients is one step."""
-        step = self._engine.step
         # If an adapter does not know which bucket is the last one, the step stays open until the next step begins.
-        return step.iteration + (bool(step.keys) and step.last is None)
+        return self._step.iteration + (bool(self._step.keys) and self._step.last is None)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before, elements after) over the steps so far. The rate is 0 before the first.
@@ -76,14 +87,15 @@ class Handle:
 
         If shards of parameters are compressed, the report describes this worker's shard.
         """
-        return self._report(self._engine.layout())
+        return self._report(self._engine.tensors())
 
-    def _report(self, layout: Layout) -> RankReport:
-        engine, communicator = self._engine, self._engine.communicator
-        found = exchanges(engine.memory.buckets(), engine.config, communicator)
-        report = RankReport.of(layout, engine.config, engine.plan.spectra, found, communicator.share[1])
-        counts = [count for bucket in engine.memory.buckets() for count in bucket.zeroed]
-        return dataclasses.replace(report, zeroed=sum(int(count.sum()) for count in counts))
+    def _report(self, tensors: Tensors) -> RankReport:
+        engine, buckets = self._engine, self._engine.buckets.in_use()
+        found = exchanges(buckets, engine.config, engine.communicator)
+        report = RankReport.of(
+            engine.plan.layout_of(tensors), engine.config, engine.plan.spectra, found, engine.communicator.share[1]
+        )
+        return dataclasses.replace(report, zeroed=sum(int(count.sum()) for b in buckets for count in b.zeroed))
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.
@@ -93,7 +105,7 @@ class Handle:
         Raises:
             TypeError: ``scaler`` is neither a scaler nor a function.
         """
-        self._engine.step.loss_scale = LossScale(scaler)
+        self._step.loss_scale = LossScale(scaler)
 
     def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
         """Report each ``every``-th step: the energy that it captures, errors, bytes and times. Off by default.
@@ -112,9 +124,11 @@ class Handle:
             TypeError, ValueError: An argument has the wrong type or is out of range. Nothing was changed.
         """
         on = whole_number("every", every) > 0
-        telemetry = Telemetry(callback, writer, every) if on else None
-        self._engine.clock.cancel()
-        self._engine.telemetry = telemetry
+        new = [Telemetry(self._engine, callback, writer, every)] if on else []
+        kept = [listener for listener in self._engine.listeners if not isinstance(listener, Telemetry)]
+        self._engine.schedule.clock.cancel()
+        # Last, since a user's function may raise an exception.
+        self._engine.listeners[:] = [*kept, *new]
 
     def error(self) -> dict[str, Tensor]:
         """Return copies {name: E as a matrix [n, m]} of this worker's errors, without the loss scale.
@@ -124,7 +138,11 @@ class Handle:
         are sharded.
         """
         self._engine.finish()
-        return self._engine.memory.error(self._engine.step)
+        return self._engine.residuals.error(self._step)
+
+    def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Make the engine's stream current within a block. See ``Streams.on``."""
+        return self._engine.residuals.streams.on(device, join=join)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -134,7 +152,11 @@ class Handle:
         The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
         size, since only the mean error enters the trajectory.
         """
-        return self._engine.state_dict()
+        return self._saved()
+
+    def _saved(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
+        """Return what ``state_dict`` does. ``mean`` averages a tensor over the workers. Default: an all-reduce."""
+        return save(self._engine, mean or self._communicator.mean).to_dict(self.config)
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """Continue from a saved state of any number of workers and any rank, or from a file. Collective.
@@ -143,7 +165,7 @@ class Handle:
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        return self._engine.load_state_dict(lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)))
+        return load(self._engine, lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)))
 
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.
@@ -156,7 +178,7 @@ class Handle:
         saved = self.state_dict()
 
         def write() -> None:
-            if self._engine.communicator.index == 0:
+            if self._communicator.index == 0:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 save_file(saved, Path(folder) / self._file())
 
@@ -216,8 +238,8 @@ class Handle:
             result = act()
             return result, {} if fact is None else {fact: bool(result)}, {}
 
-        return together(call, acted, self._everyone(), self._engine.peers.device)
+        return together(call, acted, self._everyone(), self._engine.buckets.device)
 
     def _everyone(self) -> Communicator:
         """Return the collectives of the workers that save and load together."""
-        return self._engine.communicator
+        return self._communicator

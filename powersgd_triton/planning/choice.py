@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from powersgd_triton.comm.cost import Network, exact_seconds, factor_seconds, step_seconds
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors
-from powersgd_triton.core.trial import ComputeTime
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.planning.cost import Network, exact_seconds, factor_seconds, step_seconds
+from powersgd_triton.planning.trial import ComputeTime
 from powersgd_triton.ranks.planner import sent_bytes, starting_ranks
 
 COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)

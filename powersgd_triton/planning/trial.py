@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.schemes import new_engine
 
 RANKS = (4, 16, 64)
 """Ranks at which a step is timed."""
@@ -64,7 +66,6 @@ class ComputeTime:
 
 
 def time_compute(
-    engine: Callable[..., Any],
     config: PowerSGDConfig,
     buckets: Sequence[Mapping[str, Sequence[int]]],
     device: torch.device,
@@ -72,7 +73,6 @@ def time_compute(
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
 
     Args:
-        engine: The class ``Engine``, which itself uses this module.
         config: Configuration of the compression. Its rank or budget does not matter.
         buckets: {name: shape} of each bucket's tensors. If the model is large, some matrices of it are timed.
     """
@@ -92,7 +92,7 @@ def time_compute(
     fields |= {"start_iter": 0, "check_every": 0, "min_compression_rate": 0.0}
     seconds = []
     for rank in RANKS:
-        tried = engine(dataclasses.replace(config, rank=rank, **fields), _Echo(), lambda: part, device)
+        tried = new_engine(dataclasses.replace(config, rank=rank, **fields), _Echo(), lambda: part, device)
         rounds = [_time_steps(tried, gradients, device, scratch) for _ in range(1 + ROUNDS)]
         seconds.append(min(rounds[1:]) * _numel(whole) / _numel(part))
     return ComputeTime(tuple(seconds))
@@ -123,7 +123,7 @@ def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in tensors.values())
 
 
-def _time_steps(engine: Any, buckets: Sequence[dict[str, Tensor]], device: torch.device, scratch: Tensor) -> float:
+def _time_steps(engine: Engine, buckets: Sequence[dict[str, Tensor]], device: torch.device, scratch: Tensor) -> float:
     """Return the mean seconds of two steps, in which the alternating algorithm computes both of its products."""
     seconds = 0.0
     for _ in range(2):
@@ -133,8 +133,9 @@ def _time_steps(engine: Any, buckets: Sequence[dict[str, Tensor]], device: torch
         begin = time.perf_counter()
         for number, gradients in enumerate(buckets):
             shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-            layout = engine.begin(number, lambda shapes=shapes: shapes, device, last=number == len(buckets) - 1)
-            engine.average_joined(layout, gradients, lambda: None)
+            last = number == len(buckets) - 1
+            bucket = engine.begin(number, lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
+            engine.average(bucket, gradients, join=True)
         synchronize(device)
         seconds += time.perf_counter() - begin
     return seconds / 2

@@ -1,0 +1,226 @@
+"""The buckets of a model: what the workers have agreed on when a bucket came for the first time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import waits
+from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, place_of
+from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
+from powersgd_triton.core.residuals import Residuals
+from powersgd_triton.core.scheme import Scheme, Task
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.step import Step
+from powersgd_triton.ranks.plan import RankPlan
+
+T = TypeVar("T")
+Shapes = Callable[[], Mapping[str, Sequence[int]]]
+"""Returns {name: shape}."""
+
+
+@dataclasses.dataclass(eq=False)
+class BucketState:
+    """One bucket.
+
+    Attributes:
+        layout: Its tensors.
+        ranked: The same with the ranks in force.
+        memory: What the scheme keeps for it between steps.
+        agreed: Whether all workers have prepared it.
+        waits: Whether it waited for the next buckets when it came first, since its messages are small.
+        joined: The bucket in which it was averaged last: itself, or one of which it is a part.
+    """
+
+    layout: Layout
+    ranked: Layout
+    ranks: Any = None
+    memory: Any = None
+    agreed: bool = False
+    waits: bool | None = None
+    joined: BucketState | None = None
+
+
+class Buckets:
+    """All buckets of a model by their keys.
+
+    ``find``, ``prepare`` and ``check`` run code that may fail on one worker only, and compare what it did. Unless all
+    workers agree, all raise an error, and nothing has changed.
+
+    Args:
+        scheme, plan, residuals, step: See ``Engine``.
+        communicator: Collectives of the workers that average with each other.
+        tensors: Returns {name: shape} of all tensors that are known so far.
+        device: Device of the gradients. None if it is not known before they come.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        communicator: Communicator,
+        tensors: Callable[[], Tensors],
+        plan: RankPlan,
+        residuals: Residuals,
+        step: Step,
+        device: torch.device | None,
+    ) -> None:
+        self._scheme, self._tensors, self._plan = scheme, tensors, plan
+        self._residuals, self._step = residuals, step
+        self.communicator, self.device = communicator, device
+        self._buckets: dict[Hashable, BucketState] = {}
+        # The tensors whose facts were compared; None before the first step.
+        self._compared: Tensors | None = None
+
+    def together(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
+        """Run ``act`` on all workers. Collective. See ``agreement.together``."""
+        return together(call, act, self.communicator, self.device)
+
+    def find(self, key: Hashable, shapes: Shapes, device: torch.device, *, compress: bool = True) -> BucketState:
+        """Return a bucket. Collective when it comes for the first time.
+
+        The first call also compares configuration, tensors and step.
+        """
+        self.device = device
+        if self.communicator.lost_nodes():
+            self.invalidate(self.communicator)
+        known = self._buckets.get(key)
+        if known is not None:
+            return known
+        first = self._compared is None
+
+        def introduce() -> tuple[Layout, Facts, Facts]:
+            layout = Layout.build(shapes(), self._plan.config, compress=compress)
+            replicated = layout_facts(self._plan.config, layout)
+            if not first:
+                return layout, {}, replicated
+            self._plan.connect(self.communicator.world_size)
+            if self.communicator.world_size > 1:
+                check_groups(self.communicator.group, self.communicator.node_group)
+            common, all_replicated = self._facts(self._tensors() or layout.shapes)
+            # Workers that load a state compare it then. Those that unpickle one have not.
+            with self._residuals.streams.everywhere():
+                saved = saved_facts(self._residuals.loaded)
+            return layout, common, {**replicated, **all_replicated, **saved}
+
+        layout = self.together("a step", introduce)
+        if first:
+            self._form_nodes(device)
+            self._compared = self._tensors() or layout.shapes
+        found = self._buckets[key] = BucketState(layout, layout)
+        return found
+
+    def join(self, parts: Sequence[BucketState]) -> BucketState:
+        """Return the bucket of which these are the parts, one after the other."""
+        if len(parts) == 1:
+            joined = parts[0]
+        else:
+            key = "joined", *map(id, parts)
+            if key not in self._buckets:
+                layout = Layout.joined([part.layout for part in parts])
+                self._buckets[key] = BucketState(layout, layout)
+            joined = self._buckets[key]
+        for part in parts:
+            part.joined = joined
+        return joined
+
+    def are_large(self, parts: Sequence[BucketState]) -> bool:
+        """Return whether buckets need not wait for the step's next one, to be averaged together.
+
+        What was decided when they came first stays in force: if it followed planned ranks, each plan could need other
+        buckets.
+        """
+        bucket = self.join(parts)
+        if bucket.waits is None:
+            bucket.waits = waits(self.ranked(bucket), self._plan.config, self.communicator.world_size)
+        return not bucket.waits
+
+    def ranked(self, bucket: BucketState) -> Layout:
+        """Return a bucket's layout with the ranks in force. It is the same object until the ranks change.
+
+        A new plan makes a new layout, for which the scheme makes new memory.
+        """
+        if self._plan.config.planned and bucket.ranks is not self._plan.ranks:
+            bucket.ranked, bucket.ranks = self._plan.layout(bucket.layout), self._plan.ranks
+        return bucket.ranked
+
+    def prepare(self, bucket: BucketState, task: Task) -> Task:
+        """Return the task with the bucket's memory. Collective when the bucket comes for the first time.
+
+        It is not collective if a bucket is new because ranks were planned again, since the host of a GPU must not wait.
+        """
+
+        def allocate() -> tuple[Any, Facts, Facts]:
+            memory = self._scheme.prepare(dataclasses.replace(task, memory=bucket.memory))
+            # Moving an error is collective, and the workers of a node exchange gradients as they are.
+            dtypes = sorted({str(gradient.dtype) for gradient in task.gradients.values()})
+            moving = sorted(self._residuals.moving)
+            levels = self.communicator.inside is not None
+            return memory, {}, {"errors to move": moving, "dtypes of gradients": dtypes if levels else []}
+
+        memory = allocate()[0] if bucket.agreed else self.together("the allocation for a bucket", allocate)
+        bucket.agreed = True
+        if memory is not bucket.memory:
+            # Tensors are in one bucket at a time.
+            for other in self._buckets.values():
+                if not other.layout.names.isdisjoint(bucket.layout.names):
+                    other.memory = None
+            bucket.memory = memory
+        return dataclasses.replace(task, memory=memory)
+
+    def in_use(self) -> list[Bucket]:
+        """Return the factors of the last steps' buckets, ordered by the names of their first tensors."""
+        found = [bucket.memory.bucket for bucket in self._buckets.values() if bucket.memory is not None]
+        return sorted(found, key=lambda bucket: bucket.layout.segments[0].name)
+
+    def is_settled(self, bucket: BucketState) -> bool:
+        """Return whether the next step of this bucket does the same as its steps from then on."""
+        joined = bucket.joined
+        if joined is None or joined.memory is None or self._residuals.pending:
+            return False
+        return joined.memory.bucket.layout is self.ranked(joined)
+
+    def release(self) -> None:
+        """Let the next step allocate memory anew: collectives under way may still write to the old one."""
+        for bucket in self._buckets.values():
+            bucket.memory = None
+
+    def invalidate(self, communicator: Communicator | None = None) -> None:
+        """Lay out all buckets anew when they come again. With ``communicator``, compare everything with its workers."""
+        self._buckets.clear()
+        if communicator is not None:
+            self.communicator, self._compared = communicator, None
+            self._residuals.regroup()
+
+    def check(self) -> None:
+        """Compare configuration, tensors, step and the bits of the factors. Collective, if there was a step."""
+        tensors = self._compared
+        if tensors is None:
+            return
+
+        def facts() -> tuple[None, Facts, Facts]:
+            common, replicated = self._facts(tensors)
+            return None, common, {**replicated, **factor_facts(self.in_use())}
+
+        self.together("a check", facts)
+
+    def _facts(self, tensors: Tensors) -> tuple[Facts, Facts]:
+        """Return common and replicated facts."""
+        node_group = self.communicator.node_group
+        levels = node_group if node_group in (None, AUTO) else "given"
+        common = {**common_facts(self._plan.config, self._step.iteration), "node_group": levels}
+        return common, replicated_facts(self._plan.config, tensors, self._plan)
+
+    def _form_nodes(self, device: torch.device) -> None:
+        """Find the nodes, and check that groups that were given fit together on all workers. Collective."""
+        communicator = self.communicator
+        communicator.form_nodes(device)
+        groups = given_groups(communicator.node_group)
+        if communicator.inside is not None and groups is not None:
+            places = communicator.gather(place_of(groups), device)
+            self.together("a step", lambda: (check_places(communicator.group, groups, places), {}, {}))

@@ -1,0 +1,75 @@
+"""Saving an engine's state, and loading one that all workers have checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from powersgd_triton.comm.agreement import Facts
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.facts import saved_facts
+from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
+
+Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
+"""Returns a saved state, and the size of every tensor, or None if not all are known."""
+
+Loaded = tuple[SavedState, LoadReport]
+"""What ``Engine.adopt`` takes."""
+
+
+def save(engine: Engine, mean: Callable[[Tensor], Tensor]) -> SavedState:
+    """Return mean error, bases, step and plan. Collective if ``mean`` is, which averages a tensor over the workers."""
+    engine.finish()
+    return engine.residuals.save(engine.step, mean)
+
+
+def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> LoadReport:
+    """Continue from a saved state. Collective. Unless all workers load the same, none of them does.
+
+    Args:
+        engine: Engine whose state is replaced.
+        read: Returns a saved state, whose rank may differ, and the size of every tensor. If not all are known, the
+            sizes are None, and the tensors seen so far are used. What it raises on one worker is an error on all.
+        strict: Whether the state and this model must have the same matrices.
+        rename: {saved name: name here}.
+
+    Returns:
+        What was used of the state, and what was not.
+
+    Raises:
+        ValueError: A worker's state has another format, or belongs to another configuration or model. Nothing was
+            changed.
+        DisagreementError: Workers have read different states, or do not all load one. Nothing was changed.
+    """
+    return engine.adopt(*compared(engine, read, strict=strict, rename=rename))
+
+
+def compared(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> Loaded:
+    """Check a saved state, and compare what the workers are about to load. Collective. See ``load``."""
+
+    def check() -> tuple[Loaded, Facts, Facts]:
+        found = checked(engine, *read(), strict=strict, rename=rename)
+        with engine.residuals.streams.everywhere():
+            return found, {}, saved_facts(found[0])
+
+    return engine.buckets.together("load_state_dict", check)
+
+
+def checked(
+    engine: Engine,
+    state_dict: Any,
+    tensors: Mapping[str, Size] | None,
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+    owner: tuple[int, int] | None = None,
+) -> Loaded:
+    """Check this worker's saved state. Return copies of the parts that fit."""
+    residuals, feedback = engine.residuals, engine.config.error_feedback
+    saved = SavedState.parse(state_dict, needs_errors=feedback, rename=rename)
+    known = residuals.sizes if tensors is None else tensors
+    report = saved.compare(known, complete=tensors is not None, strict=strict, feedback=feedback)
+    with residuals.streams.on(*{part.device for parts in saved.matrices.values() for part in parts.values()}):
+        return saved.used(report, strict=strict, owner=owner), report

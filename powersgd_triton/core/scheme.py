@@ -1,0 +1,94 @@
+"""The interface between the engine, which decides when something is sent, and a scheme, which decides what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.residuals import Residuals
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.reference import note_overflow
+from powersgd_triton.ops.step import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One bucket's part of one step.
+
+    Attributes:
+        layout: The bucket's tensors, with the ranks in force.
+        gradients: {name: contiguous tensor}. They do not change before the average is written.
+        step: The step under way.
+        config: Configuration of the compression.
+        communicator: Collectives of the workers that average with each other.
+        residuals: What earlier steps have not sent.
+        memory: What ``Scheme.prepare`` returned for the bucket.
+    """
+
+    layout: Layout
+    gradients: Mapping[str, Tensor]
+    step: Step
+    config: PowerSGDConfig
+    communicator: Communicator
+    residuals: Residuals
+    memory: Any = None
+
+
+class Average(Protocol):
+    """The average of one bucket, in the form in which a scheme has it."""
+
+    def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        """Write it to {name: contiguous tensor} of any float dtype.
+
+        ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
+        """
+
+    def write_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+        """Write parts of it: {name: (first element, flat tensor that takes the elements from there on)}."""
+
+
+class Scheme(Protocol):
+    """What is sent of a bucket, and what stays on the worker.
+
+    A scheme adds the residuals to the gradients, and leaves what it has not sent in the residuals. Without a finite
+    sum, the step's verdict becomes 0, and the residual keeps everything. So nothing is lost: with W workers,
+    Σ_w (gradient + residual) before a step is W · average + Σ_w residual after it. Averages have the same bits on all
+    workers.
+    """
+
+    def prepare(self, task: Task) -> Any:
+        """Return what the bucket needs between steps, or what an earlier call returned. It may fail on one worker."""
+
+    def average(self, task: Task) -> Generator[Work, None, Average]:
+        """Average a bucket. The caller waits for each yielded collective before resuming."""
+
+    def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
+        """Return the elements that step ``iteration`` sends of a bucket, in fp32 elements of equal bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatAverage:
+    """An average of whole tensors, flat and in a layout's order."""
+
+    layout: Layout
+    flat: Tensor
+
+    def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        """See ``Average``."""
+        self.write_ranges({name: (0, tensor.view(-1)) for name, tensor in out.items()}, overflow)
+
+    def write_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+        """See ``Average``."""
+        for segment in self.layout.segments:
+            if segment.name in out:
+                start, target = out[segment.name]
+                first = segment.offset + start
+                target.copy_(self.flat[first : first + target.numel()])
+                if overflow is not None and target.dtype != torch.float32:
+                    note_overflow(target, overflow)

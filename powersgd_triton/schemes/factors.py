@@ -1,0 +1,153 @@
+"""The factors and error buffers of a bucket. New ones take over the errors and bases of their matrices by name."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import Collectives, sum_in_place
+from powersgd_triton.core.residuals import Matrix, Residuals
+from powersgd_triton.core.saved_state import Parts, listing
+from powersgd_triton.core.scheme import Task
+from powersgd_triton.layout.shares import Shares
+from powersgd_triton.ops.backend import Backend
+from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
+from powersgd_triton.ops.bucket import Bucket, error_dtype
+from powersgd_triton.ops.step import Step
+
+logger = logging.getLogger("powersgd_triton")
+
+
+def new_backend(task: Task, workspace: Workspace) -> Backend:
+    """Return a backend for a bucket. It takes over the errors and bases that are known of its matrices.
+
+    Its factors are fp64 if a gradient is fp64, else fp32. If an allocation fails, no error and no basis is lost.
+
+    Raises:
+        RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
+        ValueError: The configured backend cannot be used.
+    """
+    layout, config, residuals = task.layout, task.config, task.residuals
+    worker, workers = task.communicator.share
+    for segment in layout.compressed:
+        saved = residuals.loaded.tensors
+        if residuals.loaded.strict and segment.name not in saved and segment.name not in residuals.matrices:
+            raise RuntimeError(
+                f"the loaded state has no matrix named {segment.name!r}; it has {listing(saved)}. "
+                "Was it saved for another model or with another configuration?"
+            )
+    dtypes = {gradient.dtype for gradient in task.gradients.values()}
+    device = task.gradients[layout.segments[0].name].device
+    rank = max((group.rank for group in layout.groups), default=1)
+    name, reason = select_backend(config, device, dtypes, rank)
+    known = {residuals.matrices[s.name].bucket for s in layout.compressed if s.name in residuals.matrices}
+    _log_choice(name, reason)
+    residuals.materialize(task.step, known)
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    shares = Shares.build(layout, workers)
+    errors = None
+    if config.error_feedback:
+        errors = _error_buffers(residuals, shares, worker, error_dtype(config, dtype), device)
+    bucket = Bucket(layout, dtype, device, config, errors, shares, worker)
+    backend = make_backend(name, bucket, workspace)
+    _take_over(residuals, backend, task.step)
+    residuals.enter(layout, device)
+    return backend
+
+
+@functools.cache
+def _log_choice(name: str, reason: str) -> None:
+    """Log each choice once."""
+    logger.info("PowerSGD backend: %s (%s)", name, reason)
+
+
+def _error_buffers(
+    residuals: Residuals, shares: Shares, worker: int, dtype: torch.dtype, device: torch.device
+) -> Parts:
+    """Return the error buffers of a worker's rows, {name: [rows, m]}. They are zero if it did not have these rows."""
+    segments = {segment.name: segment for segment in shares.layout.compressed}
+    errors: Parts = {}
+    for group in shares.groups(worker):
+        known = {
+            piece.name: matrix.error
+            for piece in group.segments
+            if (matrix := residuals.matrices.get(piece.name)) is not None
+            and matrix.rows == shares.rows(segments[piece.name])
+        }
+        # One allocation for a group's new matrices keeps them at equal distances, so that they can be batched.
+        memory = torch.zeros(len(group.segments) - len(known), group.n, group.m, dtype=dtype, device=device)
+        zeros = iter(memory.unbind())
+        for piece in group.segments:
+            error = known.get(piece.name)
+            errors[piece.name] = next(zeros) if error is None else error.to(dtype)
+    return errors
+
+
+def _take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
+    """Copy the known bases, and the parts of a loaded state, to the matrices of a new bucket."""
+    bucket = backend.bucket
+    backend.orthogonalize_bases(step, redraw=True)
+    bases = {"basis": bucket.right(bucket.basis)}
+    if bucket.config.algorithm == "alternating":
+        bases["left_basis"] = bucket.left(bucket.P_hat)
+    complete = True
+    errors = {
+        piece.name: error
+        for group, buffers in zip(bucket.own, bucket.M or [], strict=False)
+        for piece, error in zip(group.segments, buffers, strict=True)
+    }
+    for position, group in enumerate(bucket.layout.groups):
+        for index, segment in enumerate(group.segments):
+            own = {key: views[position][index] for key, views in bases.items()}
+            error, rows = errors.get(segment.name), bucket.shares.rows(segment)
+            kept = functools.partial(residuals.plan.kept_columns, segment.name)
+            earlier, loaded = residuals.matrices.get(segment.name), residuals.loaded.matrices.get(segment.name)
+            if earlier is not None:
+                complete &= _fill(own, earlier.bases, kept)
+                if bucket.M is not None and earlier.rows != rows:
+                    moved = [] if earlier.error is None else [(earlier.first_row, earlier.error)]
+                    residuals.moving[segment.name] = [*residuals.moving.get(segment.name, []), *moved]
+            if loaded is not None:
+                complete &= _fill(own, loaded, kept)
+                if bucket.M is not None and len(rows) > 1:
+                    residuals.moving[segment.name] = [(0, loaded["error"])]
+                elif error is not None:
+                    error.copy_(loaded["error"])
+            # Last, so that a failed allocation loses nothing.
+            residuals.matrices[segment.name] = Matrix(error, rows, rows[bucket.worker][0], own, bucket)
+            residuals.loaded.matrices.pop(segment.name, None)
+    if not complete:
+        backend.orthogonalize_bases(step)
+
+
+def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[int]]) -> bool:
+    """Copy the columns that fit from a matrix's earlier bases. Return whether no random column is left."""
+    complete = True
+    for key, basis in bases.items():
+        saved = earlier.get(key, basis[:, :0])
+        before, after = saved.shape[1], basis.shape[1]
+        if after < before:
+            saved = torch.stack([saved[:, k] for k in kept_columns(before, after)], dim=1)
+        basis[:, : saved.shape[1]] = saved.to(basis)
+        complete &= before >= after
+    return complete
+
+
+def move_rows(residuals: Residuals, bucket: Bucket, communicator: Communicator) -> Collectives:
+    """Bring errors to the workers of this node that have their rows now."""
+    for segment in bucket.layout.compressed:
+        if segment.name not in residuals.moving:
+            continue
+        matrix, width = residuals.matrices[segment.name], bucket.message_P
+        whole = torch.zeros(segment.n, segment.m, dtype=width.dtype, device=width.device)
+        for first, rows in residuals.moving[segment.name]:
+            whole[first : first + len(rows)] += rows
+        if communicator.inside is not None:
+            yield from sum_in_place(whole, communicator.inside)
+        if matrix.error is not None:
+            matrix.error += whole[matrix.first_row :][: len(matrix.error)]
+        del residuals.moving[segment.name]

@@ -1,0 +1,81 @@
+"""PowerSGD: averages of low rank (Vogels et al. 2019, Algorithms 1 and 2), and the other tensors exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Mapping
+
+from torch import Tensor
+
+from powersgd_triton.comm.communicator import Work
+from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.scheme import Task
+from powersgd_triton.layout.layout import Layout, products
+from powersgd_triton.ops.backend import Backend
+from powersgd_triton.ops.backends import Workspace
+from powersgd_triton.ops.ranges import reconstruct_ranges
+from powersgd_triton.schemes.factors import move_rows, new_backend
+
+
+class LowRank:
+    """The scheme of gradients: M = G + E is sent as P̂ Q̄ᵀ."""
+
+    def __init__(self) -> None:
+        # Scratch memory of the kernels of all buckets.
+        self._workspace: Workspace = {}
+
+    def prepare(self, task: Task) -> Backend:
+        """Return the backend of the bucket, with its factors and error buffers."""
+        known: Backend | None = task.memory
+        if known is not None and known.bucket.layout is task.layout and known.bucket.share == task.communicator.share:
+            return known
+        return new_backend(task, self._workspace)
+
+    def average(self, task: Task) -> Generator[Work, None, LowRankAverage]:
+        """Average one bucket."""
+        step, config, communicator, backend = task.step, task.config, task.communicator, task.memory
+        # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
+        gradients = task.residuals.add_remaining(task.layout, task.gradients, step)
+        yield from move_rows(task.residuals, backend.bucket, communicator)
+        # In a hierarchical all-reduce, each worker of a node compresses its rows of the node's sum.
+        gradients = yield from share_of_sum(backend.bucket, gradients, communicator)
+        if not config.warm_start:
+            backend.orthogonalize_bases(step, redraw=True)
+        for repetition in range(config.iterations):
+            # The standard algorithm computes both products. The alternating algorithm computes one of them by turns.
+            projects, backprojects = products(config, step.iteration, repetition)
+            if projects:
+                # M = G + E, P = M Q. The error buffer still holds the last step's M. Subtracting that step's P̂ Qᵀ and
+                # adding G takes one pass over memory. Then P ← Σ P over the workers, with the bypass tensors.
+                message = backend.project(gradients, step, repetition)
+                yield from sum_over_workers(backend, message, communicator)
+            if backprojects:
+                # P̂ = orthogonalize(P), Q = Mᵀ P̂. All workers compute the same bits of P̂ from the same sum, so P̂ is
+                # not sent. (In the alternating algorithm P̂ comes from the turn before, and this product compensates M.)
+                # Then Q̄ = mean of Q. Each worker keeps its own Q: it has sent P̂ Qᵀ, so its error must lose P̂ Qᵀ.
+                message = backend.backproject(gradients, step, repetition)
+                yield from sum_over_workers(backend, message, communicator)
+            # Orthonormalize Q̄ as the basis of the next projection. If a sum is not finite, which is the same on all
+            # workers, M gets back what it had, the basis stays, and the step's verdict becomes 0.
+            backend.commit(gradients, step, repetition)
+        return LowRankAverage(backend)
+
+    def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
+        """See ``Scheme``."""
+        return layout.sent_numel(config, iteration)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankAverage:
+    """Ĝ = P̂ Q̄ᵀ, which is not computed before it is written."""
+
+    backend: Backend
+
+    def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        """See ``Average``."""
+        self.backend.reconstruct(out, overflow)
+
+    def write_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+        """See ``Average``."""
+        reconstruct_ranges(self.backend.bucket, out, overflow)
