@@ -20,7 +20,7 @@ from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
-from powersgd_triton.core.loading import load, save
+from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
 from powersgd_triton.layout.layout import sizes
@@ -208,7 +208,7 @@ class Handle:
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""
-        self._engine.forget()
+        forget(self._engine)
 
     def _file(self) -> str:
         """Return the name of the file that ``save`` writes."""

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.loading import checked
+from powersgd_triton.core.loading import adopt, checked
 from powersgd_triton.integrations.ddp.names import Record
 
 logger = logging.getLogger("powersgd_triton.integrations.ddp")
@@ -34,7 +34,7 @@ def restore(engine: Engine, saved: dict[str, Any]) -> None:
 
     Not collective. The workers compare what they have loaded before their next step.
     """
-    engine.adopt(*checked(engine, saved["core"], None, owner=saved["worker"]))
+    adopt(engine, *checked(engine, saved["core"], None, owner=saved["worker"]))
     engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
 
 

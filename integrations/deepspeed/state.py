@@ -17,7 +17,7 @@ from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.loading import compared
+from powersgd_triton.core.loading import adopt, compared
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.names import plain_name
@@ -210,7 +210,7 @@ class DeepSpeedState(Handle):
 
     def adopt(self, saved: SavedState, report: LoadReport) -> LoadReport:
         """Continue from the result of ``read``. Not collective."""
-        return self._engine.adopt(saved, report)
+        return adopt(self._engine, saved, report)
 
     def tagged(self, load_dir: Folder, tag: Any) -> Path | None:
         """Return the folder that DeepSpeed will load. None if it will find nothing."""

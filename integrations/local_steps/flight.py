@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import adopt
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.integrations.local_steps.replica import Tensors
 
@@ -100,7 +101,7 @@ class Flight:
                 engine.end_step()
         engine.void()
         if self._before is not None:
-            engine.adopt(self._before, LoadReport())
+            adopt(engine, self._before, LoadReport())
 
     def _start(self, names: list[str]) -> None:
         """Start averaging a fragment in place."""

@@ -21,7 +21,7 @@ from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
-from powersgd_triton.core.loading import checked
+from powersgd_triton.core.loading import adopt, checked
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.local_steps.flight import Flight
@@ -343,7 +343,7 @@ class LocalSteps(Handle):
         saved, report = self._compare("load_state_dict", check)
         self.outer.load_state_dict(this.outer)
         self._flight = None
-        engine.adopt(saved, report)
+        adopt(engine, saved, report)
         for name, theta in self._replica.theta().items():
             theta.copy_(this.parts[name]["shared"])
         held = self._replica.held

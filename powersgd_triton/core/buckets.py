@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
@@ -149,16 +150,19 @@ class Buckets:
             bucket.ranked, bucket.ranks = self._plan.layout(bucket.layout), self._plan.ranks
         return bucket.ranked
 
-    def prepare(self, bucket: BucketState, task: Task) -> Task:
-        """Return the task with the bucket's memory. Collective when the bucket comes for the first time.
+    def prepare(self, parts: Sequence[BucketState], gradients: Mapping[str, Tensor]) -> Task:
+        """Return the task of averaging buckets as one. Collective when they come for the first time.
 
         It is not collective if a bucket is new because ranks were planned again, since the host of a GPU must not wait.
         """
+        bucket = self.join(parts)
+        layout, config = self.ranked(bucket), self._plan.config
+        task = Task(layout, gradients, self._step, config, self.communicator, self._residuals, bucket.memory)
 
         def allocate() -> tuple[Any, Facts, Facts]:
-            memory = self._scheme.prepare(dataclasses.replace(task, memory=bucket.memory))
+            memory = self._scheme.prepare(task)
             # Moving an error is collective, and the workers of a node exchange gradients as they are.
-            dtypes = sorted({str(gradient.dtype) for gradient in task.gradients.values()})
+            dtypes = sorted({str(gradient.dtype) for gradient in gradients.values()})
             moving = sorted(self._residuals.moving)
             levels = self.communicator.inside is not None
             return memory, {}, {"errors to move": moving, "dtypes of gradients": dtypes if levels else []}
@@ -197,10 +201,11 @@ class Buckets:
             self.communicator, self._compared = communicator, None
             self._residuals.regroup()
 
-    def check(self) -> None:
-        """Compare configuration, tensors, step and the bits of the factors. Collective, if there was a step."""
-        tensors = self._compared
-        if tensors is None:
+    def end_step(self) -> None:
+        """Compare configuration, tensors, step and the bits of the factors each ``check_every`` steps. Collective."""
+        # Counted by ``ended``: the iteration is one of the things in which workers may differ.
+        every, tensors = self._plan.config.check_every, self._compared
+        if not every or self._step.ended % every or tensors is None:
             return
 
         def facts() -> tuple[None, Facts, Facts]:

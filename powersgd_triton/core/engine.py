@@ -1,12 +1,10 @@
-"""One step of all buckets, for all adapters."""
+"""The life of a step: what adapters call for each bucket of gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,35 +13,14 @@ from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import Buckets, BucketState, Shapes
 from powersgd_triton.core.capture import Capture
-from powersgd_triton.core.clock import RECONSTRUCT
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.residuals import Residuals
-from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.schedule import Part, Schedule
-from powersgd_triton.core.scheme import Average, Scheme, Task
+from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme
 from powersgd_triton.core.streams import has_streams
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
-
-logger = logging.getLogger("powersgd_triton")
-
-Write = Callable[[Average], None]
-Ranges = Mapping[str, tuple[int, Tensor]]
-
-
-class Listener(Protocol):
-    """What watches steps. ``end_step`` may be collective."""
-
-    def end_step(self) -> None: ...
-
-    def void(self) -> None: ...
-
-    def obstacle(self) -> str | None:
-        """Return why a step cannot be captured in a CUDA graph, if it cannot."""
-
-    def watch(self, task: Task) -> Task:
-        """Return a bucket's task, possibly with a wrapper of its memory that notes what is done with it."""
 
 
 class Engine:
@@ -54,19 +31,18 @@ class Engine:
     the same order, since the order of the buckets is the order of the collectives.
 
     Args:
-        scheme: What is sent of a bucket. Use ``schemes.new_engine``, which chooses it.
+        scheme: What is sent of a bucket. ``schemes.new_engine`` chooses it.
         config: Configuration of the compression.
         communicator: Collectives of the workers that average with each other.
         tensors: Returns {name: shape} of all tensors that this worker compresses or averages and that are known so far.
         device: Device of the gradients. None if it is not known before they come.
-        buckets: Number of buckets of a step, if the adapter knows it and they are not joined. A budget counts their
-            messages.
+        buckets: Number of buckets of a step, if it is known and buckets are not joined. A budget counts their messages.
 
     Raises:
         ValueError: The configuration's budget is too small for the tensors.
 
     Attributes:
-        plan: The ranks in force, if ranks are planned.
+        plan: The configuration in force, and the ranks if they are planned.
         step: State of the step under way.
         residuals: What the worker has not sent, by name.
         buckets: The buckets, and what was compared with the other workers.
@@ -88,11 +64,11 @@ class Engine:
         buckets: int | None = None,
     ) -> None:
         self.tensors, self._scheme = tensors, scheme
-        self.plan, self.step = RankPlan(config), Step()
+        self.plan, self.step, self.schedule = RankPlan(config), Step(), Schedule()
         if config.planned:
             self.plan.connect(communicator.world_size, buckets)
             self.plan.begin(tensors())
-        self.residuals, self.schedule = Residuals(self.plan), Schedule()
+        self.residuals = Residuals(self.plan)
         self.buckets = Buckets(scheme, communicator, tensors, self.plan, self.residuals, self.step, device)
         self._capture = Capture(self.plan, self.residuals, self.step)
         self.listeners: list[Listener] = []
@@ -140,15 +116,10 @@ class Engine:
                 a key comes again, or with ``end_step``.
             compress: Whether its matrices are compressed if they are large enough.
 
-        Returns:
-            The bucket.
-
         Raises:
             DisagreementError: Workers have different configurations or tensors. Nothing was changed.
             RuntimeError: The step is captured in a CUDA graph, which is not possible for it. Nothing was changed.
             Exception: The tensors cannot be laid out, on this worker or on another one. Nothing was changed.
-
-        On CUDA, the last bucket's call also continues older buckets. If that fails, the step is void.
         """
         bucket, step = self.buckets.find(key, shapes, device, compress=compress), self.step
         keys = frozenset(keys) or bucket.layout.names
@@ -166,7 +137,7 @@ class Engine:
             # Before the engine's stream waits for this bucket's gradients. Else the message that the bucket before
             # sends next would leave only after the backward pass. (On the CPU the gradients are ready, and the host
             # would wait for messages while it could compute.)
-            with _voids(self, device, wait=False, join=False):
+            with self._working(device, wait=False, join=False):
                 self.schedule.advance()
         return bucket
 
@@ -176,7 +147,7 @@ class Engine:
         gradients: Mapping[str, Tensor],
         *,
         ranges: Ranges | None = None,
-        write: Write | None = None,
+        write: Callable[[Average], None] | None = None,
         done: Callable[[], None] | None = None,
         join: bool = False,
     ) -> None:
@@ -185,51 +156,43 @@ class Engine:
         Args:
             bucket: Result of ``begin``.
             gradients: {name: contiguous tensor}. Overwritten with the averages; do not use them before.
-            ranges: Parts of the averages to write, see ``Average.write_ranges``. The gradients then stay as they are.
-            write: Function to call instead of writing, with the average.
+            ranges: Parts of the averages to write, see ``Average``. The gradients then stay as they are.
+            write: Function to call with the average instead of writing it.
             done: Function to call when the averages are written.
-            join: Whether the bucket may wait for the step's next ones, to be averaged together with them. ``begin``
-                must have been told whether it is the last one.
+            join: Whether the bucket may wait, to be averaged together with the next ones. ``begin`` must have been told
+                whether it is the last one.
         """
-        schedule, step, device = self.schedule, self.step, next(iter(gradients.values())).device
-        with _voids(self, device):
+        schedule = self.schedule
+        with self._starting(next(iter(gradients.values())).device):
             if join and not schedule.fits(gradients):
                 self._start(schedule.take())
-            layouts = schedule.wait(Part(bucket, gradients, done))
-            if not join or step.last or self.buckets.are_large(layouts):
+            waiting = schedule.wait(Part(bucket, gradients, done))
+            if not join or self.step.last or self.buckets.are_large(waiting):
                 self._start(schedule.take(), ranges, write)
-                if step.last is not False:
-                    # No later bucket is expected.
-                    schedule.finish()
-        if step.last:
-            self.end_step()
 
-    def _start(self, parts: Sequence[Part], ranges: Ranges | None = None, write: Write | None = None) -> None:
-        """Start averaging buckets as one."""
-        step = self.step
-        gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
-        bucket = self.buckets.join([part.bucket for part in parts])
-        layout, device = self.buckets.ranked(bucket), next(iter(gradients.values())).device
-        task = Task(layout, gradients, step, self.config, self.communicator, self.residuals)
-        task = self.buckets.prepare(bucket, task)
+    def _start(
+        self, parts: Sequence[Part], ranges: Ranges | None = None, write: Callable[[Average], None] | None = None
+    ) -> None:
+        """Start averaging buckets as one, and advance the older ones."""
+        step, gradients = self.step, {name: tensor for part in parts for name, tensor in part.gradients.items()}
+        task = self.buckets.prepare([part.bucket for part in parts], gradients)
         for listener in self.listeners:
             task = listener.watch(task)
-        sent = self._scheme.sent_numel(layout, self.config, step.iteration)
-        self.numel[0] += layout.numel
-        self.numel[1] += sent
+        sent = self._scheme.sent_numel(task.layout, self.config, step.iteration)
+        self.numel[:] = self.numel[0] + task.layout.numel, self.numel[1] + sent
         self.sent += 4 * sent
         if ranges is not None and step.loss_scale is not None:
             # An average may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
             step.uneven |= any(gradient.dtype == torch.float16 for gradient in gradients.values())
 
         def finish(average: Average) -> None:
-            self.schedule.clock.mark(RECONSTRUCT)
+            overflow = step.overflow(task.device)
             if write is not None:
                 write(average)
             elif ranges is not None:
-                average.write_ranges(ranges, step.overflow(device))
+                average.write_ranges(ranges, overflow)
             else:
-                average.write(gradients, step.overflow(device))
+                average.write(gradients, overflow)
             for part in parts:
                 if part.done is not None:
                     part.done()
@@ -238,24 +201,20 @@ class Engine:
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
-        self.itemsize = buffer.element_size()
 
         def run() -> Generator[Work, None, None]:
-            self.sent += buffer.nbytes
             yield self.communicator.all_reduce(buffer)
             buffer.div_(self.communicator.world_size)
 
-        with _voids(self, buffer.device):
+        self.itemsize = buffer.element_size()
+        self.sent += buffer.nbytes
+        with self._starting(buffer.device):
             self.schedule.advance(run(), lambda _: None if done is None else done())
-            if self.step.last is not False:
-                self.schedule.finish()
-        if self.step.last:
-            self.end_step()
 
     def advance(self) -> None:
         """Advance the buckets under way by one collective each, while something else is computed."""
         assert self.buckets.device is not None, "a bucket was begun"
-        with _voids(self, self.buckets.device):
+        with self._working(self.buckets.device):
             self.schedule.advance()
 
     def end_step(self, *, applied: bool | None = None) -> Tensor | None:
@@ -265,7 +224,7 @@ class Engine:
             applied: Whether the optimizer applies the step, if the adapter knows. A step not applied is sent again.
 
         Returns:
-            A scalar on the device, 1 if the step counts and 0 if not. None if no step was open.
+            A scalar on the device, 0 if the step does not count. None if no step was open.
 
         Raises:
             DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
@@ -273,7 +232,7 @@ class Engine:
         step, device, verdict = self.step, self.buckets.device, None
         with self.residuals.streams.everywhere():
             if step.keys and device is not None:
-                with _voids(self, device):
+                with self._working(device):
                     self.schedule.finish()
                 verdict = step.verdict(device)
                 if applied is False:
@@ -285,10 +244,7 @@ class Engine:
                     for other in [*self.communicator.others, *([self.communicator] if step.uneven else [])]:
                         other.minimum(verdict)
             step.end()
-            # Counted by ``ended``: the iteration is one of the things in which workers may differ.
-            every = self.config.check_every
-            if every and step.ended % every == 0:
-                self.buckets.check()
+            self.buckets.end_step()
             if self.config.planned:
                 self.plan.end_step(step.iteration, self.buckets.in_use(), self.communicator)
             for listener in self.listeners:
@@ -312,8 +268,6 @@ class Engine:
             self.step.void(stays_open=stays_open, captured=self._capture.undo())
         self.buckets.release()
 
-    # Between steps ---------------------------------------------------------------------------------------------------
-
     def connect(self, communicator: Communicator) -> None:
         """Average with other workers from the next step on. They are compared before that step."""
         if self.step.keys:
@@ -321,33 +275,22 @@ class Engine:
         self.step.ended = 0
         self.buckets.invalidate(communicator)
 
-    def adopt(self, saved: SavedState, report: LoadReport) -> LoadReport:
-        """Continue from a state that was checked. A matrix takes over its part when its gradient comes first.
+    @contextlib.contextmanager
+    def _working(self, device: torch.device, *, wait: bool = True, join: bool = True) -> Iterator[None]:
+        """Run the block on the engine's stream of a device. Void the step if it raises an exception."""
+        with self.residuals.streams.on(device, wait=wait, join=join):
+            try:
+                yield
+            except BaseException:
+                self.void(stays_open=bool(self.communicator.others))
+                raise
 
-        A step that is open is dropped, since the state replaces everything.
-        """
-        self.void()
-        self.plan.load_state_dict(saved.plan)
-        self.step.iteration = saved.iteration
-        self.residuals.load(saved)
-        # Other ranks may need other buckets.
-        self.buckets.invalidate()
-        logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
-        return report
-
-    def forget(self) -> None:
-        """Set all errors to zero, and drop a step that is open."""
-        if self.step.keys:
-            self.void()
-        self.residuals.forget_errors()
-
-
-@contextlib.contextmanager
-def _voids(engine: Engine, device: torch.device, *, wait: bool = True, join: bool = True) -> Iterator[None]:
-    """Run the block on the engine's stream of a device. Void the step if it raises an exception."""
-    with engine.residuals.streams.on(device, wait=wait, join=join):
-        try:
+    @contextlib.contextmanager
+    def _starting(self, device: torch.device) -> Iterator[None]:
+        """Start a bucket in the block. If no later one is expected, finish all. End the step after its last one."""
+        with self._working(device):
             yield
-        except BaseException:
-            engine.void(stays_open=bool(engine.communicator.others))
-            raise
+            if self.step.last is not False:
+                self.schedule.finish()
+        if self.step.last:
+            self.end_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +13,13 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import saved_facts
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 
+logger = logging.getLogger("powersgd_triton")
+
 Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
 """Returns a saved state, and the size of every tensor, or None if not all are known."""
 
 Loaded = tuple[SavedState, LoadReport]
-"""What ``Engine.adopt`` takes."""
+"""What ``adopt`` takes."""
 
 
 def save(engine: Engine, mean: Callable[[Tensor], Tensor]) -> SavedState:
@@ -43,7 +46,25 @@ def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str
             changed.
         DisagreementError: Workers have read different states, or do not all load one. Nothing was changed.
     """
-    return engine.adopt(*compared(engine, read, strict=strict, rename=rename))
+    return adopt(engine, *compared(engine, read, strict=strict, rename=rename))
+
+
+def adopt(engine: Engine, saved: SavedState, report: LoadReport) -> LoadReport:
+    """Continue from a state that was checked. An open step is dropped, since the state replaces everything."""
+    engine.void()
+    engine.plan.load_state_dict(saved.plan)
+    engine.step.iteration = saved.iteration
+    engine.residuals.load(saved)
+    engine.buckets.invalidate()
+    logger.info("Loaded PowerSGD state of step %s: %s", saved.iteration, report)
+    return report
+
+
+def forget(engine: Engine) -> None:
+    """Set all errors to zero, and drop a step that is open."""
+    if engine.step.keys:
+        engine.void()
+    engine.residuals.forget_errors()
 
 
 def compared(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> Loaded:

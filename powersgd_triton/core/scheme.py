@@ -16,6 +16,9 @@ from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ops.step import Step
 
+Ranges = Mapping[str, tuple[int, Tensor]]
+"""{name: (first element, flat tensor that takes the elements from there on)}."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -39,6 +42,11 @@ class Task:
     residuals: Residuals
     memory: Any = None
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the gradients."""
+        return next(iter(self.gradients.values())).device
+
 
 class Average(Protocol):
     """The average of one bucket, in the form in which a scheme has it."""
@@ -49,8 +57,8 @@ class Average(Protocol):
         ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
         """
 
-    def write_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
-        """Write parts of it: {name: (first element, flat tensor that takes the elements from there on)}."""
+    def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
+        """Write parts of it."""
 
 
 class Scheme(Protocol):
@@ -72,6 +80,20 @@ class Scheme(Protocol):
         """Return the elements that step ``iteration`` sends of a bucket, in fp32 elements of equal bytes."""
 
 
+class Listener(Protocol):
+    """What watches steps, such as telemetry. ``end_step`` may be collective."""
+
+    def end_step(self) -> None: ...
+
+    def void(self) -> None: ...
+
+    def watch(self, task: Task) -> Task:
+        """Return a bucket's task, possibly with a wrapper of its memory that notes what is done with it."""
+
+    def obstacle(self) -> str | None:
+        """Return why a step cannot be captured in a CUDA graph, if it cannot."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FlatAverage:
     """An average of whole tensors, flat and in a layout's order."""
@@ -83,7 +105,7 @@ class FlatAverage:
         """See ``Average``."""
         self.write_ranges({name: (0, tensor.view(-1)) for name, tensor in out.items()}, overflow)
 
-    def write_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+    def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
         """See ``Average``."""
         for segment in self.layout.segments:
             if segment.name in out:

@@ -208,6 +208,7 @@ class Measured:
             # Now M and what is subtracted from it are known, and without error feedback M is still in the gradients.
             self._mark(TELEMETRY)
             self._measure(self.bucket, gradients, step)
+            self._mark(RECONSTRUCT)
 
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
         self._mark(RECONSTRUCT)

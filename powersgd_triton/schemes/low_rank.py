@@ -10,7 +10,7 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Work
 from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import Task
+from powersgd_triton.core.scheme import Ranges, Task
 from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace
@@ -76,6 +76,6 @@ class LowRankAverage:
         """See ``Average``."""
         self.backend.reconstruct(out, overflow)
 
-    def write_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+    def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
         """See ``Average``."""
         reconstruct_ranges(self.backend.bucket, out, overflow)
