@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.loading import load
+from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, random_basis, read_factors, weighted_squares
@@ -73,7 +73,7 @@ class ShardedHandle(Handle):
         more dimensions. On another mesh, a matrix starts from the basis of another saved shard. The basis is random if
         the saved one does not fit, which happens after a change in the number of tensor-parallel workers.
         """
-        saved = self._saved()
+        saved = save(self._engine)
         errors: dict[str, DTensor] = {}
         if self.config.error_feedback:
             for name, shape in self._matrices().items():

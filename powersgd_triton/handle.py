@@ -152,11 +152,7 @@ class Handle:
         The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
         size, since only the mean error enters the trajectory.
         """
-        return self._saved()
-
-    def _saved(self, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """Return what ``state_dict`` does. ``mean`` averages a tensor over the workers. Default: an all-reduce."""
-        return save(self._engine, mean or self._communicator.mean).to_dict(self.config)
+        return save(self._engine)
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """Continue from a saved state of any number of workers and any rank, or from a file. Collective.

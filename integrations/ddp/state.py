@@ -12,7 +12,7 @@ from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import AUTO, NodeGroup
 from powersgd_triton.config import PowerSGDConfig, RankFunction, whole_number
-from powersgd_triton.core.loading import load
+from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.ddp import pickles
@@ -223,7 +223,7 @@ class PowerSGDState(Handle):
         """
         pickles.check_owner(self._engine)
         self._unused()
-        return {**self._saved(), "buckets": self._names.record()}
+        return {**save(self._engine), "buckets": self._names.record()}
 
     def load_state_dict(
         self, state_dict: StateDict, *, strict: bool = True, rename: Mapping[str, str] | None = None

@@ -17,7 +17,7 @@ from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.loading import adopt, compared
+from powersgd_triton.core.loading import adopt, compared, save
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.names import plain_name
@@ -171,7 +171,7 @@ class DeepSpeedState(Handle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error, bases and step, as CPU tensors and numbers. Collective. Equal on all workers."""
-        saved = self._saved(lambda error: self._communicator.mean(error).cpu())
+        saved = save(self._engine, lambda error: self._communicator.mean(error).cpu())
         for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
         # Include parameters of this model that have not had a gradient yet.

@@ -21,7 +21,7 @@ from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
-from powersgd_triton.core.loading import adopt, checked
+from powersgd_triton.core.loading import adopt, checked, save
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.local_steps.flight import Flight
@@ -295,7 +295,7 @@ class LocalSteps(Handle):
         self._land()
         engine = self._engine
         engine.residuals.materialize(self._step, engine.residuals.buckets())
-        errors, saved = super().error(), self._saved()
+        errors, saved = super().error(), save(engine)
         parts = {name: {"shared": shared} for name, shared in self.shared().items()}
         for name, error in errors.items():
             parts[name]["own_error"] = error

@@ -22,10 +22,10 @@ Loaded = tuple[SavedState, LoadReport]
 """What ``adopt`` takes."""
 
 
-def save(engine: Engine, mean: Callable[[Tensor], Tensor]) -> SavedState:
-    """Return mean error, bases, step and plan. Collective if ``mean`` is, which averages a tensor over the workers."""
+def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
+    """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
     engine.finish()
-    return engine.residuals.save(engine.step, mean)
+    return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
 
 
 def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> LoadReport:
