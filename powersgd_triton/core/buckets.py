@@ -146,7 +146,7 @@ class Buckets:
 
         A new plan makes a new layout, for which the scheme makes new memory.
         """
-        if self._plan.config.planned and bucket.ranks is not self._plan.ranks:
+        if bucket.ranks is not self._plan.ranks:
             bucket.ranked, bucket.ranks = self._plan.layout(bucket.layout), self._plan.ranks
         return bucket.ranked
 

@@ -167,15 +167,18 @@ class RankPlan:
 
     def layout(self, layout: Layout) -> Layout:
         """Return a bucket's layout with the ranks in force."""
-        self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
-        # A matrix that became trainable later has rank 1 until the next plan.
-        return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
+        if self.config.planned:
+            self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
+        return self._ranked(layout)
 
     def layout_of(self, tensors: Mapping[str, Sequence[int]]) -> Layout:
         """Return tensors {name: shape} in one layout, with the ranks in force."""
-        layout = Layout.build(tensors, self.config)
+        return self._ranked(Layout.build(tensors, self.config))
+
+    def _ranked(self, layout: Layout) -> Layout:
         if not self.config.planned:
             return layout
+        # A matrix that became trainable later has rank 1 until the next plan.
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
 
     @property

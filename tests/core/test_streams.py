@@ -9,8 +9,9 @@ from torch import Tensor
 from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import load, save
 from powersgd_triton.ops.backend import Backend
+from powersgd_triton.schemes import new_engine
 from tests.support.checks import same_bits
 from tests.support.streams import FakeStream, StreamMachine, stream_machine
 
@@ -27,7 +28,7 @@ class Training:
 
     def __init__(self, machine: StreamMachine, config: PowerSGDConfig) -> None:
         self.machine, self.hook, self.main = machine, FakeStream(), machine.current
-        self.engine = Engine(config, Communicator(), lambda: SHAPES)
+        self.engine = new_engine(config, Communicator(), lambda: SHAPES)
         # Frameworks keep gradients until the main stream has waited.
         self._gradients: list[dict[str, Tensor]] = []
 
@@ -52,18 +53,18 @@ def train(machine: StreamMachine, config: PowerSGDConfig) -> None:
     for _ in range(3):
         training.step()
         # The main stream has not waited for the hook's.
-        engine.memory.error(engine.step)
-    state = engine.state_dict()
+        engine.residuals.error(engine.step)
+    state = save(engine)
     training.step()
-    engine.load_state_dict(lambda: (state, None))
+    load(engine, lambda: (state, None))
     for _ in range(2):
         training.step()
         training.join()
     training.step()
-    engine.memory.forget_errors()
+    engine.residuals.forget_errors()
     training.step()
-    saved = engine.state_dict()
-    engine.load_state_dict(lambda: (saved, None))
+    saved = save(engine)
+    load(engine, lambda: (saved, None))
     training.join()
 
 
@@ -110,7 +111,7 @@ def test_looking_at_the_error_waits_for_the_step(backend: str):
     errors = []
     for cycles in (0, 100_000_000):
         config = PowerSGDConfig(rank=2, backend=backend)
-        engine = Engine(config, Communicator(), lambda: SHAPES)
+        engine = new_engine(config, Communicator(), lambda: SHAPES)
         generator = torch.Generator(device).manual_seed(0)
         gradients = {n: torch.randn(s, generator=generator, device=device) for n, s in SHAPES.items()}
         torch.cuda.synchronize()
@@ -119,7 +120,7 @@ def test_looking_at_the_error_waits_for_the_step(backend: str):
                 torch.cuda._sleep(cycles)
             layout = engine.begin("all", lambda: SHAPES, device, last=True)
             engine.average(layout, gradients)
-        errors.append(engine.memory.error(engine.step))
+        errors.append(engine.residuals.error(engine.step))
         torch.cuda.synchronize()
     assert same_bits(*errors)
     assert all(error.any() for error in errors[0].values())

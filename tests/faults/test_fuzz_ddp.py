@@ -72,10 +72,10 @@ class Books:
 
     def owed(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{name: (E, size of what it is the sum of)}, of compressed parameters."""
-        buckets = {matrix.bucket for matrix in self.engine.memory.matrices.values()}
+        buckets = {matrix.bucket for matrix in self.engine.residuals.matrices.values()}
         segments = {segment.name: segment for bucket in buckets for segment in bucket.layout.compressed}
         both = {}
-        for name in self.engine.memory.matrices:
+        for name in self.engine.residuals.matrices:
             E, size = owed(self.engine, segments[name])
             both[name] = (E.view(self.balance[name].shape), size.view(self.balance[name].shape))
         return both
@@ -164,7 +164,7 @@ def one_run(worker: int, world_size: int, seed: int) -> dict[str, Any]:
         "digests": digests,
         "skipped": skipped,
         "buckets": most,
-        "compressed": len(state._engine.memory.matrices),
+        "compressed": len(state._engine.residuals.matrices),
         "finite": all(E.isfinite().all() for E in state.error().values()),
     }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import save
 from powersgd_triton.layout.layout import Segment, products
 from powersgd_triton.ops.bucket import seed
 from powersgd_triton.ops.explore import explores
@@ -32,9 +33,9 @@ def owed(engine: Engine, segment: Segment) -> tuple[Tensor, Tensor]:
 
     Size is the sum of absolute values of what E is the sum of: the buffer and the product still to be subtracted.
     """
-    matrix = engine.memory.matrices.get(segment.name)
+    matrix = engine.residuals.matrices.get(segment.name)
     if matrix is None:
-        restored = engine.memory.loaded.matrices.get(segment.name, {}).get("error")
+        restored = engine.residuals.loaded.matrices.get(segment.name, {}).get("error")
         E = torch.zeros(segment.n, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
         return E, E.abs()
     E, bucket = torch.zeros(segment.n, segment.m, dtype=torch.float64), matrix.bucket
@@ -90,7 +91,7 @@ class Follower:
 
     def load(self, step: int) -> None:
         """Save the state after a step, and go on from it in nodes of the next size."""
-        saved = self.fleet.together(lambda engine: engine.state_dict())
+        saved = self.fleet.together(lambda engine: save(engine))
         sizes = self.case.node_sizes
         self.fleet = Fleet(
             self.config,
@@ -324,7 +325,7 @@ class Follower:
 
     def check_kept(self, segment: Segment, G: list[Tensor], E: list[Tensor], sizes: list[Tensor], share: float) -> None:
         """Where the bucket was not finite, E is what it was but for the rounding of M and of E itself."""
-        held = [engine.memory.matrices[segment.name].error for engine in self.fleet.engines]
+        held = [engine.residuals.matrices[segment.name].error for engine in self.fleet.engines]
         dtype = next(error.dtype for error in held if error is not None)
         limit = torch.finfo(dtype).max
         now = self.by_node([owed(engine, segment)[0] for engine in self.fleet.engines])
@@ -344,13 +345,13 @@ class Follower:
     def check_memory(self) -> None:
         """Nothing that is kept is not finite, also once it is written down."""
         for engine in self.fleet.engines:
-            for name, matrix in engine.memory.matrices.items():
+            for name, matrix in engine.residuals.matrices.items():
                 tensors = [*matrix.bases.values(), *([] if matrix.error is None else [matrix.error])]
                 assert all(tensor.isfinite().all() for tensor in tensors), f"{name}: what is remembered is not finite"
 
     def mean_in_range(self) -> bool:
         """Whether the sum of the workers' errors is, of which a saved state holds the mean."""
-        held = [matrix.error for engine in self.fleet.engines for matrix in engine.memory.matrices.values()]
+        held = [matrix.error for engine in self.fleet.engines for matrix in engine.residuals.matrices.values()]
         return sum(float(E.double().abs().amax()) for E in held if E is not None) < torch.finfo(torch.float32).max / 4
 
     def read(self) -> None:
@@ -359,9 +360,9 @@ class Follower:
             held = {
                 s.name: owed(engine, s)
                 for s in segments
-                if s.name in engine.memory.matrices and self.config.error_feedback
+                if s.name in engine.residuals.matrices and self.config.error_feedback
             }
-            for name, E in engine.memory.error(engine.step).items():
+            for name, E in engine.residuals.error(engine.step).items():
                 if name in held:
                     exact, size = held[name]
                     tolerance = 2 * (torch.finfo(E.dtype).eps + gamma(64, torch.float32)) * size + TINY

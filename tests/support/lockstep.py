@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,12 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import load
+from powersgd_triton.core.scheme import Task
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.step import LossScale
+from powersgd_triton.schemes import new_engine
+from powersgd_triton.schemes.low_rank import LowRank
 
 Values = dict[str, Tensor]
 T = TypeVar("T")
@@ -191,7 +195,7 @@ class Fleet:
                 node, index = divmod(worker, node_size)
                 line.inside, line.across = insides[node][index], across[index][node]
             self._groups += [*insides, *across]
-        self.engines = [Engine(config, line, lambda: shapes) for line in self._lines]
+        self.engines = [new_engine(config, line, lambda: shapes) for line in self._lines]
         for engine in self.engines:
             # So that averages that do not fit void the step.
             engine.step.loss_scale = LossScale(lambda: 1.0)
@@ -248,11 +252,11 @@ class Fleet:
     def load(self, saved: Sequence[Any]) -> None:
         """Each worker loads its own."""
         states = {id(engine): one for engine, one in zip(self.engines, saved, strict=True)}
-        self.together(lambda engine: engine.load_state_dict(lambda: (states[id(engine)], None)))
+        self.together(lambda engine: load(engine, lambda: (states[id(engine)], None)))
 
     def errors(self) -> list[Values]:
         """Each worker's E."""
-        return [engine.memory.error(engine.step) for engine in self.engines]
+        return [engine.residuals.error(engine.step) for engine in self.engines]
 
     def layout(self, names: tuple[str, ...], compress: bool) -> Layout:
         if (names, compress) not in self._layouts:
@@ -268,13 +272,18 @@ class Fleet:
         names = tuple(segment.name for segment in run.layout.segments)
         compress = self.engines[0].step.iteration >= self.config.start_iter
         own = self._layouts[names, compress]
-        self.together(lambda engine: engine.begin(names, lambda: own.shapes, device, last=False))
-        # As ``Engine.bind``, but one worker after the other, since Triton's interpreter cannot run in threads.
-        backends = [
-            engine.memory.bind(engine.plan.layout(own), gradients, engine.step, engine.communicator.share)
-            for engine, gradients in zip(self.engines, given, strict=True)
-        ]
-
+        buckets = self.together(
+            lambda engine: engine.begin((names, compress), lambda: own.shapes, device, last=False, compress=compress)
+        )
+        tasks: list[Task] = []
+        for engine, bucket, gradients in zip(self.engines, buckets, given, strict=True):
+            # One worker after the other, since Triton's interpreter cannot run in threads.
+            bucket.agreed = True
+            task = engine.buckets.prepare([bucket], gradients)
+            for listener in engine.listeners:
+                task = listener.watch(task)
+            tasks.append(task)
+        backends = [task.memory for task in tasks]
         notes: list[Any] = [Noting(backend) for backend in backends]
 
         def write(worker: int, backend: Backend) -> None:
@@ -287,9 +296,13 @@ class Fleet:
             run.written.append(given[worker])
             run.verdicts.append(step.verdict(device))
 
+        def averaging(worker: int, task: Task) -> Iterator[Work]:
+            yield from LowRank().average(task)
+            write(worker, backends[worker])
+
         generators = [
-            engine.run(noting, own_gradients, functools.partial(write, worker))
-            for worker, (engine, noting, own_gradients) in enumerate(zip(self.engines, notes, given, strict=True))
+            averaging(worker, dataclasses.replace(task, memory=noting))
+            for worker, (task, noting) in enumerate(zip(tasks, notes, strict=True))
         ]
 
         def stage(worker: int) -> bool:

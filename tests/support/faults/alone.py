@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
-from powersgd_triton.core import memory
+from powersgd_triton.schemes import factors
 from tests.support.faults.episodes import bytes_of
 from tests.support.faults.peers import refused_step
 from tests.support.faults.trainer import CAPS, MATRICES, SHAPES, Trainer
@@ -119,12 +119,12 @@ def no_memory(trainer: Trainer, folder: Path) -> None:
     cap = trainer.dice.choice([cap for cap in CAPS if cap != trainer.setting.cap])
     trainer.wrap(cap)
     failing = mock.Mock(side_effect=torch.OutOfMemoryError("no memory is left"))
-    make = failing if _victim(trainer) else memory.make_backend  # type: ignore[attr-defined]
+    make = failing if _victim(trainer) else factors.make_backend  # type: ignore[attr-defined]
     given, scale = trainer.gradients(), trainer.scaler.get_scale()
     assert trainer.replica is not None
     trainer.optimizer.zero_grad()
     trainer.buckets = []
-    with mock.patch.object(memory, "make_backend", make):
+    with mock.patch.object(factors, "make_backend", make):
         try:
             trainer.scaler.scale(trainer.replica(given)).backward()
         except (torch.OutOfMemoryError, DisagreementError):
