@@ -85,7 +85,7 @@ class Flight:
                 verdict = engine.end_step()
                 self._applied = verdict is None or bool(verdict)
             elif not fragments:
-                engine.advance()
+                engine.advance(next(iter(self.differences.values())).device)
         except BaseException:
             if not self.arrived:
                 self._undo()

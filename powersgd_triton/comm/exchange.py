@@ -107,6 +107,12 @@ def sum_in_place(content: Tensor, communicator: Communicator) -> Collectives:
     yield communicator.all_reduce(content)
 
 
+def mean_in_place(content: Tensor, communicator: Communicator) -> Collectives:
+    """Average a tensor in place by an all-reduce."""
+    yield communicator.all_reduce(content)
+    content.div_(communicator.world_size)
+
+
 def exchange_parts(
     wire: Wire, content: Tensor, own: Tensor | None, target: Tensor, communicator: Communicator
 ) -> Collectives:

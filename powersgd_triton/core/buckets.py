@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,14 @@ class BucketState:
     agreed: bool = False
     waits: bool | None = None
     joined: BucketState | None = None
+
+
+class Part(NamedTuple):
+    """A bucket with its gradients. ``done`` is called when they are overwritten."""
+
+    bucket: BucketState
+    gradients: Mapping[str, Tensor]
+    done: Callable[[], None] | None = None
 
 
 class Buckets:
@@ -130,13 +138,13 @@ class Buckets:
             part.joined = joined
         return joined
 
-    def are_large(self, parts: Sequence[BucketState]) -> bool:
+    def are_large(self, parts: Sequence[Part]) -> bool:
         """Return whether buckets need not wait for the step's next one, to be averaged together.
 
         What was decided when they came first stays in force: if it followed planned ranks, each plan could need other
         buckets.
         """
-        bucket = self.join(parts)
+        bucket = self.join([part.bucket for part in parts])
         if bucket.waits is None:
             bucket.waits = waits(self.ranked(bucket), self._plan.config, self.communicator.world_size)
         return not bucket.waits
@@ -150,12 +158,13 @@ class Buckets:
             bucket.ranked, bucket.ranks = self._plan.layout(bucket.layout), self._plan.ranks
         return bucket.ranked
 
-    def prepare(self, parts: Sequence[BucketState], gradients: Mapping[str, Tensor]) -> Task:
+    def prepare(self, parts: Sequence[Part]) -> Task:
         """Return the task of averaging buckets as one. Collective when they come for the first time.
 
         It is not collective if a bucket is new because ranks were planned again, since the host of a GPU must not wait.
         """
-        bucket = self.join(parts)
+        bucket = self.join([part.bucket for part in parts])
+        gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
         layout, config = self.ranked(bucket), self._plan.config
         task = Task(layout, gradients, self._step, config, self.communicator, self._residuals, bucket.memory)
 

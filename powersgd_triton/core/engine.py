@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import mean_in_place
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.buckets import Buckets, BucketState, Shapes
+from powersgd_triton.core.buckets import Buckets, BucketState, Part, Shapes
 from powersgd_triton.core.capture import Capture
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.residuals import Residuals
-from powersgd_triton.core.schedule import Part, Schedule
-from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme
+from powersgd_triton.core.schedule import Schedule
+from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme, Task
 from powersgd_triton.core.streams import has_streams
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import Step
@@ -26,31 +27,21 @@ from powersgd_triton.ranks.plan import RankPlan
 class Engine:
     """Averages one model's gradients over the workers, in compressed form, bucket by bucket.
 
-    An adapter translates its framework's gradients into buckets. For each bucket it calls ``begin``, and then
-    ``average``, or ``average_exactly`` if the step is not ``compressing``. All workers must pass the same buckets in
-    the same order, since the order of the buckets is the order of the collectives.
+    For each bucket an adapter calls ``begin``, and then ``average``, or ``average_exactly`` if the step is not
+    ``compressing``. All workers must pass the same buckets in the same order.
 
     Args:
         scheme: What is sent of a bucket. ``schemes.new_engine`` chooses it.
-        config: Configuration of the compression.
+        config: Configuration of the compression. Its budget may be too small for the tensors: ValueError.
         communicator: Collectives of the workers that average with each other.
         tensors: Returns {name: shape} of all tensors that this worker compresses or averages and that are known so far.
         device: Device of the gradients. None if it is not known before they come.
         buckets: Number of buckets of a step, if it is known and buckets are not joined. A budget counts their messages.
 
-    Raises:
-        ValueError: The configuration's budget is too small for the tensors.
-
     Attributes:
-        plan: The configuration in force, and the ranks if they are planned.
-        step: State of the step under way.
-        residuals: What the worker has not sent, by name.
-        buckets: The buckets, and what was compared with the other workers.
-        schedule: The buckets that wait or are under way.
         listeners: What else happens when a step ends, in this order.
         begun: The layouts of the newest step's buckets.
-        numel: [elements before, after compression] over all buckets averaged in compressed form so far.
-        sent: Bytes sent so far.
+        numel, sent: [elements before, after compression] of buckets averaged in compressed form, and bytes sent so far.
         itemsize: Bytes of an element of the newest gradient that was averaged exactly.
     """
 
@@ -93,8 +84,6 @@ class Engine:
             return self.residuals.has_errors(self.step)
         return self.step.iteration >= self.config.start_iter and self.plan.compresses
 
-    # A step ----------------------------------------------------------------------------------------------------------
-
     def begin(
         self,
         key: Hashable,
@@ -110,7 +99,6 @@ class Engine:
         Args:
             key: What identifies the bucket's tensors.
             shapes: Returns {name: shape} of the bucket's tensors. It is called once for each key.
-            device: Device of its gradients.
             keys: What comes once in a step: when a key comes again, a new step begins. Default: the tensors' names.
             last: Whether the bucket is the step's last one. None if the adapter does not know. The step then ends when
                 a key comes again, or with ``end_step``.
@@ -134,9 +122,8 @@ class Engine:
         step.keys |= keys
         step.last, step.workers = last, self.communicator.world_size
         if last and self.schedule and has_streams(device):
-            # Before the engine's stream waits for this bucket's gradients. Else the message that the bucket before
-            # sends next would leave only after the backward pass. (On the CPU the gradients are ready, and the host
-            # would wait for messages while it could compute.)
+            # Before the stream waits for this bucket's gradients. Else the message that the bucket before sends next
+            # would leave only after the backward pass. (On the CPU the gradients are ready.)
             with self._working(device, wait=False, join=False):
                 self.schedule.advance()
         return bucket
@@ -162,59 +149,55 @@ class Engine:
             join: Whether the bucket may wait, to be averaged together with the next ones. ``begin`` must have been told
                 whether it is the last one.
         """
-        schedule = self.schedule
-        with self._starting(next(iter(gradients.values())).device):
-            if join and not schedule.fits(gradients):
-                self._start(schedule.take())
-            waiting = schedule.wait(Part(bucket, gradients, done))
-            if not join or self.step.last or self.buckets.are_large(waiting):
-                self._start(schedule.take(), ranges, write)
+        last = self.step.last
+        with self._working(next(iter(gradients.values())).device):
+            waits = join and not last
+            for parts in self.schedule.ready(Part(bucket, gradients, done), self.buckets.are_large if waits else None):
+                task = self.buckets.prepare(parts)
+                for listener in self.listeners:
+                    task = listener.watch(task)
+                finish = last is not False and parts[-1].bucket is bucket
+                take = self._taking(task, parts, ranges, write)
+                self.schedule.advance(self._scheme.average(task), take, finish=finish)
+        if last:
+            self.end_step()
 
-    def _start(
-        self, parts: Sequence[Part], ranges: Ranges | None = None, write: Callable[[Average], None] | None = None
-    ) -> None:
-        """Start averaging buckets as one, and advance the older ones."""
-        step, gradients = self.step, {name: tensor for part in parts for name, tensor in part.gradients.items()}
-        task = self.buckets.prepare([part.bucket for part in parts], gradients)
-        for listener in self.listeners:
-            task = listener.watch(task)
+    def _taking(
+        self, task: Task, parts: Sequence[Part], ranges: Ranges | None, write: Callable[[Average], None] | None
+    ) -> Callable[[Average], None]:
+        """Count what is sent of a bucket. Return the function that writes its average."""
+        step = self.step
         sent = self._scheme.sent_numel(task.layout, self.config, step.iteration)
         self.numel[:] = self.numel[0] + task.layout.numel, self.numel[1] + sent
         self.sent += 4 * sent
         if ranges is not None and step.loss_scale is not None:
             # An average may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
-            step.uneven |= any(gradient.dtype == torch.float16 for gradient in gradients.values())
+            step.uneven |= any(gradient.dtype == torch.float16 for gradient in task.gradients.values())
 
-        def finish(average: Average) -> None:
-            overflow = step.overflow(task.device)
-            if write is not None:
-                write(average)
-            elif ranges is not None:
-                average.write_ranges(ranges, overflow)
+        def take(average: Average) -> None:
+            if write is None:
+                task.write(average, ranges)
             else:
-                average.write(gradients, overflow)
+                write(average)
             for part in parts:
                 if part.done is not None:
                     part.done()
 
-        self.schedule.advance(self._scheme.average(task), finish)
+        return take
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
-
-        def run() -> Generator[Work, None, None]:
-            yield self.communicator.all_reduce(buffer)
-            buffer.div_(self.communicator.world_size)
-
-        self.itemsize = buffer.element_size()
+        self.itemsize, last = buffer.element_size(), self.step.last
         self.sent += buffer.nbytes
-        with self._starting(buffer.device):
-            self.schedule.advance(run(), lambda _: None if done is None else done())
+        with self._working(buffer.device):
+            run = mean_in_place(buffer, self.communicator)
+            self.schedule.advance(run, lambda _: None if done is None else done(), finish=last is not False)
+        if last:
+            self.end_step()
 
-    def advance(self) -> None:
+    def advance(self, device: torch.device) -> None:
         """Advance the buckets under way by one collective each, while something else is computed."""
-        assert self.buckets.device is not None, "a bucket was begun"
-        with self._working(self.buckets.device):
+        with self._working(device):
             self.schedule.advance()
 
     def end_step(self, *, applied: bool | None = None) -> Tensor | None:
@@ -233,14 +216,13 @@ class Engine:
         with self.residuals.streams.everywhere():
             if step.keys and device is not None:
                 with self._working(device):
-                    self.schedule.finish()
+                    self.schedule.advance(finish=True)
                 verdict = step.verdict(device)
                 if applied is False:
                     verdict.zero_()
                 elif applied is None and self.compressing:
-                    # Workers that share sums have the same verdict. Workers of ``others`` may have seen another
-                    # gradient overflow. If the step is uneven, each worker knows only whether its own part of the
-                    # averages fits.
+                    # Workers that share sums have the same verdict, unless each has looked at its own part of the
+                    # averages. Those of ``others`` may have seen another gradient overflow.
                     for other in [*self.communicator.others, *([self.communicator] if step.uneven else [])]:
                         other.minimum(verdict)
             step.end()
@@ -252,15 +234,12 @@ class Engine:
         return verdict
 
     def finish(self) -> None:
-        """End the open step if the adapter does not know its last bucket. All of its buckets are finished by now."""
+        """End the open step if the adapter does not know its last bucket. Its buckets are finished by now."""
         if self.step.keys and self.step.last is None:
             self.end_step()
 
     def void(self, *, stays_open: bool = False) -> None:
-        """Discard the open step. The errors keep the gradients that were compressed, and the next step sends them.
-
-        With ``stays_open`` it remains to be ended, since workers of other groups may not have heard of it.
-        """
+        """Discard the open step: errors keep what was compressed. ``stays_open`` if others will still end it."""
         self.schedule.clear()
         for listener in self.listeners:
             listener.void()
@@ -284,13 +263,3 @@ class Engine:
             except BaseException:
                 self.void(stays_open=bool(self.communicator.others))
                 raise
-
-    @contextlib.contextmanager
-    def _starting(self, device: torch.device) -> Iterator[None]:
-        """Start a bucket in the block. If no later one is expected, finish all. End the step after its last one."""
-        with self._working(device):
-            yield
-            if self.step.last is not False:
-                self.schedule.finish()
-        if self.step.last:
-            self.end_step()

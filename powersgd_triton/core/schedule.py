@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Work, wait
 from powersgd_triton.comm.exchange import Collectives
-from powersgd_triton.core.buckets import BucketState
+from powersgd_triton.core.buckets import Part
 from powersgd_triton.core.clock import EXCHANGE, MESSAGES, Clock
 
 UnderWay = tuple[Collectives, Work, Callable[[Any], None]]
 """A bucket, the collective that it waits for, and the function that takes its result."""
-
-
-class Part(NamedTuple):
-    """A bucket with its gradients. ``done`` is called when they are overwritten."""
-
-    bucket: BucketState
-    gradients: Mapping[str, Tensor]
-    done: Callable[[], None] | None
 
 
 class Schedule:
@@ -38,28 +30,31 @@ class Schedule:
         self._waiting: list[Part] = []
         self._under_way: list[UnderWay] = []
 
-    # Buckets that travel together ------------------------------------------------------------------------------------
+    def ready(self, part: Part, are_large: Callable[[Sequence[Part]], bool] | None) -> list[list[Part]]:
+        """Return the buckets that wait no longer, now that another one has come. Each list travels as one bucket.
 
-    def wait(self, part: Part) -> list[BucketState]:
-        """Let a bucket wait for the next ones of its step. Return all that wait."""
+        Those of a list have one device, and one dtype for the kernels.
+
+        Args:
+            part: The new one.
+            are_large: Whether the messages of buckets are large enough together. None if nothing may wait any more.
+        """
+        lists: list[list[Part]] = []
+        if self._waiting and _kind(self._waiting[0].gradients) != _kind(part.gradients):
+            lists.append(self._waiting)
+            self._waiting = []
         self._waiting.append(part)
-        return [part.bucket for part in self._waiting]
-
-    def fits(self, gradients: Mapping[str, Tensor]) -> bool:
-        """Return whether a bucket can join those that wait: one device, and one dtype for the kernels."""
-        return not self._waiting or _kind(self._waiting[0].gradients) == _kind(gradients)
-
-    def take(self) -> list[Part]:
-        """Return the buckets that wait, which wait no longer."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
-
-    # Buckets under way -----------------------------------------------------------------------------------------------
+        if are_large is None or are_large(self._waiting):
+            lists.append(self._waiting)
+            self._waiting = []
+        return lists
 
     def __bool__(self) -> bool:
         return bool(self._under_way)
 
-    def advance(self, bucket: Collectives | None = None, done: Callable[[Any], None] = lambda _: None) -> None:
+    def advance(
+        self, bucket: Collectives | None = None, done: Callable[[Any], None] = lambda _: None, *, finish: bool = False
+    ) -> None:
         """Start a bucket, if one is given, and advance those under way by one collective.
 
         Messages then travel while later buckets are computed, and during the backward pass. With two collectives a
@@ -68,29 +63,28 @@ class Schedule:
         Args:
             bucket: Yields each collective that it starts.
             done: Takes what it returns in the end.
+            finish: Whether to go on until no bucket is under way, since no later one is expected.
         """
-        mark, older, started = self.clock.mark, self._under_way, list[UnderWay]()
-        self._under_way = []
+        mark, started = self.clock.mark, list[UnderWay]()
         # The new one first: its kernels need not wait for the messages of the older ones.
-        for run, work, take in [*([] if bucket is None else [(bucket, None, done)]), *older]:
-            mark(EXCHANGE)
-            wait(work)
-            mark(MESSAGES)
-            try:
-                under_way = [(run, next(run), take)]
-            except StopIteration as end:
-                under_way, result = [], end.value
-            if under_way:
-                (started if run is bucket else self._under_way).extend(under_way)
-            else:
-                take(result)
-            mark(None)
-        self._under_way += started
-
-    def finish(self) -> None:
-        """Finish the buckets under way."""
-        while self._under_way:
-            self.advance()
+        turns = [*([] if bucket is None else [(bucket, None, done)]), *self._under_way]
+        while turns:
+            self._under_way = []
+            for run, work, take in turns:
+                mark(EXCHANGE)
+                wait(work)
+                mark(MESSAGES)
+                try:
+                    under_way = [(run, next(run), take)]
+                except StopIteration as end:
+                    under_way, result = [], end.value
+                if under_way:
+                    (started if run is bucket else self._under_way).extend(under_way)
+                else:
+                    take(result)
+                mark(None)
+            self._under_way += started
+            turns, started = self._under_way if finish else [], []
 
     def clear(self) -> None:
         """Forget all buckets, since their step is void. A peer may be gone, so do not wait for collectives."""

@@ -23,7 +23,7 @@ logger = logging.getLogger("powersgd_triton")
 
 
 def new_backend(task: Task, workspace: Workspace) -> Backend:
-    """Return a backend for a bucket. It takes over the errors and bases that are known of its matrices.
+    """Return a backend for a bucket, with the error buffers that are known of its matrices.
 
     Its factors are fp64 if a gradient is fp64, else fp32. If an allocation fails, no error and no basis is lost.
 
@@ -53,10 +53,7 @@ def new_backend(task: Task, workspace: Workspace) -> Backend:
     if config.error_feedback:
         errors = _error_buffers(residuals, shares, worker, error_dtype(config, dtype), device)
     bucket = Bucket(layout, dtype, device, config, errors, shares, worker)
-    backend = make_backend(name, bucket, workspace)
-    _take_over(residuals, backend, task.step)
-    residuals.enter(layout, device)
-    return backend
+    return make_backend(name, bucket, workspace)
 
 
 @functools.cache
@@ -87,8 +84,8 @@ def _error_buffers(
     return errors
 
 
-def _take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
-    """Copy the known bases, and the parts of a loaded state, to the matrices of a new bucket."""
+def take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
+    """Let a new bucket hold its matrices: copy their known bases, and the parts of a loaded state."""
     bucket = backend.bucket
     backend.orthogonalize_bases(step, redraw=True)
     bases = {"basis": bucket.right(bucket.basis)}
@@ -122,6 +119,7 @@ def _take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
             residuals.loaded.matrices.pop(segment.name, None)
     if not complete:
         backend.orthogonalize_bases(step)
+    residuals.enter(bucket.layout, bucket.message_P.device)
 
 
 def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[int]]) -> bool:

@@ -15,7 +15,7 @@ from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace
 from powersgd_triton.ops.ranges import reconstruct_ranges
-from powersgd_triton.schemes.factors import move_rows, new_backend
+from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 
 class LowRank:
@@ -30,7 +30,9 @@ class LowRank:
         known: Backend | None = task.memory
         if known is not None and known.bucket.layout is task.layout and known.bucket.share == task.communicator.share:
             return known
-        return new_backend(task, self._workspace)
+        backend = new_backend(task, self._workspace)
+        take_over(task.residuals, backend, task.step)
+        return backend
 
     def average(self, task: Task) -> Generator[Work, None, LowRankAverage]:
         """Average one bucket."""

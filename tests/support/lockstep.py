@@ -16,6 +16,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.core.buckets import Part
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load
 from powersgd_triton.core.scheme import Task
@@ -279,7 +280,7 @@ class Fleet:
         for engine, bucket, gradients in zip(self.engines, buckets, given, strict=True):
             # One worker after the other, since Triton's interpreter cannot run in threads.
             bucket.agreed = True
-            task = engine.buckets.prepare([bucket], gradients)
+            task = engine.buckets.prepare([Part(bucket, gradients)])
             for listener in engine.listeners:
                 task = listener.watch(task)
             tasks.append(task)
