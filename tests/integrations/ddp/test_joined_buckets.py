@@ -83,6 +83,8 @@ def interrupted(worker: int, world_size: int) -> None:
             said = complaint(training, model, worker, state, range(1), find_unused_parameters=True)
             assert "KeyError" in said, said
             handle.remove()
+            # As saved and loaded right after it.
+            state.load_state_dict(state.state_dict())
             check_training(model, worker, state, range(3), bucket_cap_mb=MANY, width=WIDTH, find_unused_parameters=True)
 
 
