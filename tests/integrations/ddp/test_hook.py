@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import PowerSGDConfig
+from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.checks import random_states
 from tests.support.distributed import make_test, run
@@ -294,7 +294,7 @@ def unused(worker: int, world_size: int) -> None:
         net, options = Net(), {"find_unused_parameters": True, "gradient_as_bucket_view": view}
         model = Unused(net, dataclasses.replace(config, algorithm=algorithm), **options)
         model.zeroed = zeroed
-        model.state.attach(lambda: SCALE)
+        assert attach(model.module, loss_scale=lambda: SCALE) is model.state
         ledger = Ledger(model)
         for step in range(6):
             net.use = step % 3 == 0 or (step % 3 == 1 and worker == 0)
