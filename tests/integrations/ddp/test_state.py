@@ -138,29 +138,22 @@ def masked(messages: Messages) -> Messages:
 
 def as_torchs(worker: int, world_size: int) -> None:
     """Statistics, steps and messages are those of torch's hook, in one bucket, since torch's may hang with several."""
-    rates = set()
-    for rank, rate in ((1, 2), (4, 1), (8, 1.5)):
-        states, said = [], []
-        for module in (ddp, torchs):
-            state = module.PowerSGDState(
-                None, rank, 2, min_compression_rate=rate, compression_stats_logging_frequency=2
-            )
-            with logged(torchs.__name__) as messages:
-                training(varied(), worker, state, range(7), cap=ONE, hook=module.powerSGD_hook)
-            states.append(state)
-            said.append(masked(messages))
-        ours, theirs = states
-        assert ours.compression_stats() == theirs.compression_stats()
-        assert ours.iter == theirs.iter == 7
-        rates.add(ours.compression_stats()[0])
-        assert said[0] == said[1]
-        assert [text.split(":")[0] for _, text in said[0] if text.startswith(("Start", "Compression"))] == [
-            "Start to apply PowerSGD after 2 iterations.",
-            *["Compression stats"] * 3,
-        ]
-        for beginning in ("A zero tensor of length … ", "Allocating contiguous memory of length "):
-            assert sum(text.startswith(beginning) for _, text in said[0]) == 1
-    assert len(rates) == 3, "the cases do not differ in what they compress"
+    states, said = [], []
+    for module in (ddp, torchs):
+        states.append(module.PowerSGDState(None, 4, 2, min_compression_rate=1, compression_stats_logging_frequency=2))
+        with logged(torchs.__name__) as messages:
+            training(varied(), worker, states[-1], range(7), cap=ONE, hook=module.powerSGD_hook)
+        said.append(masked(messages))
+    ours, theirs = states
+    assert ours.compression_stats() == theirs.compression_stats()
+    assert ours.iter == theirs.iter == 7
+    assert said[0] == said[1]
+    assert [text.split(":")[0] for _, text in said[0] if text.startswith(("Start", "Compression"))] == [
+        "Start to apply PowerSGD after 2 iterations.",
+        *["Compression stats"] * 3,
+    ]
+    for beginning in ("A zero tensor of length … ", "Allocating contiguous memory of length "):
+        assert sum(text.startswith(beginning) for _, text in said[0]) == 1
 
 
 def starts(worker: int, world_size: int) -> None:
