@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -48,21 +48,15 @@ def gradients(worker: int, factor: float) -> dict[str, Tensor]:
     return given
 
 
-def with_ddp(dtype: torch.dtype) -> Any:
-    return DistributedDataParallel(Given().to(dtype), bucket_cap_mb=0.0004)
-
-
-def with_fsdp1(dtype: torch.dtype) -> Any:
-    """One worker holds the first matrix, the other one the second."""
-    return FullyShardedDataParallel(
-        Given(), use_orig_params=True, device_id=torch.device("cpu"), mixed_precision=MixedPrecision(reduce_dtype=dtype)
-    )
-
-
-def with_fsdp2(dtype: torch.dtype) -> Any:
-    """Each worker holds half of the rows of both."""
-    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-    return fully_shard(Given(), mesh=full_mesh(dist.get_world_size()), mp_policy=policy)
+def wrap(kind: str, dtype: torch.dtype) -> Any:
+    if kind == "DDP":
+        return DistributedDataParallel(Given().to(dtype), bucket_cap_mb=0.0004)
+    if kind == "FSDP1":
+        # One worker holds the first matrix, the other one the second.
+        policy, device = MixedPrecision(reduce_dtype=dtype), torch.device("cpu")
+        return FullyShardedDataParallel(Given(), use_orig_params=True, device_id=device, mixed_precision=policy)
+    # Each worker holds half of the rows of both.
+    return fully_shard(Given(), mesh=full_mesh(2), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
 
 
 def fits(module: nn.Module) -> bool:
@@ -78,9 +72,9 @@ def averages(module: Any) -> dict[str, Tensor]:
         return {name.split(".")[-1]: whole(p.grad).view(SIZE, SIZE).double() for name, p in module.named_parameters()}
 
 
-def nothing_is_lost(worker: int, world_size: int, make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype) -> None:
+def nothing_is_lost(worker: int, world_size: int, kind: str, dtype: torch.dtype) -> None:
     """Where an average does not fit. Verdicts are shared only where workers may see different ones."""
-    module = make(dtype)
+    module = wrap(kind, dtype)
     state = attach(module, CONFIG, loss_scale=lambda: 1.0)
     shares = []
 
@@ -114,7 +108,7 @@ def nothing_is_lost(worker: int, world_size: int, make: Callable[[torch.dtype], 
     for name, left in balance.items():
         key = next(key for key in errors if key.endswith(name))
         E = total(errors[key].double()).view(SIZE, SIZE)
-        if make is with_fsdp2 and dtype == torch.float16:
+        if kind == "FSDP2" and dtype == torch.float16:
             # FSDP2 halves fp16 gradients of two workers before it has them summed; errors are those of the halves.
             E = 2 * E
         lost = float(((left - E).abs() / tolerance[name]).max())
@@ -125,15 +119,12 @@ def nothing_is_lost(worker: int, world_size: int, make: Callable[[torch.dtype], 
     else:
         assert not all(applied[:3])
         assert all(applied[-2:])
-        assert len(shares) == (0 if make is with_ddp else len(FACTORS))
-        assert (alone > 0) == (make is not with_ddp), "each worker saw the same"
+        assert len(shares) == (0 if kind == "DDP" else len(FACTORS))
+        assert (alone > 0) == (kind != "DDP"), "each worker saw the same"
 
 
 CASES: dict[str, Callable[..., None]] = {
-    f"{name}, {str(dtype).removeprefix('torch.')}": functools.partial(nothing_is_lost, make=make, dtype=dtype)
-    for name, make in {"DDP": with_ddp, "FSDP1": with_fsdp1, "FSDP2": with_fsdp2}.items()
-    for dtype in (torch.float16, torch.float32)
+    f"{kind}, {str(dtype).removeprefix('torch.')}": functools.partial(nothing_is_lost, kind=kind, dtype=dtype)
+    for kind, dtype in itertools.product(("DDP", "FSDP1", "FSDP2"), (torch.float16, torch.float32))
 }
-
-
 test_nothing_is_lost = make_test(CASES, 2)

@@ -1,21 +1,14 @@
 """Every way of wrapping a model, behind one interface, for the properties in ``tests/support/properties.py``.
 
 All of it runs inside a worker. To add a wrapper, derive a class from ``Wrapped`` and put a row into ``WRAPPERS``:
+``__init__(net, config, **options)`` wraps ``net``, whose parameters have their values, as users do, with SGD without
+momentum at the rate ``RATE``, and compresses its gradients unless ``config`` is None. ``parameters()`` and
+``mean_error()``, over the workers and in units of the averaged gradients, are whole tensors by their names in ``Net``,
+equal on all workers. ``step`` skips a step on all workers if an average is not finite. ``save`` and ``load`` are
+collective and keep the compression's state alone.
 
-1. ``__init__(net, config, **options)`` wraps ``net`` (a ``Net`` whose parameters have their values already) as users
-   do, with SGD without momentum at the rate ``RATE``, and compresses its gradients. With ``config=None`` there is no
-   compression, and the framework averages by itself: that is what full rank is compared with. It sets ``net``,
-   ``module`` (what is called in the forward pass), ``optimizer`` and ``state`` (what users save and load, None without
-   compression). ``options`` are those of a way of training in ``properties.WAYS``.
-2. ``parameters()`` returns whole parameters by the names that they have in ``Net``, and ``mean_error()`` the mean error
-   over the workers as whole tensors, in units of the averaged gradients. Both are equal on all workers.
-3. ``step(batches)`` takes one training step with the micro-batches of this worker, and skips it on all workers if an
-   average is not finite. Most frameworks only need ``syncing``, or ``backward`` and ``update``.
-4. ``save(folder)`` and ``load(folder)`` are collective and keep the compression's state. The parameters are kept by
-   the caller, who gives ``__init__`` a ``Net`` that has them.
-
-Since the optimizer is plain SGD, what a step has averaged is (parameters before − parameters after) / ``RATE``: no
-property needs a framework's own gradients.
+What a step has averaged is (parameters before − parameters after) / ``RATE``: no property needs a framework's own
+gradients.
 """
 
 from __future__ import annotations
@@ -100,13 +93,9 @@ class Wrapped:
         all_reduce_last: bool = False,
         clip: float | None = None,
     ) -> None:
-        """Train with the mean loss of micro-batches.
+        """Train with the mean loss of micro-batches, and average after each of them or after the last.
 
-        Args:
-            batches: The micro-batches.
-            sync_each: Average the gradients after each of them.
-            all_reduce_last: Sum over the shards after each, and over the replicas after the last one.
-            clip: Largest norm of the gradient.
+        With ``all_reduce_last``, sum over the shards after each, and over the replicas after the last one.
         """
         self.optimizer.zero_grad()
         for index, batch in enumerate(batches):

@@ -30,8 +30,7 @@ SETTINGS: Mapping[str, dict[str, Any] | None] = {
     # As many bytes as rank 1.
     "rank 2, alternating": {**RANK_1, "matrix_approximation_rank": 2, "algorithm": "alternating"},
 }
-# Percentage points.
-ALLOWED_LOSS = 1.5
+ALLOWED_LOSS = 1.5  # Percentage points.
 
 
 def training(worker: int, world_size: int, name: str, seed: int, epochs: int) -> float:
