@@ -89,7 +89,9 @@ def train(model: nn.Module, worker: int, steps: range) -> list[float]:
 
 def compiled_models(worker: int, _world_size: int, backend: str = "aot_eager") -> None:
     """They train as an uncompiled one with as many graph breaks as without the hook, and take over its checkpoint."""
-    expected, saved, about = [], {}, []
+    expected: list[float] = []
+    saved: dict[str, Any] = {}
+    about: list[Any] = []
     for wrap, mode in (
         ("eager", "ddp_optimizer"),
         ("compile(DDP)", "ddp_optimizer"),

@@ -22,7 +22,7 @@ COMPRESSED = ("0", "2", "3")
 @pytest.mark.parametrize("products", [1, 2, 3])
 def test_gradients_keep_what_a_compressor_keeps(products: int) -> None:
     """Averages and errors are those of the alternating algorithm, whose own tests compare it with a model."""
-    fields = {"rank": 2, "min_compression_rate": 1}
+    fields: dict[str, Any] = {"rank": 2, "min_compression_rate": 1}
     loop = PowerSGD(
         [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES.values()],
         Config(**fields, num_iters_per_step=products, start_compressing_after_num_steps=2),
@@ -36,6 +36,7 @@ def test_gradients_keep_what_a_compressor_keeps(products: int) -> None:
         averages = loop.aggregate(inputs)
         expected = compressor.decompress(compressor.compress(given))
         errors = dict(zip(SHAPES, inputs, strict=True))
+        assert isinstance(expected, dict)
         kept = compressor.error()
         for name, average in zip(SHAPES, averages, strict=True):
             torch.testing.assert_close(average, expected[name], rtol=0, atol=1e-4)

@@ -22,6 +22,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from tests.support import distributed
 from tests.support.distributed import Cases, Failure, Worker, named
+from tests.support.training import patched
 
 WIDTH = 25
 TOKENS = 17
@@ -173,26 +174,17 @@ def full_mesh(world_size: int) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def sent_elements(group: dist.ProcessGroup | None = None, names: tuple[str, ...] = ("all_reduce",)) -> Iterator[list]:
-    """Elements that each collective over a group (None: any) was handed."""
+def sent_elements() -> Iterator[list[int]]:
+    """Elements that each all-reduce was handed."""
     counts: list[int] = []
-    originals = {name: getattr(dist, name) for name in names}
+    original = dist.all_reduce
 
-    def counting(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if group is None or kwargs.get("group") is group:
-            counts.append(tensor.numel())
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts.append(tensor.numel())
         return original(tensor, *args, **kwargs)
 
-    for name, original in originals.items():
-        setattr(dist, name, functools.partial(counting, original))
-    try:
+    with patched(dist, "all_reduce", counting):
         yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-# Ways to train --------------------------------------------------------------------------------------------------------
 
 
 def freeze(model: Net) -> None:

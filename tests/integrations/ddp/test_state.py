@@ -94,7 +94,7 @@ BESIDE: dict[str, Any] = {
     "wire_dtype": None,
     "bakend": "torch",
 }
-MODEL = {"module": nn.Linear(WIDTH, WIDTH)}
+MODEL: dict[str, Any] = {"module": nn.Linear(WIDTH, WIDTH)}
 GROUPS = (4, "gloo", nn.Linear(2, 2), CONFIG)
 NO_GROUP = "TypeError: process_group must be a torch.distributed.ProcessGroup or None; got "
 TWICE = "one of rank, compression and bytes_per_step; got "
