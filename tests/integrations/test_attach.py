@@ -21,15 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.handle import Handle
 from tests.support.distributed import folder, run
-from tests.support.sharded_training import (
-    RANK_2,
-    Net,
-    batch,
-    full_mesh,
-    make_test,
-    sharded,
-    whole,
-)
+from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, sharded, whole
 from tests.support.small import complaint
 from tests.support.training import flat, relative
 from tests.support.wrappers import loss_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support import properties
-from tests.support.properties import FORMATS, WAYS
 from tests.support.distributed import outcome
+from tests.support.properties import FORMATS, WAYS
 from tests.support.sharded_training import in_one_group
 from tests.support.wrappers import WRAPPERS
 

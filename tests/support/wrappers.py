@@ -443,10 +443,7 @@ ALTERNATING = {
     "budget": "it has ranks only",
     "void": "the error is in the gradient, so that of an element that is not finite goes with it",
 }
-LOCAL = {
-    "void": "a worker that is not finite contributes nothing",
-    "damaged": "it saves a part of each worker",
-}
+LOCAL = {"void": "a worker that is not finite contributes nothing", "damaged": "it saves a part of each worker"}
 # What it owes there is not saved, and decays.
 PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
 PARTS = {
