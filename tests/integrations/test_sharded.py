@@ -42,9 +42,6 @@ from tests.support.small import complaint
 from tests.support.training import relative
 from tests.support.wrappers import FSDP1, FSDP2, RATE, loss_of
 
-WRONG: Any = {"rank": 2}
-NO_CONFIG, BEFORE = "TypeError.*PowerSGDConfig.*dict", "ValueError.*apply_powersgd called before"
-
 
 def check_said(*found: tuple[str, str]) -> None:
     for said, pattern in found:
@@ -78,49 +75,6 @@ def errors_of_whole_matrices(worker: int, world_size: int) -> None:
         assert made.state.error_numel() == sum(shape.numel() for shape in shapes.values())
         if isinstance(made, FSDP1):
             assert made.state._engine.communicator.group is not made.module.process_group
-
-
-def wrong_use_without_replicas(worker: int, world_size: int) -> None:
-    """Of FSDP1, and of FSDP2 without replicas."""
-    applied = FSDP1(Net(), RANK_2)
-    other, of_ddp, alone = (FSDP1(Net(), None).module for _ in range(3))
-    other.register_comm_hook(applied.state, powerSGD_hook)
-    of_ddp.register_comm_hook(ddp.PowerSGDState(None), powerSGD_hook)
-    single = dist.new_group([worker], use_local_synchronization=True)
-
-    class Hybrid(FSDP1):
-        strategy = ShardingStrategy.HYBRID_SHARD
-
-    frozen = Net()
-    frozen.requires_grad_(False)
-    cut = Hybrid(Net(), None, process_group=(dist.group.WORLD, single)).module
-    mesh = full_mesh(world_size)
-    applied_2, _ = full_shard(Net(), mesh, RANK_2)
-    divided, _ = full_shard(Net(), mesh, RANK_2)
-    divided.set_gradient_divide_factor(8.0)
-    custom: Any = Net()
-    fully_shard(custom.head, mesh=mesh)
-    custom.head.set_custom_reduce_scatter(nn.Identity())
-    check_said(
-        (complaint(PowerSGDState, applied.module, RANK_2), "ValueError.*communication hook already.*once"),
-        (complaint(backward, other, worker), "RuntimeError.*does not know.*Build PowerSGDState from the model"),
-        (complaint(backward, of_ddp, worker), r"TypeError.*integrations.fsdp1.*integrations.ddp.PowerSGDState"),
-        (complaint(PowerSGDState, cut, RANK_2), "ValueError.*HYBRID_SHARD.*replicate_group"),
-        (complaint(PowerSGDState, nn.Linear(2, 2), RANK_2), "TypeError.*Linear.*integrations.fsdp2"),
-        (complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2), "ValueError.*no trainable parameters"),
-        (complaint(PowerSGDState, applied.module, WRONG), NO_CONFIG),
-        (complaint(PowerSGDState, alone, WRONG if worker == 1 else RANK_2), NO_CONFIG),
-        (complaint(apply_powersgd, applied_2, RANK_2), BEFORE),
-        (complaint(apply_powersgd, Net(), RANK_2), "ValueError.*fully_shard"),
-        (
-            complaint(backward, divided, worker),
-            r"RuntimeError.*set_gradient_divide_factor.*set_force_sum_reduction_for_comms\(True\)",
-        ),
-        (
-            complaint(apply_powersgd, sharded(custom, mesh), RANK_2),
-            r"ValueError.*'head'.*custom reduce-scatter \(Identity\)",
-        ),
-    )
 
 
 def unequal_replicas(worker: int, world_size: int) -> None:
@@ -280,14 +234,39 @@ def guards(worker: int, world_size: int) -> None:
     assert state.iteration == 2
 
 
-def wrong_use_of_replicas(worker: int, world_size: int) -> None:
-    mesh = hybrid_mesh(2, 2)
+def wrong_use(worker: int, world_size: int) -> None:
+    applied = FSDP1(Net(), RANK_2)
+    other, of_ddp, alone = (FSDP1(Net(), None).module for _ in range(3))
+    other.register_comm_hook(applied.state, powerSGD_hook)
+    of_ddp.register_comm_hook(ddp.PowerSGDState(None), powerSGD_hook)
+    frozen = Net()
+    frozen.requires_grad_(False)
+
+    class Hybrid(FSDP1):
+        strategy = ShardingStrategy.HYBRID_SHARD
+
+    single = dist.new_group([worker], use_local_synchronization=True)
+    cut = Hybrid(Net(), None, process_group=(dist.group.WORLD, single)).module
+    config, wrong = (RANK_2 if worker != 1 else {"rank": 2}), "config must be a PowerSGDConfig; got dict"
+    check_said(
+        (complaint(PowerSGDState, applied.module, RANK_2), "ValueError.*communication hook already.*once"),
+        (complaint(backward, other, worker), "RuntimeError.*does not know.*Build PowerSGDState from the model"),
+        (complaint(backward, of_ddp, worker), r"TypeError.*integrations.fsdp1.*integrations.ddp.PowerSGDState"),
+        (complaint(PowerSGDState, cut, RANK_2), "ValueError.*HYBRID_SHARD.*replicate_group"),
+        (complaint(PowerSGDState, nn.Linear(2, 2), RANK_2), "TypeError.*Linear.*integrations.fsdp2"),
+        (complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2), "ValueError.*no trainable parameters"),
+        (complaint(PowerSGDState, alone, config), wrong),
+    )
+    mesh, line = hybrid_mesh(2, 2), full_mesh(world_size)
     shards, group = mesh["shard"], mesh["replicate"].get_group()
-    applied, _ = hybrid(Net(), mesh, RANK_2)
-    twice, _ = full_shard(Net(), mesh, RANK_2)
+    hybrid_before, _ = hybrid(Net(), mesh, RANK_2)
     copies = replicated(Net(), replica_mesh(4))
     apply_powersgd(copies, RANK_2)
-    on_dim_1: Any = nn.Linear(4, 4, bias=False)
+    divided, _ = full_shard(Net(), line, RANK_2)
+    divided.set_gradient_divide_factor(8.0)
+    custom, on_dim_1 = Net(), nn.Linear(4, 4, bias=False)
+    head: Any = fully_shard(custom.head, mesh=line)
+    head.set_custom_reduce_scatter(nn.Identity())
     fully_shard(on_dim_1, mesh=shards, shard_placement_fn=lambda _: Shard(1))
 
     def attempt(model: Any, config: Any = RANK_2, replicate_group: Any = group) -> str:
@@ -297,18 +276,21 @@ def wrong_use_of_replicas(worker: int, world_size: int) -> None:
     with mock.patch.object(seams, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else seams.TORCH_VERSIONS):
         version = attempt(sharded(Net(), mesh), replicate_group=None)
     failed = "^RuntimeError: " if worker == 1 else "DisagreementError: apply_powersgd failed on.*"
-    wrong_group = "ValueError: replicate_group has the workers.*"
+    wrong_group, before = "ValueError: replicate_group has the workers.*", "ValueError.*apply_powersgd called before"
     check_said(
-        (attempt(applied), BEFORE),
-        (attempt(twice, replicate_group=None), BEFORE),
-        (attempt(copies, replicate_group=None), BEFORE),
+        *(
+            (attempt(model, replicate_group=None), before)
+            for model in (divided, full_shard(Net(), mesh, RANK_2)[0], copies)
+        ),
+        (attempt(hybrid_before), before),
         (attempt(sharded(Net(), shards), replicate_group=shards.get_group()), f'{wrong_group}mesh\\["replicate"]'),
         (attempt(sharded(Net(), mesh), replicate_group=shards.get_group()), f"{wrong_group}leave replicate_group out"),
         (attempt(sharded(Net(), mesh)), "^nothing$"),
         (attempt(Net()), "ValueError.*fully_shard"),
-        (attempt(sharded(Net(), shards), WRONG), NO_CONFIG),
-        (attempt(sharded(Net(), shards), WRONG if worker == 1 else RANK_2), NO_CONFIG),
+        (attempt(sharded(Net(), shards), config), wrong),
         (attempt(on_dim_1), "ValueError.*'weight'.*dim 0"),
+        (attempt(sharded(custom, line), replicate_group=None), r"'head'.*custom reduce-scatter \(Identity\)"),
+        (complaint(backward, divided, worker), r"RuntimeError.*divide_factor.*_force_sum_reduction_for_comms\(True\)"),
         (
             version,
             f"{failed}models with a replicate dimension in their mesh were run with torch 1.0 to 1.9.*"
@@ -318,8 +300,9 @@ def wrong_use_of_replicas(worker: int, world_size: int) -> None:
     )
 
 
-test_without_replicas = make_test([errors_of_whole_matrices, wrong_use_without_replicas], 2)
-test_replicas = make_test([unequal_replicas, made_equal, mesh_dims, guards, wrong_use_of_replicas], 4)
+test_on_four_workers = make_test(
+    [errors_of_whole_matrices, unequal_replicas, made_equal, mesh_dims, guards, wrong_use], 4
+)
 
 
 @pytest.mark.parametrize(("version", "fits"), [("2.8.1", False), ("2.9.0", True), ("2.13.0+cpu", True), ("3.0", False)])

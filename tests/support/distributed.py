@@ -44,16 +44,8 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """Call ``fn(worker, world_size, *args)`` in ``world_size`` processes; the results in the workers' order.
 
-    Args:
-        fn: importable function.
-        world_size: number of processes.
-        args: further arguments of ``fn``.
-        timeout: seconds until all must be done.
-        casualties: workers that are meant to die; their result is None.
-
-    Raises:
-        RuntimeError: a worker failed; the message holds its traceback. The others are ended.
-        TimeoutError: they were not done in time; they are ended.
+    A worker's failure is a RuntimeError with its traceback; of ``casualties``, which are meant to die, the result is
+    None. All must be done after ``timeout`` seconds.
     """
     return outcome(run_cases([fn], world_size, *args, timeout=timeout, casualties=casualties), fn)
 
@@ -116,11 +108,7 @@ def _stack(folder: str, worker: int) -> Path:
 
 
 def outcome(results: Mapping[str, list[Any]], case: Worker | str) -> list[Any]:
-    """Results of one case.
-
-    Raises:
-        RuntimeError: it failed on a worker; the message holds the tracebacks.
-    """
+    """Results of one case. If it failed on a worker, a RuntimeError holds the tracebacks."""
     name = case if isinstance(case, str) else case.__name__
     failures = [(worker, result) for worker, result in enumerate(results[name]) if isinstance(result, Failure)]
     if failures:
@@ -147,9 +135,7 @@ def make_test(cases: Cases, world_size: int, run_all: Callable[..., Any] = run_c
 def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[[Worker], Worker]:
     """Make a test of a function that all workers run, ``test(worker, world_size, …)``. Further arguments are pytest's.
 
-    Args:
-        world_sizes: numbers of processes, with each of which there is a test.
-        casualties: workers that are meant to die.
+    There is a test for each number of processes. ``casualties`` are workers that are meant to die.
     """
 
     def decorate(body: Worker) -> Worker:
@@ -222,10 +208,7 @@ def _work(
 
 
 def forkserver() -> Any:
-    """Makes processes as copies of one that has imported what workers need and done nothing else.
-
-    Importing takes each process seconds, copying takes milliseconds. A copy ends without Python's shutdown.
-    """
+    """Makes processes as copies of one that has imported what workers need: milliseconds in place of seconds."""
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     return context

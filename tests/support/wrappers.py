@@ -83,8 +83,6 @@ class Wrapped:
             self.state = attach(module, config, **options)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
 
-    # A step -----------------------------------------------------------------------------------------------------------
-
     def step(
         self,
         batches: Sequence[Batch],
@@ -121,8 +119,6 @@ class Wrapped:
     def data_worker(self) -> int:
         """Whose data this worker has."""
         return dist.get_rank()
-
-    # What is compared -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> Gradients:
         return {plain(name): whole(parameter) for name, parameter in self.module.named_parameters()}
@@ -411,14 +407,10 @@ FORMATS = {
 class Wrapper:
     """A row of the table.
 
-    Attributes:
-        make: (net, config, **options) -> Wrapped.
-        workers: The smallest number of workers that shows what is special to it.
-        elsewhere: Another number of workers, which can load what was saved.
-        shards: Into how many parts the rows of a parameter are split before they are compressed, of ``workers``.
-        thin: Whether only the most important cells are quick, since most of it is another wrapper's.
-        net: Makes the model.
-        lacks: {property or way of training: why it means nothing here}.
+    ``workers`` is the smallest number that shows what is special to it, ``elsewhere`` another one, which can load what
+    was saved. The rows of a parameter are split into ``shards`` parts before they are compressed. If ``thin``, only
+    the most important cells are quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of
+    training why they mean nothing here.
     """
 
     make: Callable[..., Wrapped]
