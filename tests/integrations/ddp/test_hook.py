@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from tests.support.checks import random_states
+from tests.support.checks import assert_equal_states, random_states
 from tests.support.distributed import make_test
 from tests.support.properties import Ledger, check_same
 from tests.support.sharded_training import Net
@@ -150,13 +150,19 @@ def groups(worker: int, world_size: int) -> None:
 def batched(worker: int, world_size: int) -> None:
     """A bucket is one matrix, nearly square, which is averaged exactly at full rank, and saved."""
     hook = batched_powerSGD_hook
+    sizes: list[int] = []
+
+    def noting(state: Any, bucket: Any) -> Any:
+        if bucket.index() == 0:
+            sizes.clear()
+        sizes.append(bucket.buffer().numel())
+        return hook(state, bucket)
+
     expected = training(stack(), worker, None, STEPS)
     check_runs(training(stack(), worker, state_of(None, 1000, start_powerSGD_iter=2), STEPS, hook=hook), expected)
     state = state_of(None, RANK, start_powerSGD_iter=2)
-    run = training(stack(), worker, state, range(20), hook=hook)
+    run = training(stack(), worker, state, range(20), hook=noting)
     check_same(run.gradients[-1].values())
-    assert run.losses[-1] < run.losses[0]
-    sizes = [sum(parameters) for parameters in run.buckets[-1]]
     assert len(sizes) > 1
     shapes = {f"bucket {i}": (n // (math.isqrt(n - 1) + 1), math.isqrt(n - 1) + 1) for i, n in enumerate(sizes)}
     assert {name: tuple(error.shape) for name, error in state.error().items()} == shapes
@@ -164,9 +170,7 @@ def batched(worker: int, world_size: int) -> None:
     assert state.compression_stats()[1:] == (18 * sum(sizes), 18 * sent)
     loaded = state_of(None, RANK, start_powerSGD_iter=2)
     loaded.load_state_dict(state.state_dict())
-    one, other = state.state_dict()["matrices"], loaded.state_dict()["matrices"]
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name][part], other[name][part]) for name in one for part in one[name])
+    assert_equal_states(state.state_dict(), loaded.state_dict())
 
 
 def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
