@@ -1,7 +1,4 @@
-"""What only FSDP1, FSDP2 and HSDP have: sizes of shards, replicas that start differently, other hooks, wrong use.
-
-What they have in common with other wrappers is in ``test_table.py``.
-"""
+"""What only FSDP has, beside the table: whole matrices, replicas that start differently, other hooks, wrong use."""
 
 from __future__ import annotations
 

@@ -34,25 +34,14 @@ def steps(made: Wrapped, worker: int, numbers: range) -> None:
         made.step([batch(worker, number)])
 
 
-def sgd(module: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-
-
 def errors_of(state: Any) -> Gradients:
     """The mean errors as whole tensors."""
     return {name: whole(error) for name, error in state.state_dict()["error"].items()}
 
 
-def save(path: str, module: Any, optimizer: torch.optim.Optimizer, state: Any) -> None:
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    dcp_save({"model": model_state, "optimizer": optimizer_state, "powersgd": state}, checkpoint_id=path)
-
-
-def load(path: str, module: Any, optimizer: torch.optim.Optimizer, state: Any, group: Any = None) -> None:
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    saved = {"model": model_state, "optimizer": optimizer_state, "powersgd": state}
-    dcp_load(saved, checkpoint_id=path, process_group=group)
-    set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+def checkpoint_of(made: Wrapped) -> dict[str, Any]:
+    model, optimizer = get_state_dict(made.module, made.optimizer)
+    return {"model": model, "optimizer": optimizer, "powersgd": made.state}
 
 
 def between_adapters(worker: int, _world_size: int) -> None:
@@ -62,14 +51,17 @@ def between_adapters(worker: int, _world_size: int) -> None:
     """
     made, goes_on = WithReplicateGroup(Older(), RANK_2), HSDP(Older(), RANK_2)
     for one in (made, goes_on):
-        one.optimizer = sgd(one.module)
+        one.optimizer = torch.optim.SGD(one.module.parameters(), lr=0.05, momentum=0.9)
     steps(made, worker, range(2))
     errors = errors_of(made.state)
     errors["head.weight"] = errors.pop("top.weight")
     assert errors["head.weight"].any()
     with folder(worker) as path:
-        save(path, made.module, made.optimizer, made.state)
-        load(path, goes_on.module, goes_on.optimizer, goes_on.state)
+        dcp_save(checkpoint_of(made), checkpoint_id=path)
+        saved = checkpoint_of(goes_on)
+        dcp_load(saved, checkpoint_id=path)
+        model_and_optimizer = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
+        set_state_dict(goes_on.module, goes_on.optimizer, **model_and_optimizer)
         for kind in KINDS:
             state = kind(Net(), RANK_2).state
             dcp_load({"powersgd": state.renamed({"top.weight": "head.weight"})}, checkpoint_id=path)

@@ -1,7 +1,4 @@
-"""What only DDP's hook has: its buckets, its collectives, torch's hook idioms, and ways to use DDP.
-
-What it has in common with other wrappers is in ``tests/integrations/test_table.py``.
-"""
+"""What only DDP's hook has, beside the table: collectives, the batched hook, torch's wrappers, ways to use DDP."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Two levels: workers of a node share the compression of their sum. Four processes as two nodes of two, with DDP.
-
-What two levels have in common with one is in ``tests/integrations/test_table.py``.
-"""
+"""What DDP with two levels, four processes as two nodes of two, does not have in common with one level."""
 
 from __future__ import annotations
 
