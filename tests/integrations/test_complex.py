@@ -88,7 +88,8 @@ def in_ddp(worker: int, world_size: int) -> None:
             check_equal(got, expected)
         model = Waves(dtype)
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-        state, given = attach(wrapped, **LOW), dict.fromkeys((name for name, _ in model.named_parameters()), 0)
+        state = attach(wrapped, **LOW)
+        given: dict[str, Any] = {name: 0 for name, _ in model.named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.register_hook(lambda G, n=name, to=given: to.__setitem__(n, to[n] + G.clone()))
         averages = steps(model, wrapped, worker, dtype)
@@ -105,7 +106,7 @@ def in_fsdp2(worker: int, world_size: int) -> None:
     dtype = torch.complex64
     for shape in ((2, 1), (1, 2)):
         mesh = hybrid_mesh(*shape)
-        made = []
+        made: list[tuple[Any, Any]] = []
         for settings in (None, FULL, LOW, LOW):
             # FSDP wants one dtype in a unit, and no scalars.
             model = Waves(dtype, scalar=(1,))

@@ -239,11 +239,9 @@ def wrong_use(worker: int, world_size: int) -> None:
     frozen = Net()
     frozen.requires_grad_(False)
 
-    class Hybrid(FSDP1):
-        strategy = ShardingStrategy.HYBRID_SHARD
-
     single = dist.new_group([worker], use_local_synchronization=True)
-    cut = Hybrid(Net(), None, process_group=(dist.group.WORLD, single)).module
+    groups = {"process_group": (dist.group.WORLD, single)}
+    cut = FSDP1(Net(), None, strategy=ShardingStrategy.HYBRID_SHARD, **groups).module
     config, wrong = (RANK_2 if worker != 1 else {"rank": 2}), "config must be a PowerSGDConfig; got dict"
     check_said(
         (complaint(PowerSGDState, applied.module, RANK_2), "ValueError.*communication hook already.*once"),

@@ -145,13 +145,19 @@ def everywhere(found: bool) -> bool:
 class FSDP1(Wrapped):
     """FSDP1 around each block and the model."""
 
-    strategy = ShardingStrategy.FULL_SHARD
-
-    def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        net: Net,
+        config: PowerSGDConfig | None,
+        *,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        node_group: Any = None,
+        **options: Any,
+    ) -> None:
         module: Any = FullyShardedDataParallel(
             net,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=self.strategy,
+            sharding_strategy=strategy,
             device_id=torch.device("cpu"),
             **{"use_orig_params": True, **options},
         )
@@ -160,14 +166,6 @@ class FSDP1(Wrapped):
     def parameters(self) -> Gradients:
         with FullyShardedDataParallel.summon_full_params(self.module):
             return super().parameters()
-
-
-class GradientShards(FSDP1):
-    strategy = ShardingStrategy.SHARD_GRAD_OP
-
-
-class NoShards(FSDP1):
-    strategy = ShardingStrategy.NO_SHARD
 
 
 class FSDP2(Wrapped):
@@ -211,27 +209,21 @@ class Replicate(HSDP):
 
 
 class TensorParallel(HSDP):
-    """Tensor parallelism of two workers inside HSDP on replicas alone; with two workers, replicas alone."""
+    """Tensor parallelism of two workers inside HSDP on replicas alone; with two workers, replicas alone.
+
+    With ``by_mesh=False`` the replicas are a group.
+    """
 
     net_type = tensor_parallel.Net
 
-    by_mesh = True
-
-    def __init__(self, net: Any, config: PowerSGDConfig | None) -> None:
+    def __init__(self, net: Any, config: PowerSGDConfig | None, *, by_mesh: bool = True) -> None:
         mesh = tensor_parallel.mesh_of(2, 1, dist.get_world_size() // 2)
-        self.finish(net, tensor_parallel.parallel(net, mesh, two_dimensional=self.by_mesh or config is None), None)
+        self.finish(net, tensor_parallel.parallel(net, mesh, two_dimensional=by_mesh or config is None), None)
         if config is not None:
-            group = None if self.by_mesh else mesh["replicate"].get_group()
-            self.state = apply_powersgd(self.module, config, group)
+            self.state = apply_powersgd(self.module, config, None if by_mesh else mesh["replicate"].get_group())
 
     def data_worker(self) -> int:
         return dist.get_rank() // (dist.get_world_size() // 2)
-
-
-class TensorParallelByGroup(TensorParallel):
-    """The same with a group of replicas."""
-
-    by_mesh = False
 
 
 class PlainLoop(Wrapped):
@@ -326,9 +318,9 @@ class Exchanged(PlainLoop):
 class Engine(Wrapped):
     """DeepSpeed with a stage of ZeRO, and a loss scale that halves where a gradient is not finite."""
 
-    stage = 0
-
-    def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
+    def __init__(
+        self, net: Net, config: PowerSGDConfig | None, *, stage: int = 0, node_group: Any = None, **options: Any
+    ) -> None:
         from powersgd_triton.integrations import deepspeed
 
         deepspeed_training.prepare(dist.get_rank(), dist.get_world_size())
@@ -338,7 +330,7 @@ class Engine(Wrapped):
         if config is not None:
             given = {key: value for key, value in config.to_dict().items() if value is not None}
             section = {**given, "parameters": None, "node_group": node_group}
-        made = deepspeed_training.configuration(self.stage, section, options)
+        made = deepspeed_training.configuration(stage, section, options)
         made.pop("optimizer")
         made["zero_allow_untested_optimizer"] = True
         self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=RATE)
@@ -346,7 +338,7 @@ class Engine(Wrapped):
             self.module = deepspeed.initialize(
                 model=net, model_parameters=list(net.parameters()), config=made, optimizer=self.optimizer
             )[0]
-        if self.stage:
+        if stage:
             self.module.optimizer.loss_scaler = deepspeed_training.StubScaler()
         self.state = getattr(self.module, "powersgd", None)
 
@@ -363,18 +355,6 @@ class Engine(Wrapped):
 
     def load(self, folder: str) -> None:
         self.module.load_checkpoint(folder)
-
-
-class Engine1(Engine):
-    stage = 1
-
-
-class Engine2(Engine):
-    stage = 2
-
-
-class Engine3(Engine):
-    stage = 3
 
 
 def use_nodes() -> None:
@@ -457,8 +437,8 @@ ENGINE = {
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
-    "FSDP1 SHARD_GRAD_OP": Wrapper(GradientShards, thin=True),
-    "FSDP1 NO_SHARD": Wrapper(NoShards),
+    "FSDP1 SHARD_GRAD_OP": Wrapper(functools.partial(FSDP1, strategy=ShardingStrategy.SHARD_GRAD_OP), thin=True),
+    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, strategy=ShardingStrategy.NO_SHARD)),
     "FSDP2": Wrapper(FSDP2),
     "HSDP": Wrapper(HSDP, 4, 2, shards=2, lacks=PADDED),
     "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=True, lacks=PADDED),
@@ -466,14 +446,18 @@ WRAPPERS: dict[str, Wrapper] = {
     "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=True, lacks=NODES),
     "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=True, lacks=NODES),
     "tensor parallel": Wrapper(TensorParallel, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
-    "tensor parallel by group": Wrapper(TensorParallelByGroup, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
+    "tensor parallel by group": Wrapper(
+        functools.partial(TensorParallel, by_mesh=False), 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS
+    ),
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
     "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_training.py"}),
     # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
-    "DeepSpeed 1": Wrapper(Engine1, elsewhere=None, lacks=ENGINE),
-    "DeepSpeed 2": Wrapper(Engine2, elsewhere=None, lacks=ENGINE),
-    "DeepSpeed 3": Wrapper(Engine3, elsewhere=None, lacks=ENGINE),
-    "DeepSpeed 2 in nodes": Wrapper(functools.partial(in_nodes, Engine2), 4, None, thin=True, lacks=ENGINE),
+    "DeepSpeed 1": Wrapper(functools.partial(Engine, stage=1), elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2": Wrapper(functools.partial(Engine, stage=2), elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 3": Wrapper(functools.partial(Engine, stage=3), elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2 in nodes": Wrapper(
+        functools.partial(in_nodes, functools.partial(Engine, stage=2)), 4, None, thin=True, lacks=ENGINE
+    ),
 }
