@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
+from powersgd_triton import PowerSGDConfig
+from powersgd_triton.core import tuning
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd, seams
 from powersgd_triton.layout.layout import compressed_rank
+from tests.support import tensor_parallel
 from tests.support.checks import same_bits
 from tests.support.properties import check_close
 from tests.support.sharded_training import (
@@ -231,6 +234,35 @@ def guards(worker: int, world_size: int) -> None:
     assert state.iteration == 2
 
 
+def settled(worker: int, world_size: int) -> None:
+    """Of choices from measured times all workers settle the same, also where their shards differ."""
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "WARM_UP", 1)
+        patch.setattr(tuning, "MEASURED", 1)
+        for fields in ({"compression": "auto"}, {"compression": 3, "max_overhead": 0.3}):
+            model, state = hybrid(Net(), hybrid_mesh(2, 2), PowerSGDConfig(**fields))
+            train(model, worker, 6)
+            state.check_replicas()
+            found[str(fields)] = state._engine.plan.settled
+        # Two tensor-parallel workers have 17 and 16 rows of the embedding.
+        patch.setattr(tensor_parallel, "TOKENS", 33)
+        net = tensor_parallel.Net(0, 8)
+        net.mix = nn.Identity()  # type: ignore[assignment]
+        parallel = tensor_parallel.parallel(net, tensor_parallel.mesh_of(2, 1, 2))
+        config = PowerSGDConfig(compression=2, max_overhead=0.3, min_compression_rate=1)
+        state = apply_powersgd(parallel, config)
+        train(parallel, worker // 2, 6)
+        found["tensor parallel"] = state._engine.plan.settled
+    model = sharded(Net(), full_mesh(world_size))
+    with pytest.raises(ValueError, match="a sharded model without replicas does not: choose a number"):
+        apply_powersgd(model, PowerSGDConfig(compression="auto"))
+    everywhere: list[Any] = [None] * world_size
+    dist.all_gather_object(everywhere, found)
+    assert all(other == found for other in everywhere)
+    assert all(choice is not None for choice in found.values())
+
+
 def wrong_use(worker: int, world_size: int) -> None:
     applied = FSDP1(Net(), RANK_2)
     other, of_ddp, alone = (FSDP1(Net(), None).module for _ in range(3))
@@ -296,7 +328,7 @@ def wrong_use(worker: int, world_size: int) -> None:
 
 
 test_on_four_workers = make_test(
-    [errors_of_whole_matrices, unequal_replicas, made_equal, mesh_dims, guards, wrong_use], 4
+    [errors_of_whole_matrices, unequal_replicas, made_equal, mesh_dims, guards, settled, wrong_use], 4
 )
 
 

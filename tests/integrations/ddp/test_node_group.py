@@ -1,4 +1,4 @@
-"""What DDP with two levels, four processes as two nodes of two, does not have in common with one level."""
+"""Two levels of DDP, four processes as two nodes of two, and joined buckets, whose messages go together."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import copy
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.distributed import environment, make_test, run
-from tests.support.properties import Ledger, batches
+from tests.support.exchanges import latency_decides
+from tests.support.properties import Ledger, batches, check_same
 from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
-from tests.support.sharded_training import Net
+from tests.support.sharded_training import Net, sent_elements
 from tests.support.small import MANY, RANK_2, WIDTH, complaint, logged, stack, training
 from tests.support.training import (
     LIMIT,
@@ -150,6 +151,68 @@ def regrouped(worker: int, world_size: int) -> None:
         check_training(model, worker, state, [7], owed, bucket_cap_mb=MANY, width=WIDTH)
 
 
+class TwoDtypes(nn.Module):
+    """Layers in bf16 and then in fp32, so that the dtype of DDP's buckets changes in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack()
+        self.layers[:3].to(torch.bfloat16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers[3:](self.layers[:3](inputs.bfloat16()).float())
+        return outputs
+
+
+TRAININGS: list[tuple[Callable[[], nn.Module], str | None, dict[str, Any]]] = [
+    (stack, None, {}),
+    (stack, "auto", {}),
+    (stack, "auto", {"algorithm": "alternating"}),
+    (stack, None, {"start_powerSGD_iter": 2}),
+    (TwoDtypes, None, {}),
+]
+
+
+def joined(worker: int, world_size: int) -> None:
+    """The same training with separate and with joined buckets, in fewer messages with as many elements."""
+    for make, node_group, settings in TRAININGS:
+        runs, errors, sent = [], [], []
+        for how in (contextlib.nullcontext(), latency_decides()):
+            with nodes_of(2, worker), how, sent_elements() as numels:
+                model = make()
+                state = state_for(model, node_group, **settings)
+                runs.append(training(model, worker, state, range(3), cap=0.005).gradients)
+                sent.append(list(numels))
+                errors.append({name: total(error) for name, error in state.error().items()})
+        coarse = make is TwoDtypes
+        assert max(step_differences(runs[1], runs[0])) <= (0.02 if coarse else 0.1 * SAME), (node_group, settings)
+        for name, error in errors[0].items():
+            assert relative(errors[1][name], error) <= (0.1 if coarse else 0.1 * SAME), (node_group, settings, name)
+        check_same([gradient for gradients in runs[1] for gradient in gradients.values()])
+        assert len(sent[1]) < len(sent[0])
+        assert sum(sent[1]) == sum(sent[0])
+
+
+def interrupted(worker: int, world_size: int) -> None:
+    """An exception while buckets wait: they are forgotten, and the next step sends all of its own gradients."""
+    for node_group in (None, "auto"):
+        with nodes_of(2, worker), latency_decides():
+            model = stack()
+            state = state_for(model, node_group, wire_dtype="int4")
+            training(model, worker, state, range(2))
+
+            def stop(_: Tensor) -> None:
+                raise KeyError("stop")
+
+            handle = model[0].weight.register_hook(stop)  # type: ignore[operator]
+            said = complaint(training, model, worker, state, range(1), find_unused_parameters=True)
+            assert "KeyError" in said, said
+            handle.remove()
+            # As saved and loaded right after it.
+            state.load_state_dict(state.state_dict())
+            check_training(model, worker, state, range(3), bucket_cap_mb=MANY, width=WIDTH, find_unused_parameters=True)
+
+
 def refused(worker: int, world_size: int) -> None:
     """Wrong groups are refused by all workers."""
     inside, across = pair(worker, world_size, 2)
@@ -178,7 +241,7 @@ def refused(worker: int, world_size: int) -> None:
         assert 'node_group="auto" needs the process group of all' in step("auto", some)
 
 
-test_two_nodes = make_test([unused, shares, resumed, regrouped, refused], 4)
+test_two_nodes = make_test([unused, shares, resumed, regrouped, joined, interrupted, refused], 4)
 
 
 def test_death_of_a_worker_is_an_exception_in_backward() -> None:
