@@ -15,41 +15,27 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.training import linear_stack
+from tests.support.small import MANY, RANK_2, WIDTH, stack
 
-WORKERS = 3
-STEPS = 12
+WORKERS, STEPS = 3, 12
 EVERY = 3
 """Steps between two checkpoints."""
 DEATH = 7
 """The step in which a worker dies: the last checkpoint is one whole step old by then."""
 VICTIM = 0
 """The worker that writes the checkpoints, and at whose store the others have met."""
-WIDTH, BUCKET_MB = 64, 0.02
 BATCH = 48
 """Samples in a step, whatever the number of workers."""
 SECONDS = 1000
 """After which a process that hangs is ended."""
-
-Hook = Callable[[PowerSGDState, Any], Any]
-
-
-def share(step: int, worker: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """A worker's inputs and targets in a step: every so many of the step's samples."""
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(BATCH, WIDTH, generator=generator)
-    teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(10_000)) / WIDTH**0.5
-    return inputs[worker::world_size], (inputs @ teacher)[worker::world_size]
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -68,59 +54,53 @@ def save(value: Any, path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def train(folder: Path, worker: int, world_size: int, hook: Hook = powerSGD_hook) -> dict[str, Any]:
+def train(folder: Path, worker: int, world_size: int, dies: bool = False) -> dict[str, Any]:
     """Train from the folder's last checkpoint to the end, and write checkpoints into it.
 
     Returns:
         The losses, and what there is at the end.
     """
     first = last_checkpoint(folder)
-    model = linear_stack(6, WIDTH)
+    model = stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
-    state = PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=0, module=model
-    )  # fmt: skip
+    state = PowerSGDState(None, module=model, **RANK_2)
     if first:
         saved = torch.load(checkpoint_path(folder, first), weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         state.load_state_dict(saved["powersgd"])
     loaded = state.error()
-    replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+
+    def hook(state, bucket):
+        """In which the process and its agent end once the exchange of the step's first bucket has begun."""
+        future = powerSGD_hook(state, bucket)
+        if dies and state.iter == DEATH and bucket.index() == 0:
+            assert not bucket.is_last()
+            assert not future.done()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return future
+
+    replica = DistributedDataParallel(model, bucket_cap_mb=MANY)
     replica.register_comm_hook(state, hook)
+    teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(10_000)) / WIDTH**0.5
     losses = []
     for step in range(first, STEPS):
-        inputs, targets = share(step, worker, world_size)
+        # A worker has every so many of the step's samples.
+        inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))[worker::world_size]
         optimizer.zero_grad()
-        loss = (replica(inputs) - targets).square().mean()
+        loss = (replica(inputs) - inputs @ teacher).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
         if (step + 1) % EVERY == 0:
             save(state.error(), folder / f"error.{step + 1}.{worker}")
             # All workers have a part in the mean error; one of them writes it.
-            powersgd = state.state_dict()
+            parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": state.state_dict()}
             if worker == 0:
-                parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": powersgd}
                 save({**parts, "workers": world_size}, checkpoint_path(folder, step + 1))
-    return {
-        "first": first, "workers": world_size, "losses": losses, "loaded": loaded, "error": state.error(),
-        "parameters": model.state_dict(),
-    }  # fmt: skip
-
-
-def dying(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """The hook, in which the process and its agent end once the exchange of the step's first bucket has begun."""
-    future = powerSGD_hook(state, bucket)
-    if state.iter == DEATH and bucket.index() == 0:
-        assert not bucket.is_last()
-        assert not future.done()
-        os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return future
-
-
-dying.__annotations__ = powerSGD_hook.__annotations__
+    found = {"first": first, "workers": world_size, "losses": losses}
+    return {**found, "loaded": loaded, "error": state.error(), "parameters": model.state_dict()}
 
 
 def end_with_agent() -> None:
@@ -145,8 +125,7 @@ def main(folder: Path) -> None:
         # The agent restarts this process once the other machines are there.
         time.sleep(0.1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    result = train(folder, worker, world_size, dying if beginning and worker == VICTIM else powerSGD_hook)
-    save(result, folder / f"result.{worker}")
+    save(train(folder, worker, world_size, dies=beginning and worker == VICTIM), folder / f"result.{worker}")
     gc.collect()
     dist.destroy_process_group()
     # Gloo's threads now and then abort Python's shutdown, with plain DDP too, which the agent would take for a failure.
