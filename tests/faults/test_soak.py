@@ -24,7 +24,6 @@ from tests.support.training import digest
 SEEDS = (0, 1, 2)
 # Of a step to have one. Those that spoil a bucket make the optimizer skip the step.
 FAULTS = {"inf": 0.02, "nan": 0.02, "overflow": 0.02, "zero": 0.03, "unused": 0.03, "reload": 0.02}
-SPOILS = ("inf", "nan", "overflow")
 LEARNING_RATE = 0.03
 SETTINGS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 0, "min_compression_rate": 1}
 # In MB: about one layer a bucket.
@@ -57,54 +56,15 @@ class Classifier(nn.Module):
         return logits
 
 
-class Faults:
-    """Draws each step's faults, the same on all workers, and puts them into this worker's gradients.
-
-    Attributes:
-        kinds: of the current step.
-        seen: how often each kind came.
-    """
-
-    def __init__(self, model: nn.Module, worker: int, world_size: int, seed: int, happen: bool) -> None:
-        self.rng = random.Random(seed)
-        self.worker, self.world_size, self.happen = worker, world_size, happen
-        self.names = [name for name, _ in model.named_parameters()]
-        self.kinds: set[str] = set()
-        self.seen: collections.Counter[str] = collections.Counter()
-        self.plan: dict[str, str] = {}
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda gradient, name=name: self._spoiled(name, gradient))
-
-    def draw(self) -> None:
-        rng = self.rng
-        self.plan = {}
-        self.kinds = {kind for kind, share in FAULTS.items() if rng.random() < share and self.happen}
-        if "overflow" in self.kinds:
-            # Needs a gradient on every worker.
-            self.kinds.discard("unused")
-        self.seen.update(self.kinds)
-        for kind in sorted(self.kinds & {"zero", *SPOILS}):
-            victim, culprit = rng.choice(self.names), rng.randrange(self.world_size)
-            # A sum that overflows is one of finite gradients.
-            if kind == "overflow" or culprit == self.worker:
-                self.plan[victim] = kind
-
-    def here(self, kind: str) -> bool:
-        """Whether this worker has a fault of the current step that needs no victim: one has by turns, or all have."""
-        return kind in self.kinds and self.seen[kind] % (self.world_size + 1) in (self.worker, self.world_size)
-
-    def _spoiled(self, name: str, gradient: Tensor) -> Tensor:
-        kind = self.plan.get(name)
-        if kind is None:
-            return gradient
-        gradient = gradient.clone()
-        if kind == "zero":
-            return gradient.zero_()
-        if kind == "overflow":
-            # All of it: the product of a few such elements with a basis may be in range, and the average applied.
-            return gradient.fill_(3e38)
-        gradient.view(-1)[0] = float(kind)
-        return gradient
+def spoiled(gradient: Tensor, kind: str) -> Tensor:
+    if kind == "zero":
+        return torch.zeros_like(gradient)
+    if kind == "overflow":
+        # All of it: the product of a few such elements with a basis may be in range, and the average applied.
+        return torch.full_like(gradient, 3e38)
+    gradient = gradient.clone()
+    gradient.view(-1)[0] = float(kind)
+    return gradient
 
 
 def training(worker: int, world_size: int, steps: int, seed: int, happen: bool) -> float:
@@ -112,25 +72,34 @@ def training(worker: int, world_size: int, steps: int, seed: int, happen: bool) 
     images, labels = images_and_labels(0)
     torch.manual_seed(seed)
     model = Classifier()
-    faults = Faults(model, worker, world_size, seed, happen)
     state = PowerSGDState(None, module=model, **SETTINGS)
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET, find_unused_parameters=True)
-    buckets: set[int] = set()
-
-    def hook(state, bucket):
-        buckets.add(bucket.index())
-        return powerSGD_hook(state, bucket)
-
-    replica.register_comm_hook(state, hook)
+    replica.register_comm_hook(state, powerSGD_hook)
+    # {parameter: fault} of this worker in the current step. All workers draw the same faults.
+    plan: dict[str, str] = {}
+    rng, seen = random.Random(seed), collections.Counter[str]()
+    names = [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda G, name=name: spoiled(G, plan[name]) if name in plan else G)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     order = torch.Generator().manual_seed(seed)
     applied = skipped = 0
-    memory: list[int] = []
-    peaks, digests = [], []
+    memory, peaks, digests = [], [], []
     while applied < steps:
         mine = TEST_IMAGES + torch.randint(len(labels) - TEST_IMAGES, (world_size, BATCH), generator=order)[worker]
-        faults.draw()
-        model.use_side = not faults.here("unused")
+        kinds = {kind for kind, share in FAULTS.items() if rng.random() < share and happen}
+        if "overflow" in kinds:
+            # Needs a gradient on every worker.
+            kinds.discard("unused")
+        seen.update(kinds)
+        plan.clear()
+        for kind in sorted(kinds - {"unused", "reload"}):
+            victim, culprit = rng.choice(names), rng.randrange(world_size)
+            # A sum that overflows is one of finite gradients.
+            if kind == "overflow" or culprit == worker:
+                plan[victim] = kind
+        # By turns on one of the workers, or on all.
+        model.use_side = "unused" not in kinds or seen["unused"] % (world_size + 1) not in (worker, world_size)
         optimizer.zero_grad()
         nn.functional.cross_entropy(replica(images[mine]), labels[mine]).backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -141,9 +110,9 @@ def training(worker: int, world_size: int, steps: int, seed: int, happen: bool) 
         else:
             skipped += 1
             assert skipped <= steps, "the gradients stay not finite"
-        if "reload" in faults.kinds:
+        if "reload" in kinds:
             state.load_state_dict(state.state_dict())
-        if faults.kinds:
+        if kinds:
             digests.append(digest([*gradients, *model.parameters()]))
             held = [part for m in state._engine.memory.matrices.values() for part in (*m.bases.values(), m.error)]
             assert all(part is None or part.isfinite().all() for part in held), "what is kept is not finite"
@@ -152,7 +121,6 @@ def training(worker: int, world_size: int, steps: int, seed: int, happen: bool) 
             optimizer.zero_grad()
             memory.append(live_bytes())
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    assert len(buckets) > 1
     assert len(state.error()) == 4
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, [*digests, digest(model.parameters())])
@@ -161,7 +129,7 @@ def training(worker: int, world_size: int, steps: int, seed: int, happen: bool) 
         assert len(memory) == SAMPLES
         assert max(memory) - min(memory) <= TENSORS_SLACK, memory
         assert peaks[-1] - peaks[0] <= PROCESS_SLACK, peaks
-        assert faults.seen.keys() == FAULTS.keys()
+        assert seen.keys() == FAULTS.keys()
         assert skipped > 0
     with torch.no_grad():
         return float(nn.functional.cross_entropy(model(images[:TEST_IMAGES]), labels[:TEST_IMAGES]))
