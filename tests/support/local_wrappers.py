@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations.local_steps import LocalSteps
-from powersgd_triton.integrations.names import is_deepspeed
+from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
 from tests.support.deepspeed_training import configuration
 from tests.support.distributed import folder
 from tests.support.local_steps import LOST, TERNARY, batch, mean, owed, same_bits, theta
@@ -96,23 +94,29 @@ def across() -> dist.ProcessGroup:
     return mesh()["replicate"].get_group()
 
 
-@dataclasses.dataclass
 class Setup:
-    """A wrapped model on its way.
+    """A model of torch on its way, whose changes are averaged over the workers ``mean_over``."""
 
-    Attributes:
-        model: What LocalSteps gets.
-        optimizer: This worker's optimizer.
-        masters: Returns what the optimizer changes on this worker.
-        advance: Takes a step with a batch.
-        mean_over: The workers whose changes are averaged.
-    """
+    def __init__(self, model: Any, mean_over: dist.ProcessGroup | None, clip: float = torch.inf) -> None:
+        self.model, self.mean_over, self._clip = model, mean_over, clip
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(self._trained, lr=RATE, momentum=MOMENTUM)
 
-    model: Any
-    optimizer: Any
-    masters: Callable[[], list[Tensor]]
-    advance: Callable[[Tensor, Tensor], Tensor]
-    mean_over: dist.ProcessGroup | None
+    def masters(self) -> list[Tensor]:
+        """What the optimizer changes on this worker."""
+        return [parameter.detach() for parameter in self._trained]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.model(x.to(self._trained[0].dtype)).float(), y)
+
+    def advance(self, x: Tensor, y: Tensor) -> None:
+        """Take a step."""
+        self.optimizer.zero_grad()
+        self.loss(x, y).backward()
+        if self._clip < torch.inf:
+            norm = torch.nn.utils.clip_grad_norm_(self._trained, self._clip)
+            assert norm > 1.2 * self._clip, "nothing was clipped"
+        self.optimizer.step()
 
     def flat(self) -> Tensor:
         """A copy of ``masters``."""
@@ -134,19 +138,48 @@ class Setup:
         full = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
         return torch.cat([real(tensor).reshape(-1).float() for tensor in full]).clone()
 
-    def save(self, path: str) -> dict[str, Any]:
+    def save(self, _path: str) -> Any:
         """What users save themselves."""
-        if is_deepspeed(self.model):
-            self.model.save_checkpoint(path)
-            return {}
-        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
 
-    def load(self, path: str, saved: dict[str, Any]) -> None:
-        if is_deepspeed(self.model):
-            assert self.model.load_checkpoint(path)[0] is not None
-            return
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+    def load(self, _path: str, saved: Any) -> None:
+        self.model.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
+
+
+class EngineSetup(Setup):
+    """The same with DeepSpeed."""
+
+    def __init__(self, net: nn.Module, stage: int = 2, **options: Any) -> None:
+        import deepspeed
+
+        super().__init__(net, across())
+        config = configuration(stage, None, {"zero_force_ds_cpu_optimizer": False, **options})
+        config.pop("optimizer")
+        config["zero_allow_untested_optimizer"] = True
+        with contextlib.redirect_stdout(None):
+            self.model = deepspeed.initialize(
+                model=net,
+                model_parameters=self._trained,
+                optimizer=self.optimizer,
+                config=config,
+                mpu=node_mpu(node(), across()),
+            )[0]
+
+    def masters(self) -> list[Tensor]:
+        zero = self.model.optimizer
+        name = "fp32_groups_flat_partition"
+        return list(getattr(zero, name if hasattr(zero, name) else "single_partition_of_fp32_groups"))
+
+    def advance(self, x: Tensor, y: Tensor) -> None:
+        self.model.backward(self.loss(x, y))
+        self.model.step()
+
+    def save(self, path: str) -> None:
+        self.model.save_checkpoint(path)
+
+    def load(self, path: str, _saved: None) -> None:
+        assert self.model.load_checkpoint(path)[0] is not None
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -154,65 +187,15 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def by_torch(model: Any, mean_over: dist.ProcessGroup | None, clip: float = torch.inf) -> Setup:
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-
-    def advance(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x.to(model_dtype(model))).float(), y)
-        loss.backward()
-        if clip < torch.inf:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            assert norm > 1.2 * clip, "nothing was clipped"
-        optimizer.step()
-        return loss.detach()
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Setup(model, optimizer, lambda: [p.detach() for p in trained], advance, mean_over)
-
-
-def model_dtype(model: nn.Module) -> torch.dtype:
-    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-
-
 def in_ddp(net: nn.Module, clip: float = torch.inf) -> Setup:
-    return by_torch(DistributedDataParallel(net, process_group=node()), None, clip)
+    return Setup(DistributedDataParallel(net, process_group=node()), None, clip)
 
 
 def in_fsdp2(net: nn.Module, **options: Any) -> Setup:
-    fully_shard(net, mesh=mesh()["shard"], **options)
-    return by_torch(net, across())
+    return Setup(fully_shard(net, mesh=mesh()["shard"], **options), across())
 
 
-def in_deepspeed(net: nn.Module, stage: int = 2, **options: Any) -> Setup:
-    import deepspeed
-
-    from powersgd_triton.integrations.local_steps import node_mpu
-
-    config = configuration(stage, None, options)
-    config.pop("optimizer")
-    config["zero_allow_untested_optimizer"] = True
-    config["zero_force_ds_cpu_optimizer"] = False
-    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=RATE, momentum=MOMENTUM)
-    with contextlib.redirect_stdout(None):
-        engine, *_ = deepspeed.initialize(
-            model=net, model_parameters=trained, optimizer=optimizer, config=config, mpu=node_mpu(node(), across())
-        )
-
-    def advance(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(engine(x.to(model_dtype(net))).float(), y)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    name = "fp32_groups_flat_partition"
-    if not hasattr(engine.optimizer, name):
-        name = "single_partition_of_fp32_groups"
-    return Setup(engine, optimizer, lambda: list(getattr(engine.optimizer, name)), advance, across())
-
-
-BUILD: Mapping[str, Callable[..., Setup]] = {"ddp": in_ddp, "fsdp2": in_fsdp2, "deepspeed": in_deepspeed}
+BUILD: Mapping[str, Callable[..., Setup]] = {"ddp": in_ddp, "fsdp2": in_fsdp2, "deepspeed": EngineSetup}
 
 
 class Watch(TorchDispatchMode):
@@ -231,12 +214,6 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def inside(groups: Sequence[tuple[int, ...]]) -> bool:
-    """Whether there were collectives, all of them within the node."""
-    own = {*dist.get_process_group_ranks(node())}
-    return bool(groups) and all(own.issuperset(group) for group in groups)
-
-
 def equals_averaging(kind: str, clip: float = torch.inf, **options: Any) -> None:
     """Exact messages average the replicas, as by hand. Steps between exchanges stay in a node, and clip there."""
     expected = in_ddp(Net(), clip)
@@ -250,7 +227,9 @@ def equals_averaging(kind: str, clip: float = torch.inf, **options: Any) -> None
     for first in range(0, STEPS, EVERY):
         with Watch() as watch:
             got.train(range(first, first + EVERY - 1), sync)
-        assert inside(watch.groups)
+        own = {*dist.get_process_group_ranks(node())}
+        assert watch.groups
+        assert all(own.issuperset(group) for group in watch.groups)
         got.train(range(first + EVERY - 1, first + EVERY), sync)
     whole = got.whole()
     assert (whole - expected.whole()).abs().max() <= 1e-5 < 0.01 < (whole - untrained).abs().max()

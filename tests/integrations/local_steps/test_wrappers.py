@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
 from tests.support.deepspeed_cases import BF16
-from tests.support.deepspeed_jobs import Job, named, parametrized
-from tests.support.local_steps import TERNARY, batch, same_bits, theta
+from tests.support.deepspeed_jobs import Job, parametrized
+from tests.support.local_steps import TERNARY, same_bits, theta
 from tests.support.local_wrappers import (
     BUILD,
     EVERY,
     NODE,
-    RATE,
     STEPS,
     WORKERS,
+    EngineSetup,
     Net,
     OddNet,
     Watch,
@@ -32,25 +32,13 @@ from tests.support.local_wrappers import (
     conserves,
     equals_averaging,
     in_ddp,
-    in_deepspeed,
     in_fsdp2,
-    inside,
     mesh,
     node,
     real,
     refused,
     resumes,
 )
-
-ENGINES: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 1, bf16": {"stage": 1, **BF16},
-    "stage 2, bf16": {"stage": 2, **BF16},
-    "BF16_Optimizer": {"stage": 1, **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
-    "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-}
-CODED = ("exact", "ternary", "int2, delay")
 
 
 def averages_states_and_follows_in_bf16(kind: str) -> None:
@@ -125,54 +113,44 @@ def compresses_gradients_too() -> None:
     assert same_bits(setup.whole(), None)
 
 
-def trains(steps: int = 60, **options: Any) -> None:
-    """Nodes learn together in ternary codes, with clipping, and communicate in exchanges only."""
-    setup = in_deepspeed(Net(), **options, gradient_clipping=1.0)
-    sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
-    losses = []
-    for step in range(steps):
-        with Watch() as watch:
-            losses.append(float(setup.advance(*batch(dist.get_rank(), step % 6))))
-        assert inside(watch.groups)
-        sync.step()
-    assert same_bits(setup.whole(), None)
-    assert same_bits(theta(sync), across())
-    assert torch.equal(setup.flat(), theta(sync))
-    assert sum(losses[-6:]) < 0.5 * sum(losses[:6]), losses
-
-
 def refuses_engines() -> None:
     import deepspeed
 
     from powersgd_triton.integrations import deepspeed as adapter
 
     def everywhere() -> Any:
-        optimizer = torch.optim.SGD((net := Net().requires_grad_()).parameters(), lr=RATE)
         config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
-        return deepspeed.initialize(
-            model=net, config={**config, "zero_allow_untested_optimizer": True}, optimizer=optimizer
-        )[0]  # fmt: skip
+        config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+        net = Net()
+        return deepspeed.initialize(model=net, model_parameters=list(net.down.parameters()), config=config)[0]
 
     def compressed() -> Any:
-        engine = in_deepspeed(Net(), stage=2).model
+        engine = EngineSetup(Net()).model
         adapter.enable(engine, PowerSGDConfig(rank=2, min_compression_rate=0))
         return engine
 
-    for make, pattern in (
-        (lambda: in_deepspeed(Net(), stage=0).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 0"),
-        (lambda: in_deepspeed(Net(), stage=3).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3"),
-        (everywhere, r"averages gradients over the workers \[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)"),
-        (compressed, "compresses gradients within its node.*take the section out"),
+    low_rank = PowerSGDConfig(rank=2)
+    for make, pattern, config in (
+        (lambda: EngineSetup(Net(), 0).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 0", TERNARY),
+        (lambda: EngineSetup(Net(), 3).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3", TERNARY),
+        (everywhere, r"averages gradients over the workers \[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)", TERNARY),
+        (compressed, "compresses gradients within its node.*take the section out", TERNARY),
+        (lambda: EngineSetup(Net()).model, "no matrices of low rank: give codes", low_rank),
     ):
         deepspeed.utils.groups.mpu = None
-        refused(make, pattern, across())
-    low_rank = PowerSGDConfig(rank=2)
-    refused(lambda: in_deepspeed(Net()).model, "no matrices of low rank: give codes", across(), low_rank)
+        refused(make, pattern, across(), config)
 
 
-ALL = ("exact", "ternary", "int2, delay", "rank", "budget")
+ALL, CODED = ("exact", "ternary", "int2, delay", "rank", "budget"), ("exact", "ternary", "int2, delay")
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-CASES: dict[str, Callable[[], None]] = {
+ENGINES: dict[str, dict[str, Any]] = {
+    "stage 1, bf16": {"stage": 1, **BF16},
+    "stage 2": {"stage": 2},
+    "BF16_Optimizer": {"stage": 1, **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+}
+STAGE_2_BF16: dict[str, Any] = {"stage": 2, **BF16}
+QUICK: dict[str, Callable[[], None]] = {
     "ddp averages": partial(equals_averaging, "ddp"),
     "fsdp2 averages": partial(equals_averaging, "fsdp2"),
     "ddp conserves": partial(conserves, "ddp", ("ternary", "rank")),
@@ -187,31 +165,27 @@ CASES: dict[str, Callable[[], None]] = {
     "refusals": refuses,
     "gradients": compresses_gradients_too,
 }
-SLOW: dict[str, Callable[[], None]] = {
-    "ddp conserves everything": partial(conserves, "ddp", ALL),
-    "odd tensors, everything": partial(conserves, "ddp", ALL, OddNet),
-    "offload, everything": partial(conserves, "fsdp2", ALL, **OFFLOAD),
-    "ddp resumes, delay": partial(resumes, "ddp", "int2, delay"),
-    "fsdp2 resumes, ternary": partial(resumes, "fsdp2", "ternary"),
-}
-STAGE_2_BF16 = ENGINES["stage 2, bf16"]
 QUICK_ENGINES: dict[str, Callable[[], None]] = {
     "engines: refusals": refuses_engines,
     "engines average and clip": partial(equals_averaging, "deepspeed", clip=0.1, stage=2, gradient_clipping=0.1),
     "engines conserve": partial(conserves, "deepspeed", CODED, **STAGE_2_BF16),
     "engines resume": partial(resumes, "deepspeed", "int2, delay", **STAGE_2_BF16),
 }
-SLOW_ENGINES: dict[str, Callable[[], None]] = {}
-for name, kind in ENGINES.items():
-    SLOW_ENGINES[f"trains, {name}"] = partial(trains, **kind)
-    SLOW_ENGINES[f"conserves, {name}"] = partial(conserves, "deepspeed", CODED, **kind)
-for name in ("stage 1", "stage 2"):
-    SLOW_ENGINES[f"averages, {name}"] = partial(equals_averaging, "deepspeed", **ENGINES[name])
-for name in ("stage 2, bf16", "stage 2", "BF16_Optimizer"):
-    SLOW_ENGINES[f"resumes, {name}"] = partial(resumes, "deepspeed", "ternary", **ENGINES[name])
-
-JOBS = [*named(CASES, WORKERS, engine=False), *named(SLOW, WORKERS, slow=True, engine=False)]
-JOBS += [*named(QUICK_ENGINES, WORKERS, engine=True), *named(SLOW_ENGINES, WORKERS, slow=True, engine=True)]
+SLOW: dict[str, Callable[[], None]] = {
+    "odd tensors, everything": partial(conserves, "ddp", ALL, OddNet),
+    "offload, everything": partial(conserves, "fsdp2", ALL, **OFFLOAD),
+    "ddp resumes, delay": partial(resumes, "ddp", "int2, delay"),
+}
+SLOW_ENGINES: dict[str, Callable[[], None]] = {
+    "engines average, stage 1": partial(equals_averaging, "deepspeed", stage=1),
+    "engines resume, BF16_Optimizer": partial(resumes, "deepspeed", "ternary", **ENGINES["BF16_Optimizer"]),
+    **{f"engines conserve, {name}": partial(conserves, "deepspeed", CODED, **how) for name, how in ENGINES.items()},
+}
+JOBS = [
+    Job(body, (), WORKERS, cases in (SLOW, SLOW_ENGINES), cases in (QUICK_ENGINES, SLOW_ENGINES), name)
+    for cases in (QUICK, QUICK_ENGINES, SLOW, SLOW_ENGINES)
+    for name, body in cases.items()
+]
 
 
 @parametrized(JOBS)
