@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
-from tests.support.deepspeed_cases import BF16
-from tests.support.deepspeed_jobs import Job, parametrized
+from tests.support.deepspeed_training import BF16, BF16_OPTIMIZER, Job, parametrized
 from tests.support.local_steps import TERNARY, same_bits, theta
 from tests.support.local_wrappers import (
     BUILD,
@@ -146,7 +145,7 @@ OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 ENGINES: dict[str, dict[str, Any]] = {
     "stage 1, bf16": {"stage": 1, **BF16},
     "stage 2": {"stage": 2},
-    "BF16_Optimizer": {"stage": 1, **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    "BF16_Optimizer": {"stage": 1, **BF16_OPTIMIZER},
     "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
 }
 STAGE_2_BF16: dict[str, Any] = {"stage": 2, **BF16}
