@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import checkpoint
-from tests.support.deepspeed_cases import OFFLOAD, UNIVERSAL
 from tests.support.deepspeed_jobs import Job, each, parametrized
 from tests.support.deepspeed_parameters import convert
 from tests.support.deepspeed_training import RANK_4, Case, engine_for, losses, weights
