@@ -22,7 +22,7 @@ MODULES = [
     "torch.profiler._cupti_monitor",
     "powersgd_triton.integrations.deepspeed",
     "tests.support.deepspeed_training",
-    "tests.support.local_wrappers",
+    "tests.support.local_steps",
     "tests.support.lockstep",
     "tests.support.properties",
     "tests.support.small",
