@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -283,13 +282,6 @@ def logged_bytes(engine: Any, steps: int, above: int = 0) -> dict[str, float]:
         name: sum(size * record[0] for size, record in sizes.items() if size > above) / steps
         for name, sizes in comms_logger.comms_dict.items()
     }
-
-
-def largest_difference(got: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest absolute difference; infinite where something is not a number."""
-    return max(
-        abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in zip(got, expected, strict=True)
-    )
 
 
 def convert(saved: Path, universal: Path) -> Path:

@@ -172,19 +172,20 @@ def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0, 
 
 def resumes(case: Case) -> None:
     """Three steps, saved, three more; and these again by another engine. Then on with DeepSpeed's gather, and back."""
+    # With gradients as they are: the mean of compression's errors is equal to rounding only.
+    exact = {**INT2, "start_iter": 99}
     with folder(dist.get_rank()) as path:
-        # First with gradients as they are: the mean of compression's errors is equal to rounding only.
-        for section in ({**INT2, "start_iter": 99}, INT2):
-            with engine_for(case, section) as engine:
-                losses(engine, range(3))
-                engine.save_checkpoint(path)
-                saved = masters(engine) + copies(engine)
-                expected, after = losses(engine, range(3, 6)), masters(engine) + copies(engine)
-            with engine_for(case, section) as engine:
-                engine.load_checkpoint(path)
-                assert equal(masters(engine) + copies(engine), saved)
-                assert losses(engine, range(3, 6)) == pytest.approx(expected, abs=1e-4)
-                assert section is INT2 or equal(masters(engine) + copies(engine), after)
+        with engine_for(case, exact) as engine:
+            losses(engine, range(3))
+            engine.save_checkpoint(path)
+            saved = masters(engine) + copies(engine)
+            losses(engine, range(3, 6))
+            expected = masters(engine) + copies(engine)
+        with engine_for(case, exact) as engine:
+            engine.load_checkpoint(path)
+            assert equal(masters(engine) + copies(engine), saved)
+            losses(engine, range(3, 6))
+            assert equal(masters(engine) + copies(engine), expected)
         with engine_for(case, {**INT2, "parameters": None}) as engine:
             engine.load_checkpoint(path)
             losses(engine, range(5, 7))
@@ -199,31 +200,26 @@ def exports_the_masters(case: Case) -> None:
     """And v stays as it is."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with folder(dist.get_rank()) as path:
-        with engine_for(case, INT2) as engine:
-            losses(engine, range(3))
-            before, wanted = copies(engine), rounded(engine)
-            assert not equal(before, wanted)
+    with folder(dist.get_rank()) as path, engine_for(case, INT2) as engine:
+        losses(engine, range(3))
+        before, wanted = copies(engine), rounded(engine)
+        assert not equal(before, wanted)
+        with engine.powersgd.exact_parameters():
+            assert equal(copies(engine), wanted)
+            exact = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
             with engine.powersgd.exact_parameters():
-                assert equal(copies(engine), wanted)
-                exact = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
-                with engine.powersgd.exact_parameters():
-                    pass
-                assert equal(copies(engine), wanted), "an inner context ended the outer one"
-            engine.save_16bit_model(path, "model.bin")
-            engine.save_checkpoint(path)
-            assert equal(copies(engine), before)
-            dist.barrier()
-            written = torch.load(Path(path) / "model.bin", weights_only=True)
-            assert all(torch.equal(written[name], tensor) for name, tensor in exact.items())
-            # DeepSpeed's program does not know BF16_Optimizer's checkpoints.
-            if case != IN_BF16:
-                whole = get_fp32_state_dict_from_zero_checkpoint(path)
-                assert all(torch.equal(whole[name].to(tensor.dtype), tensor) for name, tensor in exact.items())
-            dist.barrier()
-            after = losses(engine, range(3, 5))
-        with engine_for(case, INT2) as engine:
-            assert losses(engine, range(5))[3:] == after
+                pass
+            assert equal(copies(engine), wanted), "an inner context ended the outer one"
+        engine.save_16bit_model(path, "model.bin")
+        engine.save_checkpoint(path)
+        assert equal(copies(engine), before)
+        dist.barrier()
+        written = torch.load(Path(path) / "model.bin", weights_only=True)
+        assert all(torch.equal(written[name], tensor) for name, tensor in exact.items())
+        # DeepSpeed's program does not know BF16_Optimizer's checkpoints.
+        if case != IN_BF16:
+            whole = get_fp32_state_dict_from_zero_checkpoint(path)
+            assert all(torch.equal(whole[name].to(tensor.dtype), tensor) for name, tensor in exact.items())
 
 
 def keeps_its_copies_when_a_step_fails(case: Case) -> None:
@@ -259,10 +255,8 @@ def keeps_its_copies_when_a_step_fails(case: Case) -> None:
         with engine.powersgd.exact_parameters():
             pass
         losses(engine, [6, 7])
-    with engine_for(case, INT2) as engine:
-        losses(engine, range(1))
         engine.powersgd.parameters._send = lambda **_: None
-        assert "gathered them without all_gather_dp_groups" in complaint(losses, engine, [1])
+        assert "gathered them without all_gather_dp_groups" in complaint(losses, engine, [8])
 
 
 def learns_in_a_pipeline(case: Case) -> None:
