@@ -51,7 +51,8 @@ def training(worker: int, world_size: int, steps: int, happen: bool) -> float:
         parameter.register_hook(lambda gradient, name=name: faulty(name, gradient))
     rng, seen = random.Random(0), collections.Counter[str]()
     applied = 0
-    memory, peaks = [], []
+    memory: list[int] = []
+    peaks: list[int] = []
     while applied < steps:
         kinds = {kind for kind, share in FAULTS.items() if rng.random() < share and happen}
         if "overflow" in kinds:

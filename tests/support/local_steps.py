@@ -201,7 +201,7 @@ class Training:
 
     def masters(self) -> list[Tensor]:
         """What the optimizer changes on this worker."""
-        return self.trained
+        return [parameter.detach() for parameter in self.trained]
 
     def flat(self) -> Tensor:
         """A copy of ``masters``."""

@@ -7,7 +7,7 @@ import functools
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,19 +36,11 @@ class Stage1Optimizer(SimpleNamespace):
         """The seam."""
 
 
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Of one worker."""
-    store = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def engine(group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An engine with which nothing is wrong, at stage 1."""
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
     zero = SimpleNamespace(zero_quantized_gradients=False, zenflow=None, offload_optimizer=None, mics_shard_size=-1)
     made = SimpleNamespace(
         _config=SimpleNamespace(zero_config=zero, compile_config=SimpleNamespace(deepcompile=False)),
@@ -59,7 +51,7 @@ def engine(group: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         fp16=False,
         has_moe_layers=False,
         pipeline_parallelism=False,
-        seq_data_parallel_group=group,
+        seq_data_parallel_group=None,
         allreduce_no_retain=print,
         mpu=None,
     )
