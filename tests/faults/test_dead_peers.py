@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import gc
 import itertools
 import multiprocessing
@@ -13,7 +12,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,11 @@ def survive(worker: int, folder: Path, name: str) -> None:
     model.save(str(folder))
     before, twin = dict(model.state.error()), model.net_type()
     twin.load_state_dict(parameters)
-    loss_of(twin, batches(model, TOGETHER)[0]).backward()
+    last = batches(model, TOGETHER)
+    loss_of(twin, last[0]).backward()
     given = {key: parameter.grad for key, parameter in twin.named_parameters()}
-    step_on = functools.partial(model.step, batches(model, TOGETHER))
-    interrupt(model.state.state_dict if saving else step_on, worker, message, folder, silent)
+    with interrupted(worker, message, folder, silent):
+        model.state.state_dict() if saving else model.step(last)
     # Sharded models cannot go on.
     goes_on = wrapper in ("DDP", "Compressor")
     if goes_on:
@@ -130,33 +130,23 @@ def go_on(model: Wrapped) -> str:
 
 
 @contextlib.contextmanager
-def interrupted(worker: int, message: int, done: Path, silent: bool) -> Iterator[None]:
-    """The peer ends instead of taking part in an all-reduce, the ``message``-th from now on.
+def interrupted(worker: int, message: int, folder: Path, silent: bool) -> Iterator[None]:
+    """The peer ends instead of taking part in an all-reduce, the ``message``-th from now on. The survivor is told.
 
-    If it is silent, it waits until the survivor is ``done``.
+    It is told as soon as the system knows of a death. A silent peer waits until the survivor is done, which is told
+    when the timeout is over.
     """
-    original, numbers = dist.all_reduce, itertools.count()
+    original, numbers, start = dist.all_reduce, itertools.count(), time.monotonic()
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         if next(numbers) == message and worker == PEER:
-            deadline = time.monotonic() + SILENCE + SLACK
-            while silent and not done.exists() and time.monotonic() < deadline:
+            while silent and not (folder / "done").exists() and time.monotonic() < start + SILENCE + SLACK:
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **kwargs)
 
-    with patched(dist, "all_reduce", counting):
+    with pytest.raises(RuntimeError), patched(dist, "all_reduce", counting):
         yield
-
-
-def interrupt(attempt: Callable[[], Any], worker: int, message: int, folder: Path, silent: bool) -> None:
-    """Make an attempt, in which the peer is lost. The survivor is told.
-
-    It is told as soon as the system knows of a death, and when the timeout is over else.
-    """
-    start = time.monotonic()
-    with pytest.raises(RuntimeError), interrupted(worker, message, folder / "done", silent):
-        attempt()
     seconds = time.monotonic() - start
     assert 0.9 * SILENCE <= seconds <= SILENCE + SLACK if silent else seconds <= DEATH
 
