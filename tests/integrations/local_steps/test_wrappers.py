@@ -213,19 +213,14 @@ QUICK_ENGINES: dict[str, Callable[[], None]] = {
     "engines conserve": partial(conserves, "deepspeed", CODED, **STAGE_2_BF16),
     "engines resume": partial(resumes, "deepspeed", "int2", 2, **STAGE_2_BF16),
 }
-SLOW: dict[str, Callable[[], None]] = {
-    "odd tensors, everything": partial(conserves, "ddp", ALL, OddNet),
-    "offload, everything": partial(conserves, "fsdp2", ALL, **OFFLOAD),
-    "ddp resumes, delay": partial(resumes, "ddp", "int2", 2),
-}
 SLOW_ENGINES: dict[str, Callable[[], None]] = {
     "engines average, stage 1": partial(equals_averaging, "deepspeed", stage=1),
     "engines resume, BF16_Optimizer": partial(resumes, "deepspeed", "ternary", **ENGINES["BF16_Optimizer"]),
     **{f"engines conserve, {name}": partial(conserves, "deepspeed", CODED, **how) for name, how in ENGINES.items()},
 }
 JOBS = [
-    Job(body, (), WORKERS, cases in (SLOW, SLOW_ENGINES), cases in (QUICK_ENGINES, SLOW_ENGINES), name)
-    for cases in (QUICK, QUICK_ENGINES, SLOW, SLOW_ENGINES)
+    Job(body, (), WORKERS, cases is SLOW_ENGINES, cases is not QUICK, name)
+    for cases in (QUICK, QUICK_ENGINES, SLOW_ENGINES)
     for name, body in cases.items()
 ]
 
