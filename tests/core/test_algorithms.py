@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
@@ -78,33 +78,11 @@ def test_what_the_bases_can_hold_arrives(fields: dict[str, Any]):
 
 
 def test_alternating_sends_one_message_and_standard_two():
-    class Counting(Communicator):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sent: list[int] = []
-
-        def all_reduce(self, tensor: Tensor) -> None:
-            self.sent.append(tensor.numel())
-
     for name, count in {"standard": 2, "twice": 4, "alternating": 1, "alternating twice": 2}.items():
-        compressor, communicator = trained(0, **MODES[name]), Counting()
-        compressor._engine.connect(communicator)
-        for index in range(1, 5):
-            step(compressor, gradients(index))
-            assert len(communicator.sent) == index * count
-            # The statistics are what was sent.
-            assert compressor.compression_stats()[2] == sum(communicator.sent)
-
-
-@modes
-def test_16_bit_error_keeps_its_share(fields: dict[str, Any]):
-    """What is lost in a step is at most the rounding of M to bf16."""
-    compressor = Compressor(everything(error_dtype="bf16", **fields), {"w": SHAPE})
-    for seed in range(6):
-        G = gradients(seed, {"w": SHAPE})["w"]
-        before = compressor.error().get("w", torch.zeros(SHAPE)).double()
-        got = step(compressor, {"w": G})["w"].double()
-        M = G.double() + before
-        after = compressor.error()["w"]
-        assert after.dtype == torch.bfloat16
-        assert (after.double() - (M - got)).abs().max() <= 2 * 2.0**-9 * (M.abs().max() + got.abs().max())
+        compressor, sent = trained(0, **MODES[name]), list[int]()
+        with mock.patch.object(Communicator, "all_reduce", lambda _, tensor: sent.append(tensor.numel())):  # noqa: B023
+            for index in range(1, 5):
+                step(compressor, gradients(index))
+                assert len(sent) == index * count
+                # The statistics are what was sent.
+                assert compressor.compression_stats()[2] == sum(sent)
