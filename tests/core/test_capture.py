@@ -189,7 +189,7 @@ def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
 def test_nothing_is_lost_by_a_capture_that_fails(device: torch.device):
     expected = Training(device).run(range(4))
     training = Training(device)
-    with pytest.raises(RuntimeError, match="take some steps in which"):
+    with pytest.raises(RuntimeError, match="in the step before it"):
         training.capture()
     training.run(range(EAGER))
     training.keys = ["first", "another layout of the second"]
