@@ -102,12 +102,6 @@ def test_launches_do_not_depend_on_the_number_of_matrices(rank: int, fields: dic
     assert len(one.launches) <= MOST_LAUNCHES
 
 
-def test_a_step_that_is_not_finite_takes_no_more_launches():
-    """The first step draws the bases as well."""
-    _, finite, other = steps([(40, 36)], 2, number=3, not_finite=2)
-    assert finite.kernels == other.kernels
-
-
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
 @pytest.mark.parametrize(
     ("shape", "rank"),
