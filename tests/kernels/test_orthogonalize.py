@@ -22,11 +22,10 @@ from tests.support.kernel_cases import INF, NAN, RANKS, RANKS_TO_64, Bucket, Mem
 from tests.support.orthonormal import (
     ORTHONORMAL,
     assert_basis_of,
-    combined,
     conditioned,
     departure,
     hard_inputs,
-    nearly_parallel,
+    nearly_dependent,
 )
 from tests.support.thinned import thinned
 
@@ -120,7 +119,7 @@ def test_many_chunks_and_different_ranks_in_one_bucket(device: torch.device):
     check_agreement([random(3001, 1), random(600, 5)], device)
     matrices = [random(60, 40), random(3, 1), random(1, 1), random(50, 17), random(300, 33), random(8, 8)]
     check_agreement(matrices, device)
-    check([*nearly_parallel(8), *combined(32)], device)
+    check([*nearly_dependent(8, 32)], device)
 
 
 @pytest.mark.parametrize("rank", [3, 33])
