@@ -25,7 +25,6 @@ from powersgd_triton.core.clock import COMPUTE, EXCHANGE, PHASES, STEP, Clock
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.handle import Handle
 from powersgd_triton.core.telemetry import StepRecord, Telemetry
-from powersgd_triton.integrations import optimizer as loop
 from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.checks import everything, gradients, same_bits
 from tests.support.lockstep import Fleet
@@ -130,21 +129,6 @@ def test_workers_report_their_own_numbers(node_size: int, wire: str | None):
         assert without == (2 if shape[0] < node_size else 0)
 
 
-def test_a_plain_loop_reports_though_it_has_no_error_buffer():
-    records: list[StepRecord] = []
-    given = [torch.zeros(shape) for shape in ((24, 20), (7,))]
-    powersgd = loop.PowerSGD(given, loop.Config(rank=2, start_compressing_after_num_steps=2))
-    powersgd.telemetry(records.append, every=1)
-    for _ in range(5):
-        for tensor in given:
-            tensor += torch.randn_like(tensor)
-        powersgd.aggregate(given)
-        if records:
-            assert_errors(records[-1], {"0": given[0]})
-    assert [bool(record.layers) for record in records] == [False, True, True, True]
-    assert records[-1].milliseconds["reconstruct"] > 0, "the average that decompress writes was not timed"
-
-
 def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch):
     state, records = watched(every=3)
     steps(state, range(9))
@@ -162,19 +146,6 @@ def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch):
     state.telemetry(every=0)
     steps(state, range(4))
     assert len(records) == 5
-
-
-def test_the_step_after_an_interrupted_one_is_measured():
-    state, records = watched(every=4)
-    engine = state._engine
-    steps(state, range(3))
-    engine.begin("all", lambda: SHAPES, CPU, last=True)
-    with pytest.raises(ZeroDivisionError):
-        engine.average(engine.layout(), gradients(9, SHAPES), write=lambda _: 1 / 0)  # type: ignore[arg-type]
-    steps(state, range(3, 5))
-    assert_errors(records[-1], state.error())
-    steps(state, [5])
-    assert [record.step for record in records] == [5]
 
 
 def test_an_exception_of_the_callback_reaches_the_program_when_the_step_has_ended():
