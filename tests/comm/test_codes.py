@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[li
         groups = [*insides, *across]
     left, means = [tensor.clone() for tensor in given], [torch.empty(0)] * workers
 
-    def run(worker: int) -> Iterator[None]:
+    def run(worker: int) -> Iterator[Any]:
         means[worker] = yield from average_in_codes(left[worker], config, lines[worker])
 
     running = [run(worker) for worker in range(workers)]

@@ -70,27 +70,6 @@ def test_a_file_that_one_worker_cannot_read_changes_nothing(worker: int, world_s
 
 
 @on_workers(*WORLD_SIZES)
-def test_loading_in_an_open_step_drops_the_step(worker: int, world_size: int) -> None:
-    """On all workers, and they go on as from the state."""
-    model = stack()
-    state = PowerSGDState(None, module=model, **RANK_2)
-    again = backward(model, state)
-    again()
-    saved = state.state_dict()
-    assert state.error()
-    mean = {name: parts["error"] for name, parts in saved["matrices"].items()}
-    first = next(iter(model.parameters()))
-    engine = state._engine
-    layout = engine.begin("first", lambda: {"0.weight": tuple(first.shape)}, torch.device("cpu"), last=False)
-    engine.average(layout, {"0.weight": torch.ones_like(first)})
-    state.load_state_dict(saved)
-    assert all(torch.equal(error, mean[name]) for name, error in state.error().items())
-    again()
-    check_same(gradients_of(model))
-    assert state.iter == 2
-
-
-@on_workers(*WORLD_SIZES)
 def test_a_rank_function_that_fails_on_one_worker(worker: int, world_size: int) -> None:
     """It raises, or returns nonsense, on one worker. Then it works."""
     ranks = {"negative": -1, "another": 3}

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from powersgd_triton import Compressor
 from tests.support.checks import everything, step
 
 RATE = 0.01
-
-
-def descend(compressor: Compressor, X: Tensor, gradient: Tensor) -> None:
-    average = torch.empty_like(X)
-    compressor.decompress(compressor.compress({"X": gradient}), {"X": average})
-    X -= RATE * average
 
 
 def hidden_signal(sigma: float, rank: int, seed: int, steps: int, **options: int) -> float:
@@ -29,7 +22,7 @@ def hidden_signal(sigma: float, rank: int, seed: int, steps: int, **options: int
     X[0, 0] = 1
     for _ in range(steps):
         signs = torch.randint(2, (rank,), generator=generator) * 2.0 - 1
-        descend(compressor, X, torch.diag(torch.cat([X[0, :1], sigma * signs])))
+        X -= RATE * step(compressor, {"X": torch.diag(torch.cat([X[0, :1], sigma * signs]))})["X"]
     return abs(float(X[0, 0]))
 
 
@@ -40,30 +33,10 @@ def test_a_signal_that_noise_hides_from_the_basis_is_sent(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 @pytest.mark.parametrize("sigma", [1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 500.0, 1000.0])
-def test_a_hidden_signal_is_sent_at_any_size_of_the_noise(sigma: float, rank: int, seed: int) -> None:
-    assert hidden_signal(sigma, rank, seed, steps=4000) <= 0.05
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_noise_of_ten_times_the_spectrum_does_not_hide_a_signal(rank: int) -> None:
-    """The singular vectors of the noise are orthogonal to those of the signal, and stay the same in all steps."""
-    compressor = Compressor(everything(rank, explore_every=16), {"X": (24, 32)})
-    generator = torch.Generator().manual_seed(1)
-    left = torch.linalg.qr(torch.randn(24, 24, generator=generator))[0]
-    right = torch.linalg.qr(torch.randn(32, 32, generator=generator))[0]
-    signal, noise = slice(0, 2), slice(2, 2 + rank)
-    spectrum = torch.arange(1, 25).rsqrt()
-    X = left[:, signal] * spectrum[signal] @ right[:, signal].T
-    start = float(X.norm())
-    for _ in range(1200):
-        signs = torch.randint(2, (rank,), generator=generator) * 2.0 - 1
-        loud = left[:, noise] * (10 * spectrum[:rank] * signs) @ right[:, noise].T
-        seen = left[:, signal].T @ X @ right[:, signal]
-        descend(compressor, X, left[:, signal] @ seen @ right[:, signal].T + loud)
-    assert float((left[:, signal].T @ X @ right[:, signal]).norm()) <= 0.01 * start
+def test_a_hidden_signal_is_sent_at_any_size_of_the_noise(sigma: float, rank: int) -> None:
+    assert all(hidden_signal(sigma, rank, seed, steps=4000) <= 0.05 for seed in (0, 1))
 
 
 @pytest.mark.parametrize("iterations", [1, 2])

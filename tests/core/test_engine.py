@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from powersgd_triton.core import peers
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.step import LossScale
-from tests.support.checks import everything, same_bits
+from tests.support.checks import MODES, everything, same_bits, step, trained
 from tests.support.checks import gradients as random_gradients
 
 CPU = torch.device("cpu")
@@ -108,11 +109,22 @@ def test_checks_are_counted_anew_with_other_workers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(peers, "together", together)
     new = ["a step", "the allocation for a bucket"]
     engine = engine_for(check_every=2)
-    for step in range(3):
-        give(engine, "a", step, last=True)
+    for number in range(3):
+        give(engine, "a", number, last=True)
     assert calls == [*new, "a check"]
     engine.connect(Communicator())
     give(engine, "a", 0, last=True)
     assert calls == [*new, "a check", *new]
     give(engine, "a", 1, last=True)
     assert calls == [*new, "a check"] * 2
+
+
+def test_alternating_sends_one_message_and_standard_two():
+    for name, count in {"standard": 2, "twice": 4, "alternating": 1, "alternating twice": 2}.items():
+        compressor, sent = trained(0, **MODES[name]), list[int]()
+        with mock.patch.object(Communicator, "all_reduce", lambda _, tensor: sent.append(tensor.numel())):  # noqa: B023
+            for index in range(1, 5):
+                step(compressor, random_gradients(index))
+                assert len(sent) == index * count
+                # The statistics are what was sent.
+                assert compressor.compression_stats()[2] == sum(sent)

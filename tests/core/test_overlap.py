@@ -213,21 +213,6 @@ def test_only_the_last_bucket_is_left_after_the_backward_pass():
     assert seconds == 4 * 3000 + 2 * 300 + KERNELS
 
 
-def test_kernels_do_not_wait_for_the_messages_of_the_bucket_before():
-    """The second bucket's first message leaves although the first bucket's has not arrived."""
-    with stream_machine() as machine:
-        training = Training(machine, message=1e6)
-        training.step(0, BUCKETS)
-        first = machine.current.time = training.network.stream.time = training.stream.time
-        training.step(1, BUCKETS, stop=2)
-        # Both products, while the first message travels.
-        assert len(training.network.sent) == 3
-        own = training.stream
-        # What the stream does next waits for the first message, and only for that.
-        assert own.time == first + TIMES[PROJECT] + 1e6 + TIMES[BACKPROJECT]
-        assert training.network.stream.time == first + TIMES[PROJECT] + 3e6
-
-
 @pytest.mark.parametrize("cuda", [True, False])
 def test_collectives_are_in_one_order(cuda: bool):
     """P₀ P₁ Q₀ P₂ Q₁ …; on CUDA the last bucket's come after the message that was due before it."""

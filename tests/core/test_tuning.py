@@ -110,10 +110,11 @@ def saved_with(settled: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_choice_that_cannot_be_is_refused() -> None:
-    for settled in (
+    refused: list[dict[str, Any]] = [
         *({"max_rank": value} for value in ("wide", [1], 3.5, 0, None)), {"compression": 0.5}, {"compression": "auto"},
         {"compression": None, "wire_dtype": None}, {"wire_dtype": "int4"}, {"rank": 3},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for settled in refused:
         with pytest.raises(ValueError, match="expected a plan of ranks with ranks"):
             Compressor(PowerSGDConfig(compression=4), SHAPES).load_state_dict(saved_with(settled))
 

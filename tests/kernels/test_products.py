@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from powersgd_triton.kernels.pack import pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import (
@@ -24,27 +23,6 @@ from tests.support.kernel_cases import (
 )
 from tests.support.kernel_checks import check_backproject, pack_and_average
 from tests.support.thinned import thinned
-
-
-def test_sums_of_parts_are_exact_for_integers(device: torch.device):
-    """Every part of every factor is added once, and none of a neighbour's."""
-    bucket = Bucket([(3, 1000, 3), (700, 2, 2), (40, 300, 1), (1000, 5, 5)], device, bypass=[2])
-    table = bucket.table
-    for records, numel, sizes, memories in (
-        (table.records[:, 5].tolist(), table.p_parts_numel, bucket.row_sizes, [bucket.first]),
-        (table.records[:, 6].tolist(), table.q_parts_numel, bucket.column_sizes, [bucket.second, bucket.Q]),
-    ):
-        parts = torch.randint(-1000, 1000, (numel,), generator=bucket.generator).float().to(device)
-        if memories == [bucket.first]:
-            pack_triton(table.pack_P, parts, bucket.pointers_G(), bucket.finite, own=None, message=bucket.first.flat)
-        else:
-            pack_and_average(bucket, parts, 1)
-        ends = [*records[1:], numel]
-        assert max((end - start) // size for start, end, size in zip(records, ends, sizes, strict=False)) > 1
-        for memory in memories:
-            for start, end, size, got in zip(records, ends, sizes, memory.cpu(), strict=False):
-                assert torch.equal(got, parts[start:end].cpu().view(-1, size).sum(dim=0))
-    assert bucket.guarded()
 
 
 @thinned("rank, shapes, dtype", RANKS, (mixed, uniform), GRADIENTS, together=1)

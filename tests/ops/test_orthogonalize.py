@@ -164,9 +164,6 @@ def test_groups_do_not_disturb_each_other():
     assert all(torch.equal(one, other) for one, other in zip(in_place, found, strict=True))
 
 
-# Bases that would not be orthonormal ---------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def spoiled(value: float) -> Iterator[None]:
     """Let decompositions have two equal columns at the end, and ``value`` in the first. CholeskyQR is never exact."""

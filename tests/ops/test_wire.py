@@ -161,8 +161,6 @@ def test_eligibility_counts_bytes():
     assert layout.sent_numel(PowerSGDConfig(rank=32, wire_dtype="int8"), 0) == 2 * (64 * 32 + 64) // 4 + 10
 
 
-# Whole steps --------------------------------------------------------------------------------------------------------
-
 SHAPES = {"wide": (48, 300), "tall": (260, 20), "twin": (48, 300), "bias": (33,), "small": (5, 7)}
 BUCKETS = [["wide", "bias"], ["tall", "twin", "small"]]
 

@@ -129,7 +129,7 @@ def test_a_function_gives_ranks():
     assert other.iteration == 1
     for wrong, error in ((2.5, TypeError), (None, TypeError), (True, TypeError), (-1, ValueError)):
         with pytest.raises(error, match=r"the rank of 'steep', \(60, 80\), must be .*; got"):
-            Compressor(PowerSGDConfig(rank=lambda *_: wrong), SHAPES).report()  # type: ignore[arg-type,return-value]  # noqa: B023
+            Compressor(PowerSGDConfig(rank=lambda *_: wrong), SHAPES).report()  # type: ignore[arg-type]  # noqa: B023
     for fields in ({"compression": 1e4}, {"compression": None, "bytes_per_step": 100}):
         with pytest.raises(ValueError, match=r"at rank 1 this model sends .* expected bytes_per_step of at least that"):
             Compressor(planned(**fields), SHAPES)
@@ -212,11 +212,12 @@ def test_saved_plans_of_steps_that_were_not_finite_are_loaded_and_damaged_ones_a
     resumed.load_state_dict(saved)
     assert resumed._engine.plan.ranks == through._engine.plan.ranks
     empty: dict[str, Any] = {"ranks": {}, "demands": {}, "spectra": {}, "pending": {}}
-    for part in (
+    parts: list[dict[str, Any]] = [
         {"ranks": {"flat": "2"}}, {"ranks": [1]}, {"ranks": {"flat": 0}}, {"demands": {"flat": math.nan}},
         {"demands": {"flat": math.inf}}, {"spectra": {"flat": 3.0}}, {"spectra": {"flat": [3.0, math.nan]}},
         {"pending": {"flat": [math.inf, 1.0]}}, {"pending": {"flat": [3.0, "4"]}}, {"others": {}},
-    ):  # fmt: skip
-        for plan in ([], part, {**empty, **part}):
-            with pytest.raises(ValueError, match="expected a plan of ranks"):
-                resumed.load_state_dict({**saved, "plan": plan})
+    ]  # fmt: skip
+    plans: list[Any] = [[], *parts, *({**empty, **part} for part in parts)]
+    for plan in plans:
+        with pytest.raises(ValueError, match="expected a plan of ranks"):
+            resumed.load_state_dict({**saved, "plan": plan})
