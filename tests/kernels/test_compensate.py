@@ -1,7 +1,4 @@
-"""The kernels that compensate and multiply, M Q and the alternating algorithm's Mᵀ P, against fp64 truth.
-
-The reference is held to the same bounds.
-"""
+"""The kernels that compensate and multiply, M Q and Mᵀ P, and their reference, against fp64 truth."""
 
 from __future__ import annotations
 

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from powersgd_triton import Compressor
 from powersgd_triton.ops import blocks
-from powersgd_triton.ops.orthogonalize import orthogonalize_groups
 from powersgd_triton.ops.ranges import reconstruct_ranges
-from powersgd_triton.ops.reference import orthogonalize_reference
 from tests.support.checks import everything, same_bits
 
 SHAPES = {"weight": (48, 40), "other": (48, 40), "odd": (33, 29), "bias": (7,)}
@@ -65,20 +62,3 @@ def test_tf32_is_off_in_products_only(allowed: str):
     finally:
         settings.fp32_precision = before
     assert seen == ["ieee" if allowed == "tf32" else allowed, allowed]
-
-
-def test_orthogonalization_has_fp64_products_only():
-    products = {"mm", "bmm", "linalg_qr", "linalg_cholesky_ex", "linalg_solve_triangular"}
-
-    class Noting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.overloadpacket.__name__ in products:
-                dtypes.update(arg.dtype for arg in args if isinstance(arg, Tensor))
-            return func(*args, **(kwargs or {}))
-
-    dtypes: set[torch.dtype] = set()
-    with Noting():
-        for A in (torch.randn(2, 9, 3), torch.zeros(2, 9, 3)):
-            orthogonalize_reference(A, keys=torch.arange(2), step=0, out=A)
-            orthogonalize_groups([A], keys=[torch.arange(2)], step=0, out=[A])
-    assert dtypes == {torch.float64}
