@@ -73,6 +73,8 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
     for one, other in zip(steps(interrupted), steps(fresh), strict=True):
         assert torch.equal(one, other)
     assert stale == [], "an abandoned bucket was written"
+    fresh.forget()
+    assert not any(error.any() for error in fresh.memory.error(fresh.step).values())
 
 
 @pytest.mark.parametrize("start_iter", [0, 10])

@@ -148,6 +148,19 @@ def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch):
     assert len(records) == 5
 
 
+def test_the_step_after_an_interrupted_one_is_measured():
+    state, records = watched(every=4)
+    engine = state._engine
+    steps(state, range(3))
+    engine.begin("all", lambda: SHAPES, CPU, last=True)
+    with pytest.raises(ZeroDivisionError):
+        engine.average(engine.layout(), gradients(9, SHAPES), write=lambda _: 1 / 0)  # type: ignore[arg-type]
+    steps(state, range(3, 5))
+    assert_errors(records[-1], state.error())
+    steps(state, [5])
+    assert [record.step for record in records] == [5]
+
+
 def test_an_exception_of_the_callback_reaches_the_program_when_the_step_has_ended():
     state, other = handle(), handle()
     state.telemetry(lambda _: 1 / 0, every=2)
