@@ -182,7 +182,7 @@ def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
     found += training.run([6], replay)
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert same_bits(one, other), step
-    # A captured step makes two launches more. No telemetry is the same as none before.
+    # A captured step makes two launches more.
     assert fields or training.launches in (None, 2 + 13 * len(SHAPES))
 
 
