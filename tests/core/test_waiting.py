@@ -13,7 +13,6 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.waiting import Waiting
 from powersgd_triton.layout.layout import Layout
-from tests.support.lockstep import Fleet
 
 CPU = torch.device("cpu")
 CONFIG = PowerSGDConfig(rank=8, min_compression_rate=0)
@@ -41,14 +40,10 @@ def test_buckets_are_joined_until_they_are_large_and_that_stays():
         joined.append(layout)
     assert joined[0] is joined[1]
     assert asked == [48, 96], "the decision of the first step stays"
-
-
-@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
-def test_only_buckets_of_one_dtype_and_device_are_joined(dtype: torch.dtype, device: str):
-    waiting = Waiting()
-    waiting.add(Layout.build({"a": (8, 6)}, CONFIG), {"a": torch.zeros(8, 6)}, lambda: None)
-    assert waiting.takes({"b": torch.zeros(8, 6)})
-    assert not waiting.takes({"b": torch.zeros(8, 6, dtype=dtype, device=device)})
+    # Only buckets of one dtype and device are joined.
+    waiting.add(layouts[0], {"a": torch.zeros(8, 6)}, lambda: None)
+    like = [torch.zeros(8, 6), torch.zeros(8, 6).bfloat16(), torch.zeros(8, 6, device="meta")]
+    assert [waiting.takes({"b": tensor}) for tensor in like] == [True, False, False]
 
 
 def test_forgetting_drops_the_buckets_that_wait(monkeypatch: pytest.MonkeyPatch):
@@ -70,16 +65,3 @@ def test_forgetting_drops_the_buckets_that_wait(monkeypatch: pytest.MonkeyPatch)
         averages = give("abc", value)
         assert all(torch.allclose(average, torch.full((8, 6), value)) for average in averages.values())
     assert engine.step.iteration == 2
-
-
-def test_errors_have_one_dtype_on_all_workers_of_a_node():
-    """The second worker of each node has no row of the first matrix."""
-    config = PowerSGDConfig(rank=1, min_compression_rate=0, error_dtype="float32")
-    shapes = dict.fromkeys("ab", (16, 12))
-    fleet = Fleet(config, shapes, 4, 2)
-    fleet.step([{name: torch.randn(16, 12, dtype=torch.float64) for name in shapes} for _ in range(4)], [list(shapes)])
-    assert {error.dtype for errors in fleet.errors() for error in errors.values()} == {torch.float32}
-    saved = fleet.together(lambda engine: engine.state_dict())
-    assert all(
-        torch.equal(saved[0]["matrices"][n]["error"], one["matrices"][n]["error"]) for one in saved for n in shapes
-    )
