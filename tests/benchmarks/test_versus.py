@@ -216,10 +216,8 @@ def test_only_what_no_file_has_is_trained(files: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_digits_are_trained_and_their_bytes_counted(files: Path) -> None:
-    steps, local = 4, "diloco:fp32+every2+outer1+momentum0"
-    trainings.run(
-        files / "digits.json", "digits", trainings.train_digits, ["allreduce", "ours:1", local], [0], steps, 2
-    )
+    steps, chosen = 4, ["allreduce", "ours:1", "diloco:fp32+every2+outer1+momentum0"]
+    trainings.run(files / "digits.json", "digits", trainings.train_digits, chosen, [0], steps, 2)
     records = json.loads((files / "digits.json").read_text())
     assert all(0 < row["loss"] < 2 * math.log(10) and 0 <= row["accuracy"] <= 100 for row in records)
     sent = {row["arm"]: row["bytes_per_step"] for row in records}
