@@ -12,7 +12,7 @@ import pytest
 import triton
 
 from benchmarks.bucket_costs import record_bucket
-from benchmarks.compiled import GPUS, Instruction, count, loops
+from benchmarks.compiled import GPUS
 from powersgd_triton.kernels.availability import OLDEST_TRITON_ON_ROCM
 from tests.support.distributed import HUNG
 from tests.support.programs import output_of
@@ -118,13 +118,6 @@ def test_blocks_of_a_multiprocessor():
     assert [h100.resident_blocks(32, shared * 1024, 4) for shared in (75, 113, 227, 228)] == [3, 2, 1, 0]
     assert [rtx4090.resident_blocks(32, shared * 1024, 8) for shared in (0, 49, 99, 100)] == [6, 2, 1, 0]
     assert GPUS["gfx942"].resident_blocks(128, 0, 4) == 4
-
-
-def test_instructions_of_a_loop_are_counted():
-    names = ["MOV", "BAR.SYNC", "SHFL.BFLY", "DFMA", "WARPSYNC", "BRA", "EXIT", "BRA"]
-    code = [Instruction(16 * i, name, {5: 16, 7: 112}.get(i)) for i, name in enumerate(names)]
-    (loop,) = loops(code)
-    assert count(loop, GPUS["sm_90"]) == {"instructions": 5, "barriers": 1, "shuffles": 1, "fp64": 1}
 
 
 @pytest.mark.parametrize("rank", [4, 32])

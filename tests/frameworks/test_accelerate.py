@@ -1,4 +1,4 @@
-"""``compress(accelerator, model)``: several models, wrong use and exports."""
+"""``compress(accelerator, model)``: several models and wrong use."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.distributed import on_workers
-from tests.support.frameworks.job import DDP, RANK_4, ZERO2, Job, be_launched, exported, forget, largest, warnings_of
+from tests.support.frameworks.job import DDP, RANK_4, Job, be_launched, forget, largest, warnings_of
 from tests.support.small import complaint
 
 pytest.importorskip("accelerate")
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import accelerate as adapter
-from tests.support.frameworks.accelerate import accelerator_for, fit
+from tests.support.frameworks.accelerate import accelerator_for
 
 compress: Any = adapter.compress
 pytestmark = pytest.mark.slow
@@ -76,20 +75,3 @@ def test_several_models_and_wrong_use(worker: int, workers: int, tmp_path: Path)
     compress(accelerator, third, **RANK_4)
     backward(third)
     assert saved("freed") == ["powersgd.pt"]
-
-
-@on_workers(2)
-def test_exports_of_deepspeeds_parameters(worker: int, workers: int, tmp_path: Path):
-    pytest.importorskip("deepspeed")
-    from safetensors.torch import load_file
-
-    be_launched(worker, workers)
-    accelerator, model = fit(Job(ZERO2, tmp_path, RANK_4, parameters="int2"))
-
-    def saved() -> dict[str, torch.Tensor]:
-        accelerator.save_model(model, f"{tmp_path}/saved")
-        dist.barrier()
-        return load_file(f"{tmp_path}/saved/model.safetensors")
-
-    exported(model, lambda: accelerator.get_state_dict(model))
-    exported(model, saved)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 from pathlib import Path
 from typing import Any
@@ -14,53 +13,31 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import on_workers
-from tests.support.frameworks.job import DDP, FSDP1, FSDP2, LIMIT, RANK_4, ZERO2, Job, be_launched, difference, whole
+from tests.support.frameworks.job import DDP, FSDP1, FSDP2, LIMIT, RANK_4, ZERO2, Job, be_launched, difference
 from tests.support.small import complaint
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.lightning import PowerSGD
-from tests.support.frameworks.lightning import CHECKPOINT, Loader, Module, strategy_for, train, trainer_for
+from tests.support.frameworks.lightning import CHECKPOINT, Loader, Module, train, trainer_for
 
 pytestmark = pytest.mark.slow
 
 
-def test_lightning_has_what_the_callback_needs():
-    """A release that renames one of these must fail here, and not train or resume without compression."""
-    assert isinstance(inspect.getattr_static(Trainer, "distributed_sampler_kwargs"), property)
-    assert isinstance(inspect.getattr_static(Trainer, "ckpt_path"), property)
-    assert "scaler" in inspect.signature(MixedPrecision).parameters
-    assert [*inspect.signature(Callback.on_save_checkpoint).parameters][1:] == ["trainer", "pl_module", "checkpoint"]
-    assert "self.strategy.save_checkpoint(checkpoint, filepath" in inspect.getsource(Trainer.save_checkpoint)
-    for strategy in (FSDPStrategy, ModelParallelStrategy):
-        assert [*inspect.signature(strategy.save_checkpoint).parameters][:3] == ["self", "checkpoint", "filepath"]
-        # What is left in the checkpoint says afterwards whether the state goes beside it.
-        assert 'checkpoint.pop("callbacks' not in inspect.getsource(strategy.save_checkpoint)
-    source = inspect.getsource(_CheckpointConnector.dump_checkpoint)
-    assert source.index('"state_dict": self') < source.index("call._call_callbacks_on_save_checkpoint")
-
-
 @on_workers(2)
-def test_wrong_use_and_what_lightning_leaves_to_gpus(worker: int, workers: int):
+def test_wrong_use(worker: int, workers: int):
     be_launched(worker, workers)
-    job, zero = Job(DDP, options=RANK_4), Job(ZERO2)
+    job = Job(DDP, options=RANK_4)
     assert "got both" in complaint(PowerSGD, PowerSGDConfig(), rank=4)
     assert "got int" in complaint(PowerSGD, 4)
     assert "'rank'" in complaint(PowerSGD, rnak=4)
     two = trainer_for(job, callbacks=[PowerSGD(rank=4), PowerSGD(rank=2)])
     assert "compressed with" in complaint(two.fit, Module(job), Loader())
-    # Lightning's own: the strategies that are tested with pretended GPUs.
-    assert "requires a GPU" in complaint(trainer_for, Job(DDP), "fsdp")
-    on_cpus = trainer_for(zero, strategy_for(zero), accelerator="cpu")
-    assert "only supported on CUDA GPUs" in complaint(on_cpus.fit, Module(zero), Loader())
 
 
 @pytest.mark.parametrize("wrapper", [DDP, FSDP2, ZERO2])
@@ -139,29 +116,18 @@ def test_the_package_pytorch_lightning(worker: int, workers: int):
     """Its trainer takes our callback too, which it does not know as its own."""
     package: Any = pytest.importorskip("pytorch_lightning")
     be_launched(worker, workers)
-    job = Job(DDP)
 
     class Plain(package.LightningModule):  # type: ignore[misc,unused-ignore]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = job.net()
+        training_step, configure_optimizers = Module.training_step, Module.configure_optimizers
 
-        def training_step(self, batch: Any) -> Any:
-            return self.net(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.01)
-
-    strategy = package.strategies.DDPStrategy(process_group_backend="gloo")
     callback, module = PowerSGD(**RANK_4), Plain()
+    module.net = Job(DDP).net()
+    strategy = package.strategies.DDPStrategy(process_group_backend="gloo")
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = package.Trainer("cpu", strategy, 2, callbacks=[callback], max_steps=Job.STEPS, **quiet)
     trainer.fit(module, Loader())
     assert callback.powersgd is not None
     assert callback.powersgd.iteration == Job.STEPS
-    saved = trainer._checkpoint_connector.dump_checkpoint()["callbacks"]["PowerSGD"]
-    assert saved["iteration"] == Job.STEPS
-    assert difference(whole(module.net), whole(job.net())) > 1e-4
 
 
 @on_workers(2)

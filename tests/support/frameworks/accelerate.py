@@ -60,8 +60,8 @@ def accelerator_for(job: Job) -> Accelerator:
     return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
 
 
-def fit(job: Job) -> tuple[Accelerator, Any]:
-    """Return the accelerator and the model that it has prepared, after the last step."""
+def train(job: Job) -> dict[str, Tensor]:
+    """Return the parameters after the last step."""
     accelerator = accelerator_for(job)
     net = job.net()
     optimizer = torch.optim.AdamW(net.parameters(), **Job.ADAM)
@@ -89,9 +89,4 @@ def fit(job: Job) -> tuple[Accelerator, Any]:
                 accelerator.save_state(str(job.folder))
             if step not in job.steps:
                 break
-    return accelerator, model
-
-
-def train(job: Job) -> dict[str, Tensor]:
-    """Return the parameters after the last step."""
-    return whole(fit(job)[1])
+    return whole(model)

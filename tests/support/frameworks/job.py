@@ -9,7 +9,7 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -274,15 +274,3 @@ def is_off_in_one_process(worker: int, workers: int, framework: str) -> None:
     assert "nothing to send" in printed.getvalue()
     assert same_bits(trained, train(Job(DDP)))
     assert difference(trained, whole(Net())) > 1e-3
-
-
-def exported(engine: Any, export: Callable[[], Mapping[str, Tensor]]) -> None:
-    """An export has the optimizer's parameters, from which DeepSpeed's model differs, and leaves the model."""
-    before = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
-    with engine.powersgd.exact_parameters():
-        exact = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
-    assert not same_bits(exact, before)
-    written = export()
-    assert written
-    assert all(torch.equal(exact[name], tensor) for name, tensor in written.items())
-    assert same_bits(engine.module.state_dict(), before)
