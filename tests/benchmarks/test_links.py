@@ -1,18 +1,14 @@
-"""Crossovers, times to a loss and the report of the benchmark of links; one that trains for real."""
+"""Crossovers and times to a loss of the benchmark of links; one that trains for real."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
-from benchmarks import loss_per_byte
 from benchmarks.network import links
 from benchmarks.network.links_report import crossover, steps_to
 from benchmarks.network.namespaces import can_shape
-from benchmarks.network.turns import Row
 
 MODEL = next(iter(links.MODELS))
 
@@ -33,26 +29,6 @@ def test_a_loss_is_reached_between_two_points() -> None:
     assert steps_to(curve, 3.0, interval=10) == 20
     assert steps_to(curve, 2.5, interval=10) == 22.5
     assert steps_to(curve, 0.9, interval=10) is None
-
-
-def test_a_report_joins_times_and_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(links, "FILE", tmp_path / "links.json")
-    monkeypatch.setattr(links, "PICTURE", tmp_path / "links.png")
-    monkeypatch.setattr(loss_per_byte, "FILE", tmp_path / "losses.json")
-    with pytest.raises(SystemExit, match=r"no times in .*links\.json; measure them with: .* times"):
-        links.report(20)
-    counts = (2000.0, 4000.0), (1000.0, 3000.0), (0.05, 0.1, 0.2)
-    links.record([Row(MODEL, rate, arm, *counts) for rate in (100.0, 1000.0) for arm in links.FEW_ARMS])
-    common = {"model": links.losses_name(MODEL), "seed": 0, "steps": 20, "workers": links.WORKERS}
-    curves = {"ours:4": [3.0, 2.0], "allreduce": [3.0, 2.0]}
-    records = [{**common, "arm": arm, "curve": curve} for arm, curve in curves.items()]
-    loss_per_byte.FILE.write_text(json.dumps([*records, {**records[0], "seed": 1, "curve": [9.0, 9.0]}]))
-    assert list(links.curves(MODEL, 20).items()) == [("allreduce", [3.0, 2.0]), ("ours:4", [3.0, 2.0])]
-    links.report(20)
-    assert "| ours:4 | 2.000 | +0.0% | 20 | 2.0 | 2.0 |" in capsys.readouterr().out
-    assert links.PICTURE.stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -100,19 +100,6 @@ def test_commands_end_with_a_failure_or_a_timeout(pair: list[Host]) -> None:
     assert time.monotonic() - begin < 10
 
 
-def test_no_process_stays_in_a_removed_host() -> None:
-    with network(1) as hosts:
-        # A session of its own, as torchrun's workers have.
-        run_in_hosts(hosts, [["sh", "-c", "setsid sleep 60 & exit 0"]], timeout=20)
-        (number,) = namespaces._call("ip", "netns", "pids", hosts[0].namespace).split()
-    status = Path(f"/proc/{number}/stat")
-    deadline = time.monotonic() + 10
-    # Z: it has ended, and nobody has asked for its exit status.
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_two_levels_send_as_few_bytes_as_documented() -> None:
     rows = two_levels.measure(list(two_levels.FACTORS), list(two_levels.MODELS)[:1], [None], steps=8)
