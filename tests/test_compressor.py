@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_dict_list_and_flat_buffer_agree(dtype: torch.dtype):
 
 
 def test_seed_decides_the_first_basis_and_without_warm_start_the_next_ones():
-    cold = {"warm_start": False, "error_feedback": False}
+    cold: dict[str, Any] = {"warm_start": False, "error_feedback": False}
     compressors = [trained(0, seed=seed, **fields) for fields in ({}, cold) for seed in (0, 0, 2**32 - 1)]
     warm, same, other, one, again, others = (step(each, gradients(0))["linear"] for each in compressors)
     assert torch.equal(warm, same)

@@ -36,7 +36,7 @@ def test_what_fields_become():
     assert (planned.rank, planned.wire_dtype, planned.planned) == (None, "int4", True)
     assert PowerSGDConfig(compression=20, wire_dtype="fp32").wire_dtype == "float32"
     for name in (torch.bfloat16, "bf16", "bfloat16"):
-        assert PowerSGDConfig(error_dtype=name) == PowerSGDConfig(error_dtype="bfloat16")  # type: ignore[arg-type]
+        assert PowerSGDConfig(error_dtype=name) == PowerSGDConfig(error_dtype="bfloat16")
     # A function in the rank's place is kept as its name.
     config = PowerSGDConfig(rank=test_what_fields_become)  # type: ignore[arg-type]
     assert config.to_dict()["rank"] == "function test_what_fields_become"
