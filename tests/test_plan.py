@@ -36,13 +36,12 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "of 1 MiB"])
 def test_buckets_are_those_of_ddp(name: str) -> None:
     """DDP's first bucket is smaller only by default."""
-    tensors, _ = plan.load(name, 1.0, CPU)
-    first = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    tensors = plan.load(name, 1.0, CPU)[0] if name in MODELS else {str(i): (256, 1024) for i in range(60)}
     empty = [torch.empty(shape, device="meta") for shape in tensors.values()]
-    for caps, limits in (([], [first, 25 << 20]), ([5], [5 << 20])):
+    for caps, limits in (([], [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]), ([5], [5 << 20])):  # type: ignore[attr-defined]
         expected, _ = dist._compute_bucket_assignment_by_size(empty, limits)  # type: ignore[attr-defined]
         names, buckets = list(tensors), plan.ddp_buckets(tensors, *caps)
         assert [list(bucket) for bucket in buckets] == [[names[i] for i in each] for each in expected]
@@ -99,11 +98,8 @@ def test_a_cap_is_a_choice_between_latency_and_waiting() -> None:
     assert plan.best_cap(seconds[slow]) <= plan.DEFAULT_CAP < plan.best_cap(seconds[far])
     # All sizes about as good: DDP's default, so that nothing has to be set.
     assert plan.best_cap(dict.fromkeys(plan.CAPS, 1.0)) == plan.DEFAULT_CAP
-
-
-def test_a_late_message_is_counted_on_the_cpu() -> None:
-    job = Job(plan.ddp_buckets({str(number): (1024, 1024) for number in range(48)}), 4, 10.0, Network(2))
-    config, free = PowerSGDConfig(rank=4), ComputeTime((0.0, 0.0, 0.0))
+    # A late message is counted on the CPU.
+    job, free = Job(plan.ddp_buckets(tensors), 4, 10.0, Network(2)), ComputeTime((0.0, 0.0, 0.0))
     seconds = [dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False)]
     (*_, before, _) = factor_seconds(job.layouts(config), config, job.network, late=False)
     assert seconds[0] - seconds[1] == pytest.approx(before / 2)
