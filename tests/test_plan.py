@@ -100,9 +100,9 @@ def test_a_cap_is_a_choice_between_latency_and_waiting() -> None:
     assert plan.best_cap(dict.fromkeys(plan.CAPS, 1.0)) == plan.DEFAULT_CAP
     # A late message is counted on the CPU.
     job, free = Job(plan.ddp_buckets(tensors), 4, 10.0, Network(2)), ComputeTime((0.0, 0.0, 0.0))
-    seconds = [dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False)]
+    late, early = (dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False))
     (*_, before, _) = factor_seconds(job.layouts(config), config, job.network, late=False)
-    assert seconds[0] - seconds[1] == pytest.approx(before / 2)
+    assert late - early == pytest.approx(before / 2)
 
 
 MODULE = """
