@@ -90,7 +90,7 @@ def _calls(
     tensors = {name: shape for shapes in numbered for name, shape in shapes.items()}
     engine = Engine(Counted(), config, communicator, lambda: tensors)
     for shapes in numbered:
-        bucket = engine.begin(id(shapes), lambda own=shapes: own, META, last=shapes is numbered[-1])
+        bucket = engine.begin(id(shapes), lambda own=shapes: own, META, last=shapes is numbered[-1])  # type: ignore[misc]
         engine.average(bucket, {n: torch.empty(s, device=META) for n, s in shapes.items()}, join=True)
     return tuple(calls)
 

@@ -177,7 +177,7 @@ def test_a_compressor_waits_for_its_messages(name: str):
 
 def test_memory_that_nobody_waits_for_is_found():
     """The check of the test above sees a message whose sum is used before it has arrived."""
-    with stream_machine() as machine, mock.patch("powersgd_triton.core.engine.wait"):
+    with stream_machine() as machine, mock.patch("powersgd_triton.core.schedule.wait"):
         Training(machine).step(0, BUCKETS)
     assert machine.races
 

@@ -198,8 +198,8 @@ def test_waiting_is_exchange_and_the_backward_pass_is_no_phase(monkeypatch: pyte
     assert all(0 < found[phase] < 20 for phase in COMPUTE)
     assert record.compute == pytest.approx(sum(found[phase] for phase in COMPUTE))
     # The step begins at the end of the first one, before a pause. What is between the turns of the buckets is in no
-    # phase: two pauses, and seven readings of the clock.
-    assert found[STEP] == pytest.approx(sum(found[phase] for phase in PHASES) + 2000 + 7)
+    # phase: two pauses, and nine readings of the clock.
+    assert found[STEP] == pytest.approx(sum(found[phase] for phase in PHASES) + 2000 + 9)
 
 
 class FakeEvent:
