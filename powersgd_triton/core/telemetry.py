@@ -134,7 +134,8 @@ class Telemetry:
 
     def watch(self, task: Task) -> Task:
         """Let the stages of a bucket mark their times."""
-        if task.memory is None:
+        if not hasattr(task.memory, "bucket"):
+            # Another scheme, whose stages are not known.
             return task
         watched = Measured(task.memory, self._clock, self._measure)
         return dataclasses.replace(task, memory=watched)
