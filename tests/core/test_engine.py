@@ -74,6 +74,39 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
     assert not any(error.any() for error in fresh.residuals.error(fresh.step).values())
 
 
+class LateNetwork(Communicator):
+    """Two workers who send the same. ``late`` is what a message of an interrupted step still writes to."""
+
+    late: Tensor | None = None
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
+        return tensor.expand(2, *tensor.shape)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if self.late is not None:
+            self.late.fill_(torch.nan)
+        self.newest = tensor.mul_(2)
+
+
+def test_a_message_of_an_interrupted_step_does_not_reach_the_next_one():
+    network = LateNetwork()
+    engine = new_engine(everything(2), network, lambda: SHAPES)
+    for name in "abc":
+        give(engine, name, 0, keys=(name,), last=name == "c")
+    give(engine, "a", 1, keys=("a",), last=False)
+    interrupted = network.newest
+    # The step is interrupted, since its first bucket comes again. Its message arrives while the next one is computed.
+    engine.begin("a", lambda: {"a": SHAPES["a"]}, CPU, keys=("a",), last=True)
+    network.late = interrupted
+    average = random_gradients(2, {"a": SHAPES["a"]})
+    engine.average(engine.buckets.find("a", dict, CPU), average)
+    assert average["a"].isfinite().all()
+
+
 @pytest.mark.parametrize("start_iter", [0, 10])
 def test_a_step_that_is_not_applied_stays_in_the_error(start_iter: int):
     """Also where an adapter compresses before the engine has counted ``start_iter`` steps, as DeepSpeed's may."""
