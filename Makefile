@@ -105,7 +105,7 @@ $(INSTALLED_FRAMEWORKS): pyproject.toml setup.py constraints.txt constraints-fra
 
 # All else as in constraints.txt. The interpreter of triton 3.5 converts arrays of one element, which NumPy 2.4 refuses.
 $(INSTALLED_OLDEST): pyproject.toml setup.py constraints.txt
-	$$(command -v python3.10 || command -v $(PYTHON3)) -m venv .venv-oldest
+	python3.10 -m venv .venv-oldest || $(PYTHON3) -m venv .venv-oldest
 	grep --invert-match --extended-regexp "^(torch|triton|numpy)==" constraints.txt > .venv-oldest/constraints.txt
 	printf "%s\n" $(OLDEST) "numpy<2.4" >> .venv-oldest/constraints.txt
 	$(PYTHON_OLDEST) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) torch==2.9.0+cpu,torch==2.9.0)
