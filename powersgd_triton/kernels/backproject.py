@@ -1,7 +1,7 @@
 """Q = Mᵀ P̂, in one pass over M.
 
-A program holds the sum of one block of Q's rows, that is of M's columns, in registers and walks down the rows of M. It
-computes the block transposed, as P̂ᵀ M [C, columns], so that the tiles of M are operands as they were loaded.
+A program holds the sum for a block of M's columns in registers and walks down the rows of M. It computes the sum
+transposed, as P̂ᵀ M [C, columns], so that the tiles of M are operands as they were loaded.
 """
 
 from __future__ import annotations
@@ -84,31 +84,19 @@ def _walk_down_rows(
 def backproject_triton(
     table: BucketTable, M: Pointers, P: Tensor, launch: Launch, *, out: Tensor, first_panel: int = 0
 ) -> None:
-    """out = parts of Q = Mᵀ P; see ``backproject_reference``.
+    """Write the parts of Q = Mᵀ P, each split's part of each Q [m, r], see ``backproject_reference``.
 
     Args:
-        table: the bucket's.
-        M: matrices of fp32, bf16 or fp16.
-        P: all matrices' factors, fp32, flat.
-        launch: tile, warps and stages.
-        out: fp32, ``table.q_parts_numel`` elements: each split's part of each Q [m, r].
-        first_panel: panel of P's columns to begin with.
+        table: The bucket's table.
+        M: Matrices in fp32, bf16 or fp16.
+        P: Factors of all matrices, fp32, flat.
+        launch: Tile, warps and stages.
+        out: fp32 [``table.q_parts_numel``].
+        first_panel: Panel of P's columns to begin with.
     """
     panels = -(-table.rank // launch.panel) - first_panel
-    if panels <= 0:
-        return
-    run(
-        _backproject_kernel,
-        (panels * table.column_tiles.size(0),),
-        launch.of_tiles,
-        M.base,
-        M.distances,
-        P,
-        out,
-        table.records,
-        table.column_tiles,
-        first_panel,
-        panels,
-        M_TYPE=ELEMENTS[M.dtype],
-        VEC=vector_of(M.dtype),
-    )
+    if panels > 0:
+        tiles = table.column_tiles
+        arguments = M.base, M.distances, P, out, table.records, tiles, first_panel, panels
+        kind, vector = ELEMENTS[M.dtype], vector_of(M.dtype)
+        run(_backproject_kernel, (panels * len(tiles),), launch.of_tiles, *arguments, M_TYPE=kind, VEC=vector)

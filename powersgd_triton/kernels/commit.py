@@ -69,41 +69,24 @@ def commit_triton(
     """If finite: message ← message / workers, basis ← following. Else: message ← NaN, M ← M − G, verdict ← 0.
 
     Args:
-        table: the bucket's.
-        G: gradients; see ``rollback_reference``.
-        M: error buffers of fp32 or bf16; None without error feedback.
-        following: orthonormal bases of the message's columns, fp32, flat; None for bases that stay.
-        workers: number of workers whose Q are summed in the message.
+        table: The bucket's table.
+        G: Gradients.
+        M: Error buffers in fp32 or bf16. None without error feedback.
+        following: Orthonormal bases of the message's columns, fp32, flat. None if the bases stay.
+        workers: Number of workers whose factors the message sums.
         finite: int32 scalar on the device.
-        largest: largest element that an error may keep after a step that was not finite.
-        basis: fp32, flat.
-        message: the second message, fp32.
-        verdict: scalar on the device.
+        largest: Largest element that an error may keep after a step that was not finite, see ``rollback_reference``.
+        basis, message: fp32, flat. The message is the step's last one.
+        verdict: Scalar on the device.
     """
-    factor_programs = -(-message.numel() // COPY_BLOCK)
+    numel, feedback = message.numel(), M is not None and bool(table.matrices)
     errors = G if M is None else M
-    feedback = M is not None and bool(table.matrices)
+    factor_programs = -(-numel // COPY_BLOCK)
+    programs = factor_programs + (len(table.rollback) if feedback else 0)
+    bases = message if following is None else following
+    arguments = bases, basis, message, finite, verdict, table.rollback, factor_programs, numel, float(workers)
     run(
-        _commit_kernel,
-        (max(1, factor_programs + (table.rollback.size(0) if feedback else 0)),),
-        NUMERICS,
-        G.base,
-        G.distances,
-        errors.base,
-        errors.distances,
-        message if following is None else following,
-        basis,
-        message,
-        finite,
-        verdict,
-        table.rollback,
-        factor_programs,
-        message.numel(),
-        float(workers),
-        G_TYPE=ELEMENTS[G.dtype],
-        M_TYPE=ELEMENTS[errors.dtype],
-        ADVANCE=following is not None,
-        FEEDBACK=feedback,
-        LARGEST=largest,
-        BLOCK=COPY_BLOCK,
-    )
+        _commit_kernel, (max(1, programs),), NUMERICS, G.base, G.distances, errors.base, errors.distances, *arguments,
+        G_TYPE=ELEMENTS[G.dtype], M_TYPE=ELEMENTS[errors.dtype], ADVANCE=following is not None, FEEDBACK=feedback,
+        LARGEST=largest, BLOCK=COPY_BLOCK,
+    )  # fmt: skip

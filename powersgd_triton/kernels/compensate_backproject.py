@@ -1,7 +1,7 @@
 """M ← G + growth · (M − P Qᵀ) and Q = Mᵀ · basis, in one pass over G and M.
 
-This is every second step of the alternating algorithm, which multiplies M from the left. A program walks down the rows
-of M as in ``backproject.py`` and compensates as in ``compensate_project.py``.
+The alternating algorithm multiplies M from the left in every second step. A program walks down the rows of M as in
+``backproject.py`` and compensates as in ``compensate_project.py``.
 """
 
 from __future__ import annotations
@@ -115,17 +115,10 @@ def compensate_backproject_triton(
     *,
     out: Tensor,
 ) -> None:
-    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P; see ``compensate_backproject_reference``.
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P, see ``compensate_backproject_reference``.
 
-    Args:
-        table: the bucket's.
-        G: gradients of fp32, bf16 or fp16.
-        M: error buffers of fp32 or bf16, updated; None for M = G.
-        P_prev, Q_prev, P: all matrices' factors, fp32, flat.
-        applied: scalar on the device, 0 where the product was never applied.
-        growth: fp32 scalar on the device by which the loss scale has grown since M was written.
-        launch, launch_backproject: tile, warps and stages; of the latter for columns of P beyond the first panel.
-        out: fp32, ``table.q_parts_numel`` elements: each split's part of each Q [m, r].
+    Arguments are those of ``compensate_project_triton``. ``launch_backproject`` is for columns of P beyond the first
+    panel, and ``out`` has ``table.q_parts_numel`` elements.
     """
     if M is None:
         backproject_triton(table, G, P, launch_backproject, out=out)
@@ -133,25 +126,9 @@ def compensate_backproject_triton(
     if not table.matrices:
         return
     run(
-        _compensate_backproject_kernel,
-        (table.column_tiles.size(0),),
-        launch.of_tiles,
-        G.base,
-        G.distances,
-        M.base,
-        M.distances,
-        P_prev,
-        Q_prev,
-        applied,
-        growth,
-        P,
-        out,
-        table.records,
-        table.column_tiles,
-        G_TYPE=ELEMENTS[G.dtype],
-        M_TYPE=ELEMENTS[M.dtype],
-        WIDE=launch.wide,
-        VEC=vector_of(G.dtype, M.dtype),
-    )
+        _compensate_backproject_kernel, (len(table.column_tiles),), launch.of_tiles, G.base, G.distances, M.base,
+        M.distances, P_prev, Q_prev, applied, growth, P, out, table.records, table.column_tiles,
+        G_TYPE=ELEMENTS[G.dtype], M_TYPE=ELEMENTS[M.dtype], WIDE=launch.wide, VEC=vector_of(G.dtype, M.dtype),
+    )  # fmt: skip
     # Columns of P beyond the first panel: these programs read M as the kernel above stored it.
     backproject_triton(table, M, P, launch_backproject, out=out, first_panel=1)

@@ -122,49 +122,31 @@ def compensate_project_triton(
     *,
     out: Tensor,
 ) -> None:
-    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of P = M Q; see ``compensate_project_reference``.
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of P = M Q, see ``compensate_project_reference``.
 
     Args:
-        table: the bucket's.
-        G: gradients of fp32, bf16 or fp16.
-        M: error buffers of fp32 or bf16, updated; None for M = G.
-        P_prev, Q_prev, Q: all matrices' factors, fp32, flat.
-        applied: scalar on the device, 0 where the product was never applied.
+        table: The bucket's table.
+        G: Gradients in fp32, bf16 or fp16.
+        M: Error buffers in fp32 or bf16, updated. None for M = G.
+        P_prev, Q_prev, Q: Factors of all matrices, fp32, flat.
+        applied: Scalar on the device, 0 if the product was never applied.
         growth: fp32 scalar on the device by which the loss scale has grown since M was written.
-        launch: tile, warps and stages.
-        out: fp32, ``table.p_parts_numel`` elements: each split's part of each P [n, r].
+        launch: Tile, warps and stages.
+        out: fp32 [``table.p_parts_numel``], each split's part of each P [n, r].
     """
     if not table.matrices:
         return
-    panels = -(-table.rank // launch.panel)
+    panels, tiles = -(-table.rank // launch.panel), table.row_tiles
     source = G if M is None else M
 
     def launch_panels(first_panel: int, count: int, compensate: bool) -> None:
         gradient = G if compensate else source
         run(
-            _compensate_project_kernel,
-            (count * table.row_tiles.size(0),),
-            launch.of_tiles,
-            gradient.base,
-            gradient.distances,
-            source.base,
-            source.distances,
-            P_prev,
-            Q_prev,
-            applied,
-            growth,
-            Q,
-            out,
-            table.records,
-            table.row_tiles,
-            first_panel,
-            count,
-            G_TYPE=ELEMENTS[gradient.dtype],
-            M_TYPE=ELEMENTS[source.dtype],
-            COMPENSATE=compensate,
-            WIDE=launch.wide,
-            VEC=vector_of(gradient.dtype, source.dtype),
-        )
+            _compensate_project_kernel, (count * len(tiles),), launch.of_tiles, gradient.base, gradient.distances,
+            source.base, source.distances, P_prev, Q_prev, applied, growth, Q, out, table.records, tiles, first_panel,
+            count, G_TYPE=ELEMENTS[gradient.dtype], M_TYPE=ELEMENTS[source.dtype], COMPENSATE=compensate,
+            WIDE=launch.wide, VEC=vector_of(gradient.dtype, source.dtype),
+        )  # fmt: skip
 
     if M is None:
         launch_panels(0, panels, compensate=False)

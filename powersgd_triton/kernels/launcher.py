@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from powersgd_triton.layout.wire_format import ALIGNMENT
+
 OLDEST, NEWEST = (3, 6), (3, 9)
 """Versions of Triton whose compiled kernels are launched as they are here."""
 
@@ -23,19 +25,12 @@ KNOWN = torch.version.hip is None and OLDEST <= tuple(map(int, triton.__version_
 
 HAS_DEVICE = torch.cuda.is_available()
 
-ALIGNMENT = 16
-"""Bytes. Triton compiles a kernel for pointers that are multiples of it, or for others."""
-
 
 class _Known(NamedTuple):
     """What was found out in the first launch of a kernel with some constants.
 
-    Attributes:
-        compiled: The compiled kernel.
-        options: As given.
-        constants: All constants, in the order of the kernel's parameters.
-        pointers: Indices of tensors among the arguments that start at multiples of 16 bytes.
-        scalars: Indices of the other tensors, for which the kernel is compiled wherever they start.
+    ``pointers`` are indices of tensors among the arguments that start at multiples of 16 bytes. ``scalars`` are those
+    of the other tensors, which may start anywhere. ``constants`` are all of the kernel's, in its parameters' order.
     """
 
     compiled: Any

@@ -109,36 +109,21 @@ def reconstruct_triton(
     table: BucketTable, P: Tensor, Q: Tensor, message: Tensor, entries: Tensor, launch: Launch, *, out: Pointers,
     verdict: Tensor,
 ) -> None:  # fmt: skip
-    """out = P Qᵀ; see ``reconstruct_reference``. Bypass tensors are copied from the message.
+    """out = P Qᵀ, see ``reconstruct_reference``. Bypass tensors are copied from the message.
 
     Args:
-        table: the bucket's.
-        P, Q: all matrices' factors, fp32, flat.
-        message: fp32, with the means of the bypass tensors.
-        entries: the table that it was packed by, ``pack_P`` or ``pack_left``.
-        launch: tile, warps and stages.
-        out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
-        verdict: scalar on the device, set to 0 where an element of ``out`` is not finite.
+        table: The bucket's table.
+        P, Q: Factors of all matrices, fp32, flat.
+        message: Message with the means of the bypass tensors, fp32.
+        entries: Table by which it was packed, ``pack_P`` or ``pack_left``.
+        launch: Tile, warps and stages.
+        out: Matrices and bypass tensors in fp32, bf16 or fp16, to which values are rounded once.
+        verdict: Scalar on the device, set to 0 if an element of ``out`` is not finite.
     """
-    programs = table.row_tiles.size(0) + table.bypass_programs
-    if not programs:
-        return
-    run(
-        _reconstruct_kernel,
-        (programs,),
-        launch.of_tiles,
-        P,
-        Q,
-        message,
-        out.base,
-        out.distances,
-        verdict,
-        table.records,
-        table.row_tiles,
-        entries,
-        table.row_tiles.size(0),
-        OUT_TYPE=ELEMENTS[out.dtype],
-        WIDE=launch.wide,
-        VEC=vector_of(out.dtype),
-        COPY=COPY_BLOCK,
-    )
+    tiles, programs = table.row_tiles, len(table.row_tiles) + table.bypass_programs
+    if programs:
+        run(
+            _reconstruct_kernel, (programs,), launch.of_tiles, P, Q, message, out.base, out.distances, verdict,
+            table.records, tiles, entries, len(tiles),
+            OUT_TYPE=ELEMENTS[out.dtype], WIDE=launch.wide, VEC=vector_of(out.dtype), COPY=COPY_BLOCK,
+        )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.ops.blocks import product
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.reference import random_directions
+from powersgd_triton.ops.orthogonalize import random_directions
 
 CARRY = 0.05
 """Weight of the old column against a random direction of about √(m/3). If what waits is less than about a twentieth of

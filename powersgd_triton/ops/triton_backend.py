@@ -21,6 +21,7 @@ from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_tri
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import MAX_RANK, BucketTable, FactorTable, Matrix, Pointers
+from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
@@ -29,7 +30,6 @@ from powersgd_triton.ops.explore import CARRY, OTHER_KEY, SMALLEST_REST, explore
 from powersgd_triton.ops.reference import largest_error
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
-from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import Wire
 
 

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from powersgd_triton import Compressor
 from powersgd_triton.ops import blocks
-from powersgd_triton.ops.orthogonalize import orthogonalize_groups
+from powersgd_triton.ops.orthogonalize import orthogonalize_groups, orthogonalize_reference
 from powersgd_triton.ops.ranges import reconstruct_ranges
-from powersgd_triton.ops.reference import orthogonalize_reference
 from tests.support.checks import everything, same_bits
 
 SHAPES = {"weight": (48, 40), "other": (48, 40), "odd": (33, 29), "bias": (7,)}
