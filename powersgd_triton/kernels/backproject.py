@@ -84,15 +84,10 @@ def _walk_down_rows(
 def backproject_triton(
     table: BucketTable, M: Pointers, P: Tensor, launch: Launch, *, out: Tensor, first_panel: int = 0
 ) -> None:
-    """Write the parts of Q = Mᵀ P, each split's part of each Q [m, r], see ``backproject_reference``.
+    """Write each split's part of each Q = Mᵀ P [m, r] to ``out`` [``table.q_parts_numel``], fp32.
 
-    Args:
-        table: The bucket's table.
-        M: Matrices in fp32, bf16 or fp16.
-        P: Factors of all matrices, fp32, flat.
-        launch: Tile, warps and stages.
-        out: fp32 [``table.q_parts_numel``].
-        first_panel: Panel of P's columns to begin with.
+    M is in fp32, bf16 or fp16. P holds the factors of all matrices, fp32 and flat, of which panels of columns from
+    ``first_panel`` on are multiplied.
     """
     panels = -(-table.rank // launch.panel) - first_panel
     if panels > 0:

@@ -72,12 +72,11 @@ def commit_triton(
         table: The bucket's table.
         G: Gradients.
         M: Error buffers in fp32 or bf16. None without error feedback.
-        following: Orthonormal bases of the message's columns, fp32, flat. None if the bases stay.
+        following: Orthonormal bases of the message's columns. None if the bases stay.
         workers: Number of workers whose factors the message sums.
-        finite: int32 scalar on the device.
+        finite, verdict: Scalars on the device, the former int32.
         largest: Largest element that an error may keep after a step that was not finite, see ``rollback_reference``.
-        basis, message: fp32, flat. The message is the step's last one.
-        verdict: Scalar on the device.
+        basis, message: Factors of all matrices, fp32, flat, as is ``following``.
     """
     numel, feedback = message.numel(), M is not None and bool(table.matrices)
     errors = G if M is None else M

@@ -129,8 +129,7 @@ def compensate_project_triton(
         G: Gradients in fp32, bf16 or fp16.
         M: Error buffers in fp32 or bf16, updated. None for M = G.
         P_prev, Q_prev, Q: Factors of all matrices, fp32, flat.
-        applied: Scalar on the device, 0 if the product was never applied.
-        growth: fp32 scalar on the device by which the loss scale has grown since M was written.
+        applied, growth: Scalars on the device, the latter fp32.
         launch: Tile, warps and stages.
         out: fp32 [``table.p_parts_numel``], each split's part of each P [n, r].
     """

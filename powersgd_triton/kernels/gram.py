@@ -155,13 +155,10 @@ def gram_triton(
 ) -> None:  # fmt: skip
     """Compute in one pass what makes one panel of A's columns orthonormal.
 
-    Args:
-        factors: Table of one side's factors.
+    Args are those of ``orthogonalize_triton``, and:
         A: Factors, fp32 or fp64, flat. X in the second pass over a panel after the first.
-        number, epsilon, finite: See ``orthogonalize_triton``.
         attempt: Number of the pass.
         panel, panels: Number of the panel, and how many there are.
-        launch: Rows of a block, columns of a panel.
         X: Factors whose panels before this one are orthonormal, fp64, flat. What is left of this panel is written.
         parts: fp64 workspace [panels, chunks, C, C].
         squares: See ``squares_of``. A transform and norms are written there.

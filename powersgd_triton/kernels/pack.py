@@ -51,12 +51,8 @@ def pack_triton(
 ) -> None:
     """message = [sums of the parts | bypass tensors], own = the sums of the parts, finite = 1.
 
-    Args:
-        entries: ``pack_P`` or ``pack_left`` of the bucket's table.
-        parts: Parts of P or Q, fp32.
-        G: Matrices and bypass tensors.
-        finite: int32 scalar on the device.
-        own, message: fp32.
+    ``entries`` is the table ``pack_P`` or ``pack_left``, and G has matrices and bypass tensors. Others are fp32, but
+    ``finite`` is an int32 scalar on the device.
     """
     if len(entries):
         _launch(entries, len(entries), parts, G, own, message, message, finite)

@@ -111,14 +111,8 @@ def reconstruct_triton(
 ) -> None:  # fmt: skip
     """out = P Qᵀ, see ``reconstruct_reference``. Bypass tensors are copied from the message.
 
-    Args:
-        table: The bucket's table.
-        P, Q: Factors of all matrices, fp32, flat.
-        message: Message with the means of the bypass tensors, fp32.
-        entries: Table by which it was packed, ``pack_P`` or ``pack_left``.
-        launch: Tile, warps and stages.
-        out: Matrices and bypass tensors in fp32, bf16 or fp16, to which values are rounded once.
-        verdict: Scalar on the device, set to 0 if an element of ``out`` is not finite.
+    P and Q hold the factors of all matrices, fp32 and flat. ``entries`` is the table by which the message was packed,
+    ``pack_P`` or ``pack_left``. ``out`` is in fp32, bf16 or fp16. ``verdict`` is a scalar on the device.
     """
     tiles, programs = table.row_tiles, len(table.row_tiles) + table.bypass_programs
     if programs:

@@ -23,7 +23,7 @@ from powersgd_triton.kernels.configurations import multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
 
 MAX_COLUMNS = 2**24
-"""Kernels compute offsets within a tile in 32 bits, and a tile has up to 128 rows. All other offsets have 64 bits."""
+"""Kernels compute offsets within a tile of up to 128 rows in 32 bits. All other offsets have 64 bits."""
 
 MAX_RANK = 256
 ARRIVALS = MAX_RANK // 32
@@ -108,7 +108,6 @@ class BucketTable:
         matrices: The compressed matrices.
         bypass: (elements, offset in the message of P, offset in that of Q) of each tensor that is not compressed.
         row_tile, column_tile: Rows and columns of a tile in ``row_tiles`` and ``column_tiles``, powers of two.
-        device: Device of the tables.
         rows_of_larger: Whether the matrices are rows of larger ones, and may have fewer of them than the rank.
 
     Attributes:
@@ -118,7 +117,6 @@ class BucketTable:
             Bypass tensors come first. In pack_P and pack_Q they belong to the message of P, in pack_left to that of Q.
         rollback: int64 [programs, columns of ``RollbackRow``].
         P, Q: Tables of the factors.
-        rank: The largest rank.
         p_parts_numel, q_parts_numel: Elements of the workspaces of the parts.
         bypass_programs: Number of rows of a pack table that belong to bypass tensors.
 
@@ -238,11 +236,9 @@ class BucketTable:
     def _split(
         self, factors: Sequence[tuple[int, int, int, int, int]], tile: int, block: int
     ) -> tuple[list[int], list[int], int, list[PackRow]]:
-        """Split the sums behind factors [rows, r]: (rows, terms of a sum, r, offset, key) of each.
+        """Split the sums behind factors [rows, r], given as (rows, terms of a sum, r, offset, key).
 
-        Returns:
-            (length of the parts and place of the first part of each factor, elements of all parts, rows of a pack
-            table).
+        Returns (length of the parts of each factor, place of the first part, elements of all parts, rows to pack).
         """
         lengths = part_lengths([(-(-x[0] // tile), x[1], x[2]) for x in factors], block, multiprocessors(self.device))
         counts = [-(-x[1] // length) for x, length in zip(factors, lengths, strict=True)]

@@ -25,7 +25,7 @@ class Bucket:
     Factors are flat tensors that hold all shape groups one after the other. ``left`` and ``right`` return views.
 
     Error feedback is lazy. After a step, M is still G + E. The product that the step sent is subtracted when the next
-    step's gradient is added, in the same pass over memory. Until then ``product`` and ``applied`` say what to subtract.
+    step's gradient is added, in the same pass over memory. ``product`` and ``applied`` say what to subtract.
 
     Args:
         layout: The bucket's tensors.

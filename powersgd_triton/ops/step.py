@@ -157,8 +157,7 @@ class LossScale:
         if not isinstance(source, torch.amp.GradScaler) and not callable(source):
             raise TypeError(f"expected a torch.amp.GradScaler or a function; got {type(source).__name__}")
         self.source = source
-        self._number: tuple[float, torch.device] | None = None
-        self._number_on_device: Tensor | None = None
+        self._number: tuple[float, torch.device, Tensor] | None = None
         # The last scale that a tensor gave and that was positive and finite.
         self._last: Tensor | None = None
         # This step's scale, and its quotient by each earlier scale that a bucket's error buffer still contains.
@@ -223,8 +222,7 @@ class LossScale:
             raise TypeError(f"a loss scale must be a number, a tensor or None; got {type(value).__name__}")
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"a loss scale must be positive and finite; got {value}")
-        if self._number != (value, device):
-            self._number = (value, device)
+        if self._number is None or self._number[:2] != (value, device):
             clamped = min(max(value, 1 / LARGEST_SCALE), LARGEST_SCALE)
-            self._number_on_device = torch.full((), clamped, device=device)
-        return self._number_on_device
+            self._number = value, device, torch.full((), clamped, device=device)
+        return self._number[2]
