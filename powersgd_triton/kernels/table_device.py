@@ -14,15 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from powersgd_triton.kernels.columns import (
-    ChunkRow,
-    FactorRow,
-    MatrixRow,
-    PackRow,
-    ProgressRow,
-    RollbackRow,
-    TileRow,
-)
+from powersgd_triton.kernels import columns
 from powersgd_triton.kernels.table import PROGRESS_COLUMNS
 from powersgd_triton.layout.wire_format import ALIGNMENT
 
@@ -38,7 +30,7 @@ def vector_of(*dtypes: torch.dtype) -> int:
     return ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
 
 
-def columns(row: Any, number: int | None = None) -> list[tl.constexpr]:
+def indices(row: Any, number: int | None = None) -> list[tl.constexpr]:
     """Return the number of columns of a table of such rows, and the number of each of them in their order.
 
     Kernels may only use globals that are constexpr.
@@ -47,13 +39,15 @@ def columns(row: Any, number: int | None = None) -> list[tl.constexpr]:
     return [tl.constexpr(number or fields), *map(tl.constexpr, range(fields))]
 
 
-MATRIX, MATRIX_N, MATRIX_M, MATRIX_R, MATRIX_P, MATRIX_Q, MATRIX_P_PARTS, MATRIX_Q_PARTS = columns(MatrixRow)
-TILE, TILE_MATRIX, TILE_FIRST, TILE_START, TILE_END, TILE_SPLIT = columns(TileRow)
-PACK, PACK_SOURCE, PACK_DISTANCE, PACK_SPLITS, PACK_TARGET, PACK_NUMEL, PACK_TENSOR = columns(PackRow)
-ROLLBACK, ROLLBACK_MATRIX, ROLLBACK_START, ROLLBACK_END = columns(RollbackRow)
-FACTOR, FACTOR_ROWS, FACTOR_R, FACTOR_OFFSET, FACTOR_KEY, FACTOR_FIRST_CHUNK, FACTOR_CHUNKS = columns(FactorRow)
-CHUNK, CHUNK_MATRIX, CHUNK_START, CHUNK_END = columns(ChunkRow)
-PROGRESS, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = columns(ProgressRow, PROGRESS_COLUMNS)
+MATRIX, MATRIX_N, MATRIX_M, MATRIX_R, MATRIX_P, MATRIX_Q, MATRIX_P_PARTS, MATRIX_Q_PARTS = indices(columns.MatrixRow)
+TILE, TILE_MATRIX, TILE_FIRST, TILE_START, TILE_END, TILE_SPLIT = indices(columns.TileRow)
+PACK, PACK_SOURCE, PACK_DISTANCE, PACK_SPLITS, PACK_TARGET, PACK_NUMEL, PACK_TENSOR = indices(columns.PackRow)
+ROLLBACK, ROLLBACK_MATRIX, ROLLBACK_START, ROLLBACK_END = indices(columns.RollbackRow)
+FACTOR, FACTOR_ROWS, FACTOR_R, FACTOR_OFFSET, FACTOR_KEY, FACTOR_FIRST_CHUNK, FACTOR_CHUNKS = indices(columns.FactorRow)
+CHUNK, CHUNK_MATRIX, CHUNK_START, CHUNK_END = indices(columns.ChunkRow)
+PROGRESS, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = indices(
+    columns.ProgressRow, PROGRESS_COLUMNS
+)
 
 
 @triton.jit

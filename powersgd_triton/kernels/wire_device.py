@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from powersgd_triton.kernels.columns import WireRow
-from powersgd_triton.kernels.table_device import columns, known_multiple
+from powersgd_triton.kernels.table_device import indices, known_multiple
 from powersgd_triton.kernels.wire_table import ITEMSIZE
 from powersgd_triton.layout import constants
 from powersgd_triton.layout.wire_format import SCALE_BYTES
 
-WIRE, WIRE_CHUNK, WIRE_ELEMENT, WIRE_ROWS, WIRE_COLUMNS, WIRE_RANK, WIRE_SCALES, WIRE_CODES = columns(WireRow)
+WIRE, WIRE_CHUNK, WIRE_ELEMENT, WIRE_ROWS, WIRE_COLUMNS, WIRE_RANK, WIRE_SCALES, WIRE_CODES = indices(WireRow)
 
 EXACT_BYTES = tl.constexpr(ITEMSIZE)
 SCALE = tl.constexpr(SCALE_BYTES)

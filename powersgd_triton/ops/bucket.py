@@ -141,33 +141,27 @@ class Bucket:
         # A worker without rows of a matrix must have its error in the same dtype, since errors are averaged.
         dtype = error_dtype(self.config, self.message_P.dtype)
         dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
-        copies = [[M.to(dtype, copy=True) for M in errors] for errors in self.M]
+        device, compressed = self.message_P.device, self.layout.compressed
+        whole = {segment.name: torch.zeros(segment.n, segment.m, dtype=dtype, device=device) for segment in compressed}
+        offsets = {segment.name: segment.offset for segment in compressed}
+        copies: list[list[Tensor]] = []
+        for group, errors in zip(self.own, self.M, strict=True):
+            firsts = [(piece.offset - offsets[piece.name]) // piece.m for piece in group.segments]
+            rows = [whole[piece.name][i : i + piece.n] for piece, i in zip(group.segments, firsts, strict=True)]
+            copies.append([own.copy_(error) for own, error in zip(rows, errors, strict=True)])
         self._settle(copies, None if step.decides(self.applied) else self.applied)
-        pieces = [
-            (segment, error)
-            for group, errors in zip(self.own, copies, strict=True)
-            for segment, error in zip(group.segments, errors, strict=True)
-        ]
-        whole = {segment.name: error for segment, error in pieces}
-        for segment in self.layout.compressed:
-            if segment.name not in whole or len(whole[segment.name]) < segment.n:
-                whole[segment.name] = torch.zeros(segment.n, segment.m, dtype=dtype, device=self.message_P.device)
-        offsets = {segment.name: segment.offset for segment in self.layout.compressed}
-        for piece, error in pieces:
-            if error is not whole[piece.name]:
-                whole[piece.name][(piece.offset - offsets[piece.name]) // piece.m :][: piece.n] = error
-        return {segment.name: whole[segment.name] for segment in self.layout.compressed}
+        return whole
 
     def _settle(self, buffers: list[list[Tensor]], applied: Tensor | None) -> None:
         """Turn M into E: subtract the pending product unless ``applied`` is 0 or None, and divide by the loss scale."""
         if applied is not None:
             for errors, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
                 subtract_product_reference(errors, P, Q, applied)
-                for error in errors:
-                    # Near the largest number, the difference may overflow although M and the factors are finite.
-                    error.nan_to_num_(nan=0.0)
-        if self.scale is not None:
-            for error in [error for errors in buffers for error in errors]:
+        for error in [error for errors in buffers for error in errors]:
+            if applied is not None:
+                # Near the largest number, the difference may overflow although M and the factors are finite.
+                error.nan_to_num_(nan=0.0)
+            if self.scale is not None:
                 error.div_(self.scale)
 
     def wire_plan(self, numel: int, *, left: bool, owners: int, part: int = 0) -> WirePlan:

@@ -146,8 +146,8 @@ class LossScale:
 
     Args:
         source: A ``torch.amp.GradScaler`` (or a subclass, such as FSDP1's ``ShardedGradScaler``), or a function that
-            returns the scale: a positive number, a tensor with one element, or None if the loss is not scaled. If the
-            tensor's element is not positive and finite, the last one that was stays in force.
+            returns a positive number, a tensor with one element, or None if the loss is not scaled. If the tensor's
+            element is not positive and finite, the last one that was stays in force.
 
     Raises:
         TypeError: ``source`` is neither a scaler nor a function.
@@ -211,9 +211,8 @@ class LossScale:
             if value.numel() != 1:
                 raise ValueError(f"a loss scale must be one number; got a tensor of shape {tuple(value.shape)}")
             scale = value.detach().reshape(()).to(device, torch.float32, non_blocking=True)
-            # A scale that is not positive and finite would make errors NaN for ever. The host does not see it, since it
-            # does not wait for the device. The step's gradients are not finite then, or zero, and errors keep the last
-            # scale.
+            # A scale that is not positive and finite would make errors NaN for ever, and the host does not wait to see
+            # it. The step's gradients are not finite then, or zero, and errors keep the last scale.
             last = torch.ones((), device=device) if self._last is None else self._last.to(device, non_blocking=True)
             good = scale.isfinite() & (scale > 0)
             self._last = torch.where(good, scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), last)

@@ -48,31 +48,27 @@ class TorchBackend:
         self._wires: dict[WirePlan, TorchWire] = {}
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        bucket, numel = self.bucket, self.bucket.layout.p_numel
         # In the standard algorithm only the span of the sum is used, so this worker's own P need not be kept.
-        own = bucket.P if self._alternating else None
-        out = bucket.message_P if own is None else own
-        self._multiply(gradients, step, repetition, bucket.right(bucket.basis, bucket.own), out[:numel], left=False)
-        return self._send(gradients, repetition, bucket.message_P, numel, left=True, own=own)
+        own = self.bucket.P if self._alternating else None
+        self._multiply(gradients, step, repetition, self.bucket.message_P if own is None else own, left=False)
+        return self._send(gradients, own, left=True, first=repetition == 0)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        bucket, numel = self.bucket, self.bucket.layout.q_numel
-        bases = bucket.left(bucket.P_hat, bucket.own)
+        bucket, sent = self.bucket, self._sent
         if self._alternating:
-            self._multiply(gradients, step, repetition, bases, bucket.Q, left=True)
-            return self._send(gradients, repetition, bucket.message_Q, numel, left=False, own=bucket.Q)
-        assert self._sent is not None
-        self._look_at(self._sent.content, first=repetition == 0)
+            self._multiply(gradients, step, repetition, bucket.Q, left=True)
+            return self._send(gradients, bucket.Q, left=False, first=repetition == 0)
+        assert sent is not None
+        self._look_at(sent.content, first=repetition == 0)
         if repetition == 0:
             self._bypass.div_(step.workers)
         _orthogonalize(bucket, bucket.left(bucket.message_P), step, out=bucket.left(bucket.P_hat))
-        out = self._cleared(bucket.Q, left=True)
         # The projection has compensated M already.
+        bases, out = self._bases_and_results(bucket.Q, left=True)
         for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
             backproject_reference(M, basis, out=result)
         self._leave_out(bases, out, left=True)
-        # The bypass tensors were part of the first message.
-        return self._send(gradients, -1, bucket.message_Q, numel, left=False, own=bucket.Q)
+        return self._send(gradients, bucket.Q, left=False, first=False)
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
         bucket, sent = self.bucket, self._sent
@@ -126,24 +122,23 @@ class TorchBackend:
         """Return M, which is G without error feedback."""
         return self.bucket.matrices(gradients, self.bucket.own) if self.bucket.M is None else self.bucket.M
 
-    def _cleared(self, factors: Tensor, *, left: bool) -> list[Tensor]:
-        """Return views of this worker's rows. Those that other workers of this node multiply become zero."""
-        if self.bucket.shared:
-            factors.zero_()
-        return (self.bucket.right if left else self.bucket.left)(factors, self.bucket.own)
+    def _bases_and_results(self, factors: Tensor, *, left: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the bases by which this worker's rows are multiplied, and views of ``factors`` for the products.
+
+        Rows that other workers of this node multiply become zero.
+        """
+        bucket, numel = self.bucket, self.bucket.layout.q_numel if left else self.bucket.layout.p_numel
+        if bucket.shared:
+            factors[:numel].zero_()
+        if left:
+            return bucket.left(bucket.P_hat, bucket.own), bucket.right(factors, bucket.own)
+        return bucket.right(bucket.basis, bucket.own), bucket.left(factors, bucket.own)
 
     def _multiply(
-        self,
-        gradients: Mapping[str, Tensor],
-        step: Step,
-        repetition: int,
-        bases: Sequence[Tensor],
-        factors: Tensor,
-        *,
-        left: bool,
+        self, gradients: Mapping[str, Tensor], step: Step, repetition: int, factors: Tensor, *, left: bool
     ) -> None:
         """Compute (M − product) · basis, or with the transpose. The first product of a step compensates M."""
-        bucket, out = self.bucket, self._cleared(factors, left=left)
+        bucket, (bases, out) = self.bucket, self._bases_and_results(factors, left=left)
         compensate: Callable[..., None] = compensate_backproject_reference if left else compensate_project_reference
         if repetition > 0:
             # The first product of this step has compensated M already.
@@ -168,23 +163,16 @@ class TorchBackend:
             first, second = (Q, P) if left else (P, Q)
             add_product(result, first, product(second.mT, basis), alpha=-1)
 
-    def _send(
-        self,
-        gradients: Mapping[str, Tensor],
-        repetition: int,
-        memory: Tensor,
-        numel: int,
-        *,
-        left: bool,
-        own: Tensor | None,
-    ) -> Message:
-        """Return a message with ``numel`` elements of factors. A step's first message has the bypass tensors too."""
+    def _send(self, gradients: Mapping[str, Tensor], own: Tensor | None, *, left: bool, first: bool) -> Message:
+        """Return a message with factors. A step's first message has the bypass tensors too."""
+        bucket, layout = self.bucket, self.bucket.layout
+        memory, numel = (bucket.message_P, layout.p_numel) if left else (bucket.message_Q, layout.q_numel)
         if own is not None:
             memory[:numel].copy_(own)
-        if repetition == 0:
+        if first:
             self._bypass = memory[numel:]
-            _copy(self.bucket.bypass(gradients), self.bucket.split_bypass(self._bypass))
-        self._sent = Message(memory if repetition == 0 else memory[:numel], left, own)
+            _copy(bucket.bypass(gradients), bucket.split_bypass(self._bypass))
+        self._sent = Message(memory if first else memory[:numel], left, own)
         return self._sent
 
     def _look_at(self, message: Tensor, *, first: bool) -> None:
