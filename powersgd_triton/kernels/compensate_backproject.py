@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.backproject import backproject_triton
-from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
+from powersgd_triton.kernels.compensate_project import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import BucketTable, Pointers

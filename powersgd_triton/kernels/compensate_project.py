@@ -1,7 +1,8 @@
 """M ← G + growth · (M − P̂ Qᵀ) and P = M · basis, in one pass over G and M.
 
-A program holds the sum of one block of P's rows in registers and walks along the columns of M. It writes each tile of M
-and multiplies it by the basis while the tile is still in registers.
+P̂ Qᵀ is the pending product: what the last step's reconstruction took out of M. It is subtracted here, one step late,
+since M is read here anyway. A program holds the sum of one block of P's rows in registers and walks along the columns
+of M. It writes each tile of M and multiplies it by the basis while the tile is still in registers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import BucketTable, Pointers
@@ -26,6 +26,45 @@ from powersgd_triton.kernels.table_device import (
     tensor_address,
     vector_of,
 )
+
+
+@triton.jit
+def load_pending(factor, ok, pending):
+    """A tile of P or Q of the pending product, or zeros if that product was never applied.
+
+    Zeroing the product would not do: factors of a step that overflowed may be infinite, and 0 · inf is NaN.
+    """
+    return tl.where(pending > 0, tl.load(factor, ok, 0.0), 0.0)
+
+
+@triton.jit
+def subtract_further_panels(
+    value, P, Q, left, right_t, row_ok, col_ok, ranks, r, pending, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """value − P Qᵀ, of the columns of P [rows, r] and Q [cols, r] behind their first C.
+
+    ``left`` [rows, C] and ``right_t`` [C, cols] are offsets of the first C columns from the tile's first rows P and Q.
+    """
+    # Panel by panel into ``value``, in this order: another one would round differently.
+    for k in range(C, r, C):
+        more = k + ranks < r
+        P_tile = load_pending(P + k + left, row_ok[:, None] & more[None, :], pending)
+        Q_tile = load_pending(Q + k + right_t, more[:, None] & col_ok[None, :], pending)
+        value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
+    return value
+
+
+@triton.jit
+def add_gradient(value, gradient, growth, M, ok):
+    """gradient + growth · value, which is stored in M except for what is not finite of the gradient.
+
+    What is returned has those elements, so that the step finds that its gradients are not finite.
+    """
+    value *= growth
+    # NaN and ±inf fail the comparison.
+    finite = tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
+    tl.store(M, (finite + value).to(M.dtype.element_ty), ok)
+    return value + gradient
 
 
 @triton.jit(do_not_specialize=["G_base", "M_base", "applied", "growth", "first_panel", "panels"])

@@ -30,13 +30,13 @@ def vector_of(*dtypes: torch.dtype) -> int:
     return ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
 
 
-def indices(row: Any, number: int | None = None) -> list[tl.constexpr]:
+def indices(row: Any) -> list[tl.constexpr]:
     """Return the number of columns of a table of such rows, and the number of each of them in their order.
 
     Kernels may only use globals that are constexpr.
     """
     fields = len(row._fields)
-    return [tl.constexpr(number or fields), *map(tl.constexpr, range(fields))]
+    return [tl.constexpr(fields), *map(tl.constexpr, range(fields))]
 
 
 MATRIX, MATRIX_N, MATRIX_M, MATRIX_R, MATRIX_P, MATRIX_Q, MATRIX_P_PARTS, MATRIX_Q_PARTS = indices(columns.MatrixRow)
@@ -45,9 +45,8 @@ PACK, PACK_SOURCE, PACK_DISTANCE, PACK_SPLITS, PACK_TARGET, PACK_NUMEL, PACK_TEN
 ROLLBACK, ROLLBACK_MATRIX, ROLLBACK_START, ROLLBACK_END = indices(columns.RollbackRow)
 FACTOR, FACTOR_ROWS, FACTOR_R, FACTOR_OFFSET, FACTOR_KEY, FACTOR_FIRST_CHUNK, FACTOR_CHUNKS = indices(columns.FactorRow)
 CHUNK, CHUNK_MATRIX, CHUNK_START, CHUNK_END = indices(columns.ChunkRow)
-PROGRESS, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = indices(
-    columns.ProgressRow, PROGRESS_COLUMNS
-)
+_, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = indices(columns.ProgressRow)
+PROGRESS = tl.constexpr(PROGRESS_COLUMNS)
 
 
 @triton.jit
