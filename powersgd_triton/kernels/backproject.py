@@ -1,8 +1,4 @@
-"""Q = Mᵀ P̂, in one pass over M.
-
-A program holds the sum for a block of M's columns in registers and walks down the rows of M. It computes the sum
-transposed, as P̂ᵀ M [C, columns], so that the tiles of M are operands as they were loaded.
-"""
+"""Q = Mᵀ P̂, in one pass over M. A program holds the sums for some columns of M and walks down the rows."""
 
 from __future__ import annotations
 
@@ -70,6 +66,7 @@ def _walk_down_rows(
     # Offsets within a tile fit 32 bits, which halves their registers; ``first`` takes what does not.
     tile = rows[:, None] * m + cols[None, :]
     left_t = ranks[:, None] + rows[None, :] * r  # [C, rows]
+    # Transposed, P̂ᵀ M, so that the tiles of M are operands as they were loaded.
     total = tl.zeros([C, BLOCK_COLS], tl.float32)
     # Blocks in the order of their rows: on every worker the same sums in the same order, hence the same bits.
     for row in range(start, end, BLOCK_ROWS):

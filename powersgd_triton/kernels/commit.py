@@ -1,7 +1,4 @@
-"""The end of a step: Q̄, the next bases and the verdict; after a step that was not finite, the error buffers of before.
-
-All of it is decided on the device, from ``finite``: the host never waits to learn how a step went.
-"""
+"""The end of a step, decided on the device: Q̄ and the next bases, or the error buffers of before if it was not finite."""
 
 from __future__ import annotations
 

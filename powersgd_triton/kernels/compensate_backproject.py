@@ -1,8 +1,4 @@
-"""M ← G + growth · (M − P Qᵀ) and Q = Mᵀ · basis, in one pass over G and M.
-
-The alternating algorithm multiplies M from the left in every second step. A program walks down the rows of M as in
-``backproject.py`` and compensates as in ``compensate_project.py``.
-"""
+"""M ← G + growth · (M − P Qᵀ) and Q = Mᵀ · basis, in one pass over G and M, for the alternating algorithm."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Launch parameters by architecture, kernel and rank: one table, and no search at run time.
-
-(Triton's autotuner runs a kernel several times to time it. Kernels that update M in place would do so several times.)
-"""
+"""Launch parameters by architecture, kernel and rank. (An autotuner would update M in place several times.)"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gram matrices of panels of columns, in fp64, and their factorization.
-
-fp64 doubles the digits: the factorization of a Gram matrix squares the condition number.
-"""
+"""Gram matrices of panels of columns, in fp64 because factorizing them squares the condition number."""
 
 from __future__ import annotations
 
@@ -153,9 +150,9 @@ def gram_triton(
     factors: FactorTable, A: Tensor, number: Tensor, epsilon: float, attempt: int, panel: int, panels: int,
     launch: Launch, *, X: Tensor, parts: Tensor, squares: Tensor, finite: Tensor,
 ) -> None:  # fmt: skip
-    """Compute in one pass what makes one panel of A's columns orthonormal.
+    """Compute in one pass what makes one panel of A's columns orthonormal. See ``orthogonalize_triton`` for the others.
 
-    Args are those of ``orthogonalize_triton``, and:
+    Args:
         A: Factors, fp32 or fp64, flat. X in the second pass over a panel after the first.
         attempt: Number of the pass.
         panel, panels: Number of the panel, and how many there are.

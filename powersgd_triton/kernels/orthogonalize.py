@@ -1,8 +1,7 @@
 """Blocked Gram–Schmidt: panels of columns, each orthonormalized as X L⁻ᵀ with L Lᵀ = XᵀX in fp64, in several passes.
 
-A pass leaves an error that grows with the panel's condition number. The next one removes it, since its input is closer
-to orthonormal. The device decides for each matrix whether a pass was enough: then the launches of further passes return
-at once.
+A pass leaves an error that grows with the panel's condition number, and the next one removes it. The device decides for
+each matrix whether a pass was enough. Then the launches of further passes return at once.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def select_backend(
         device, dtypes: Device and dtypes of the gradients.
         rank: Largest rank in the bucket.
 
-    Returns:
-        ("triton" or "torch", the reason).
+    Returns ("triton" or "torch", the reason).
 
     Raises:
         ValueError: The configuration asks for Triton, which cannot be used.

@@ -1,7 +1,4 @@
-"""The operations of one PowerSGD step in plain torch: the specification, and the operations of backend "torch".
-
-On the CPU, the host makes decisions. On other devices decisions are masks, so that the host never waits for the device.
-"""
+"""The operations of one PowerSGD step in plain torch: the specification, and the operations of backend "torch"."""
 
 from __future__ import annotations
 
@@ -220,7 +217,7 @@ def _finite_part(G: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> bool:
-    """Return whether the host can read a value of the tensor without waiting for a device."""
+    """Return whether the host decides, since it need not wait for a device. Elsewhere decisions are masks."""
     return tensor.device.type == "cpu"
 
 

@@ -1,7 +1,4 @@
-"""The stages of a step in Triton kernels: at most 13 launches up to rank 32, for any number of matrices.
-
-A message with narrower factors takes three more. If workers of a node share a bucket, each message takes a few more.
-"""
+"""The stages of a step in Triton kernels: at most 13 launches up to rank 32, for any number of matrices."""
 
 from __future__ import annotations
 

@@ -98,11 +98,11 @@ class TorchWire:
     def _exact(self, content: Tensor, chunk: Chunk) -> Tensor:
         return content[: chunk.bypass_numel * self._dtype.itemsize].view(self._dtype)
 
-    def _parts(self, content: Tensor, runs: Sequence[Run], chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _parts(self, content: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return scales and codes of the bytes of a chunk, or of the same chunk of several workers."""
-        scales, codes, last = chunk.pieces[0].scale, chunk.pieces[0].code, runs[-1].codes
-        dtype = CODES[self.plan.width.name]
-        end = codes + last.end * dtype.itemsize
+        scales, codes, dtype = chunk.pieces[0].scale, chunk.pieces[0].code, CODES[self.plan.width.name]
+        # With 4 bits there are fewer codes than this. What lies behind them is not used.
+        end = codes + _numel(chunk) * dtype.itemsize
         return content[..., scales:codes].view(torch.bfloat16), content[..., codes:end].view(dtype)
 
     def _encode(self, A: Tensor, runs: Sequence[Run], content: Tensor, chunk: Chunk, *, own: Tensor | None) -> None:
@@ -112,7 +112,7 @@ class TorchWire:
         the column. Zeros have code 0, and so have values so small that the scale is 0. ``A`` and ``own``, which may be
         scratch, are the chunk's factors, flat.
         """
-        width, (scales, codes) = self.plan.width, self._parts(content, runs, chunk)
+        width, (scales, codes) = self.plan.width, self._parts(content, chunk)
         divisors: list[Tensor] = []
         if width.scaled:
             quotient = torch.abs(A, out=self._decoded[0, : len(A)])
@@ -151,7 +151,7 @@ class TorchWire:
 
     def _decode(self, content: Tensor, runs: Sequence[Run], chunk: Chunk, *, out: Tensor) -> None:
         """out ← codes · scales, for the factors of a chunk of one worker or of several: the inverse of encoding."""
-        scales, codes = self._parts(content, runs, chunk)
+        scales, codes = self._parts(content, chunk)
         if self.plan.width.bits == 4:
             whole = self._codes[: len(out), : out.shape[1]] if out.dim() == 2 else self._codes[0, : len(out)]
             for run in runs:
@@ -181,11 +181,6 @@ class Place:
         if flat.dim() == 1:
             return flat.as_strided(self.shape, self.strides, offset)
         return flat.as_strided((len(flat), *self.shape), (flat.stride(0), *self.strides), offset)
-
-    @property
-    def end(self) -> int:
-        """The offset behind the last element."""
-        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
