@@ -1,4 +1,4 @@
-"""The end of a step, decided on the device: Q̄ and the next bases, or the error buffers of before if it was not finite."""
+"""The end of a step, decided on the device: Q̄ and the next bases, or M as it was before if it was not finite."""
 
 from __future__ import annotations
 

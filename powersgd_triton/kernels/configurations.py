@@ -1,4 +1,4 @@
-"""Launch parameters by architecture, kernel and rank. (An autotuner would update M in place several times.)"""
+"""Launch parameters by architecture, kernel and rank. An autotuner would update M in place several times."""
 
 from __future__ import annotations
 
