@@ -51,18 +51,9 @@ def _commit_kernel(
 
 
 def commit_triton(
-    table: BucketTable,
-    G: Pointers,
-    M: Pointers | None,
-    following: Tensor | None,
-    workers: int,
-    finite: Tensor,
-    *,
-    largest: float,
-    basis: Tensor,
-    message: Tensor,
-    verdict: Tensor,
-) -> None:
+    table: BucketTable, G: Pointers, M: Pointers | None, following: Tensor | None, workers: int, finite: Tensor, *,
+    largest: float, basis: Tensor, message: Tensor, verdict: Tensor,
+) -> None:  # fmt: skip
     """If finite: message ← message / workers, basis ← following. Else: message ← NaN, M ← M − G, verdict ← 0.
 
     Args:

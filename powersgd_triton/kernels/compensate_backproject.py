@@ -98,19 +98,9 @@ def _walk_down_rows(
 
 
 def compensate_backproject_triton(
-    table: BucketTable,
-    G: Pointers,
-    M: Pointers | None,
-    P_prev: Tensor,
-    Q_prev: Tensor,
-    applied: Tensor,
-    growth: Tensor,
-    P: Tensor,
-    launch: Launch,
-    launch_backproject: Launch,
-    *,
-    out: Tensor,
-) -> None:
+    table: BucketTable, G: Pointers, M: Pointers | None, P_prev: Tensor, Q_prev: Tensor, applied: Tensor,
+    growth: Tensor, P: Tensor, launch: Launch, launch_backproject: Launch, *, out: Tensor,
+) -> None:  # fmt: skip
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P, see ``compensate_backproject_reference``.
 
     Arguments are those of ``compensate_project_triton``. ``launch_backproject`` is for columns of P beyond the first

@@ -149,18 +149,9 @@ def _walk_along_columns(
 
 
 def compensate_project_triton(
-    table: BucketTable,
-    G: Pointers,
-    M: Pointers | None,
-    P_prev: Tensor,
-    Q_prev: Tensor,
-    applied: Tensor,
-    growth: Tensor,
-    Q: Tensor,
-    launch: Launch,
-    *,
-    out: Tensor,
-) -> None:
+    table: BucketTable, G: Pointers, M: Pointers | None, P_prev: Tensor, Q_prev: Tensor, applied: Tensor,
+    growth: Tensor, Q: Tensor, launch: Launch, *, out: Tensor,
+) -> None:  # fmt: skip
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of P = M Q, see ``compensate_project_reference``.
 
     Args:

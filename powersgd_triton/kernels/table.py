@@ -276,12 +276,8 @@ class BucketTable:
         )
 
     def _tensor(self, row: Any, rows: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int64) -> Tensor:
-        return integers(rows, len(row._fields), dtype, self.device)
-
-
-def integers(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a table on the device, by a copy that does not wait for it."""
-    return on_host(rows, columns, dtype, device).to(device, non_blocking=True)
+        """Return a table on the device, by a copy that does not wait for it."""
+        return on_host(rows, len(row._fields), dtype, self.device).to(self.device, non_blocking=True)
 
 
 def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

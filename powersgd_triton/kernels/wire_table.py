@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from powersgd_triton.kernels.columns import WireRow
-from powersgd_triton.kernels.table import COPY_BLOCK, integers
+from powersgd_triton.kernels.table import COPY_BLOCK, on_host
 from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, Chunk, WireFormat, WirePlan
 
 ITEMSIZE = 4
@@ -33,7 +33,8 @@ class WireTable:
         width = plan.width
         chunks = [list(_rows(number, chunk, width, columns)) for number, chunk in enumerate(plan.chunks)]
         self.starts = [0, *itertools.accumulate(len(rows) for rows in chunks)]
-        self.rows = integers(list(itertools.chain(*chunks)), len(WireRow._fields), torch.int64, device)
+        rows = on_host(list(itertools.chain(*chunks)), len(WireRow._fields), torch.int64, device)
+        self.rows = rows.to(device, non_blocking=True)
         levels = width.levels if width.scaled else 0
         self.constants = {"BITS": width.bits, "LEVELS": levels, "C": columns, "HALF": BLOCK // 2, "COPY": COPY_BLOCK}
 
