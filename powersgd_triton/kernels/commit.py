@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import pointer_to, tensor_address
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import ELEMENTS, pointer_to, rollback_block, tensor_address
+from powersgd_triton.kernels.table_device import rollback_block
 
 
 @triton.jit(do_not_specialize=["G_base", "M_base", "verdict", "factor_programs", "numel", "workers"])

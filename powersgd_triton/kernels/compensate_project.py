@@ -11,21 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    ELEMENTS,
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    part_of_P,
-    pointer_to,
-    row_tile,
-    rows_are_aligned,
-    tensor_address,
-    vector_of,
-)
+from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, part_of_P, row_tile
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -24,6 +25,15 @@ KNOWN = torch.version.hip is None and OLDEST <= tuple(map(int, triton.__version_
 """Whether all is known that kernels are compiled for. On AMD, that includes whether a tensor is larger than 2 GiB."""
 
 HAS_DEVICE = torch.cuda.is_available()
+
+
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Types of the elements that kernels read and write through addresses."""
+
+
+def vector_of(*dtypes: torch.dtype) -> int:
+    """Return the elements of the narrowest of these dtypes in the widest access."""
+    return ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
 
 
 class _Known(NamedTuple):

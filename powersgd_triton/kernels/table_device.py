@@ -1,33 +1,17 @@
 """Device functions that read a program's row of a table: how a program finds its matrix, and its rows or columns.
 
 A value that a kernel does not use costs nothing, since the compiler drops its load.
-
-The compiler knows nothing about integers that it loads. From ``x // V * V`` it learns that V divides x. The value is
-the same, since the host only writes multiples. From this the compiler derives that accesses of 16 bytes are aligned.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from powersgd_triton.kernels import columns
 from powersgd_triton.kernels.table import PROGRESS_COLUMNS
-from powersgd_triton.layout.wire_format import ALIGNMENT
-
-WIDEST = tl.constexpr(ALIGNMENT)
-"""Bytes of the widest memory access."""
-
-ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""Types of the elements that kernels read and write through addresses."""
-
-
-def vector_of(*dtypes: torch.dtype) -> int:
-    """Return the elements of the narrowest of these dtypes in the widest access."""
-    return ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
 
 
 def indices(row: Any) -> list[tl.constexpr]:
@@ -109,37 +93,6 @@ def part_of_Q(records, matrix, split, row, r):
     """Where a row of a split's part of Q [m, r] starts in the workspace, int64."""
     record = records + matrix * MATRIX
     return tl.load(record + MATRIX_Q_PARTS) + (split * tl.load(record + MATRIX_M) + row) * r
-
-
-@triton.jit
-def tensor_address(base, distances, tensor):
-    """Address of the first element of a matrix or a bypass tensor from ``Pointers``, int64."""
-    return base + tl.load(distances + tensor)
-
-
-@triton.jit
-def pointer_to(address, TYPE: tl.constexpr, VEC: tl.constexpr):
-    """An address as a pointer to elements of a type. It is a multiple of 16 bytes if VEC is not 1."""
-    pointer = address.to(tl.pointer_type(TYPE))
-    if VEC > 1:
-        # The compiler does not see through the cast what divides the address.
-        pointer = tl.multiple_of(pointer, WIDEST)
-    return pointer
-
-
-@triton.jit
-def rows_are_aligned(addresses, m, VEC: tl.constexpr):
-    """Whether all rows of m elements start at multiples of 16 bytes and hold whole vectors of VEC elements.
-
-    ``addresses`` are those of the matrices in question, combined by ``|``.
-    """
-    return (addresses % WIDEST == 0) & (m % VEC == 0)
-
-
-@triton.jit
-def known_multiple(x, VEC: tl.constexpr):
-    """x, in a form from which the compiler sees that VEC divides it."""
-    return x // VEC * VEC
 
 
 @triton.jit

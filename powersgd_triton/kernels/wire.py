@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import known_multiple
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
-from powersgd_triton.kernels.table_device import known_multiple
 from powersgd_triton.kernels.wire_device import (
     WIRE,
     WIRE_COLUMNS,

@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from powersgd_triton.kernels.addresses import known_multiple
 from powersgd_triton.kernels.columns import WireRow
-from powersgd_triton.kernels.table_device import indices, known_multiple
+from powersgd_triton.kernels.table_device import indices
 from powersgd_triton.kernels.wire_table import ITEMSIZE
 from powersgd_triton.layout import constants
 from powersgd_triton.layout.wire_format import SCALE_BYTES
