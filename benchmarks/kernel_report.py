@@ -40,11 +40,10 @@ from powersgd_triton.kernels import (
     orthogonalize,
     pack,
     reconstruct,
-    wire,
 )
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
-from powersgd_triton.kernels.wire_table import WireTable
+from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.wire_format import DIFFERENCES, FORMATS, WirePlan
 
 RANKS = (4, 16, 32, 64)
@@ -137,14 +136,14 @@ def _launches(
 def _wire_launches(launches: Configuration, rank: int, width: str) -> Iterator[Variant]:
     """Launch what a narrow message takes."""
     plan = WirePlan.build(FORMATS[width], [(2, 256, rank)], 8, 4, workers=2)
-    table = WireTable(plan, min(launches.wire.panel, 1 << (rank - 1).bit_length()), torch.device("cpu"))
+    kernels = TritonWire(plan, launches.wire, rank, torch.device("cpu"))
     message, content = torch.zeros(512 * rank + 129 + 8), torch.zeros(2, plan.size, dtype=torch.uint8)
     for own in (message, None):
         with recording(run=False) as recorded:
-            wire.encode_triton(table, message, own, launches.wire, out=content)
-            wire.reduce_triton(table, content, own, 0, launches.wire, out=content[0])
+            kernels.encode(message, own, out=content)
+            kernels.reduce(content, own, 0, out=content[0])
             if own is not None:
-                wire.decode_triton(table, content, launches.wire, out=message)
+                kernels.decode(content, out=message)
         label = f"rank {rank}, wire {width}{'' if own is None else ' and own'}"
         yield from _different(recorded, label)
 

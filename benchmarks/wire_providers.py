@@ -9,9 +9,9 @@ from benchmarks.shapes import count_parameters
 from benchmarks.timing import Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.configurations import Launch, architecture, select_configuration
+from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.wire_format import FORMATS, WirePlan
-from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire, Wire
 from powersgd_triton.shapes import Shapes
 

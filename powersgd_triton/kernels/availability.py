@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1) -> str | None:
-    """Reason why the kernels cannot be used for gradients of these dtypes on ``device``; None where they can.
+    """Return why the kernels cannot be used for gradients of these dtypes on ``device``. None if they can.
 
     On the CPU they run only in Triton's interpreter (TRITON_INTERPRET=1), for tests.
     """
@@ -34,7 +34,7 @@ def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), r
         return f"the kernels run on CUDA and ROCm devices; these gradients are on {device.type}"
     elif torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"the kernels need compute capability 8.0; this device has {capability[0]}.{capability[1]}"
-    # Not asked of the installed distribution, whose name is another one for ROCm.
+    # The installed distribution has another name for ROCm.
     version: str = importlib.import_module("triton").__version__
     oldest, where = (OLDEST_TRITON, "") if torch.version.hip is None else (OLDEST_TRITON_ON_ROCM, " on ROCm")
     if tuple(int(number) for number in version.split(".")[:2]) < oldest:

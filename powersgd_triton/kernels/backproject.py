@@ -1,8 +1,4 @@
-"""Q = Mᵀ P̂, in one pass over M.
-
-A program holds the sum of one block of Q's rows, that is of M's columns, in registers and walks down the rows of M. It
-computes the block transposed, as P̂ᵀ M [C, columns], so that the tiles of M are operands as they were loaded.
-"""
+"""Q = Mᵀ P̂, in one pass over M. A program holds the sums for some columns of M and walks down the rows."""
 
 from __future__ import annotations
 
@@ -10,21 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    ELEMENTS,
-    column_tile,
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    part_of_Q,
-    pointer_to,
-    rows_are_aligned,
-    tensor_address,
-    vector_of,
-)
+from powersgd_triton.kernels.table_device import column_tile, factor_offsets, matrix_sizes, part_of_Q
 
 
 @triton.jit(do_not_specialize=["M_base", "first_panel", "panels"])
@@ -70,6 +56,7 @@ def _walk_down_rows(
     # Offsets within a tile fit 32 bits, which halves their registers; ``first`` takes what does not.
     tile = rows[:, None] * m + cols[None, :]
     left_t = ranks[:, None] + rows[None, :] * r  # [C, rows]
+    # Transposed, P̂ᵀ M, so that the tiles of M are operands as they were loaded.
     total = tl.zeros([C, BLOCK_COLS], tl.float32)
     # Blocks in the order of their rows: on every worker the same sums in the same order, hence the same bits.
     for row in range(start, end, BLOCK_ROWS):
@@ -84,31 +71,14 @@ def _walk_down_rows(
 def backproject_triton(
     table: BucketTable, M: Pointers, P: Tensor, launch: Launch, *, out: Tensor, first_panel: int = 0
 ) -> None:
-    """out = parts of Q = Mᵀ P; see ``backproject_reference``.
+    """Write each split's part of each Q = Mᵀ P [m, r] to ``out`` [``table.q_parts_numel``], fp32.
 
-    Args:
-        table: the bucket's.
-        M: matrices of fp32, bf16 or fp16.
-        P: all matrices' factors, fp32, flat.
-        launch: tile, warps and stages.
-        out: fp32, ``table.q_parts_numel`` elements: each split's part of each Q [m, r].
-        first_panel: panel of P's columns to begin with.
+    M is in fp32, bf16 or fp16. P holds the factors of all matrices, fp32 and flat, of which panels of columns from
+    ``first_panel`` on are multiplied.
     """
     panels = -(-table.rank // launch.panel) - first_panel
-    if panels <= 0:
-        return
-    run(
-        _backproject_kernel,
-        (panels * table.column_tiles.size(0),),
-        launch.of_tiles,
-        M.base,
-        M.distances,
-        P,
-        out,
-        table.records,
-        table.column_tiles,
-        first_panel,
-        panels,
-        M_TYPE=ELEMENTS[M.dtype],
-        VEC=vector_of(M.dtype),
-    )
+    if panels > 0:
+        tiles = table.column_tiles
+        arguments = M.base, M.distances, P, out, table.records, tiles, first_panel, panels
+        kind, vector = ELEMENTS[M.dtype], vector_of(M.dtype)
+        run(_backproject_kernel, (panels * len(tiles),), launch.of_tiles, *arguments, M_TYPE=kind, VEC=vector)

@@ -1,7 +1,4 @@
-"""The end of a step: Q̄, the next bases and the verdict; after a step that was not finite, the error buffers of before.
-
-All of it is decided on the device, from ``finite``: the host never waits to learn how a step went.
-"""
+"""The end of a step, decided on the device: Q̄ and the next bases, or M as it was before if it was not finite."""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import pointer_to, tensor_address
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import ELEMENTS, pointer_to, rollback_block, tensor_address
+from powersgd_triton.kernels.table_device import rollback_block
 
 
 @triton.jit(do_not_specialize=["G_base", "M_base", "verdict", "factor_programs", "numel", "workers"])
@@ -54,56 +52,29 @@ def _commit_kernel(
 
 
 def commit_triton(
-    table: BucketTable,
-    G: Pointers,
-    M: Pointers | None,
-    following: Tensor | None,
-    workers: int,
-    finite: Tensor,
-    *,
-    largest: float,
-    basis: Tensor,
-    message: Tensor,
-    verdict: Tensor,
-) -> None:
+    table: BucketTable, G: Pointers, M: Pointers | None, following: Tensor | None, workers: int, finite: Tensor, *,
+    largest: float, basis: Tensor, message: Tensor, verdict: Tensor,
+) -> None:  # fmt: skip
     """If finite: message ← message / workers, basis ← following. Else: message ← NaN, M ← M − G, verdict ← 0.
 
     Args:
-        table: the bucket's.
-        G: gradients; see ``rollback_reference``.
-        M: error buffers of fp32 or bf16; None without error feedback.
-        following: orthonormal bases of the message's columns, fp32, flat; None for bases that stay.
-        workers: number of workers whose Q are summed in the message.
-        finite: int32 scalar on the device.
-        largest: largest element that an error may keep after a step that was not finite.
-        basis: fp32, flat.
-        message: the second message, fp32.
-        verdict: scalar on the device.
+        table: The bucket's table.
+        G: Gradients.
+        M: Error buffers in fp32 or bf16. None without error feedback.
+        following: Orthonormal bases of the message's columns. None if the bases stay.
+        workers: Number of workers whose factors the message sums.
+        finite, verdict: Scalars on the device, the former int32.
+        largest: Largest element that an error may keep after a step that was not finite, see ``rollback_reference``.
+        basis, message: Factors of all matrices, fp32, flat, as is ``following``.
     """
-    factor_programs = -(-message.numel() // COPY_BLOCK)
+    numel, feedback = message.numel(), M is not None and bool(table.matrices)
     errors = G if M is None else M
-    feedback = M is not None and bool(table.matrices)
+    factor_programs = -(-numel // COPY_BLOCK)
+    programs = factor_programs + (len(table.rollback) if feedback else 0)
+    bases = message if following is None else following
+    arguments = bases, basis, message, finite, verdict, table.rollback, factor_programs, numel, float(workers)
     run(
-        _commit_kernel,
-        (max(1, factor_programs + (table.rollback.size(0) if feedback else 0)),),
-        NUMERICS,
-        G.base,
-        G.distances,
-        errors.base,
-        errors.distances,
-        message if following is None else following,
-        basis,
-        message,
-        finite,
-        verdict,
-        table.rollback,
-        factor_programs,
-        message.numel(),
-        float(workers),
-        G_TYPE=ELEMENTS[G.dtype],
-        M_TYPE=ELEMENTS[errors.dtype],
-        ADVANCE=following is not None,
-        FEEDBACK=feedback,
-        LARGEST=largest,
-        BLOCK=COPY_BLOCK,
-    )
+        _commit_kernel, (max(1, programs),), NUMERICS, G.base, G.distances, errors.base, errors.distances, *arguments,
+        G_TYPE=ELEMENTS[G.dtype], M_TYPE=ELEMENTS[errors.dtype], ADVANCE=following is not None, FEEDBACK=feedback,
+        LARGEST=largest, BLOCK=COPY_BLOCK,
+    )  # fmt: skip

@@ -1,8 +1,4 @@
-"""M ← G + growth · (M − P Qᵀ) and Q = Mᵀ · basis, in one pass over G and M.
-
-This is every second step of the alternating algorithm, which multiplies M from the left. A program walks down the rows
-of M as in ``backproject.py`` and compensates as in ``compensate_project.py``.
-"""
+"""M ← G + growth · (M − P Qᵀ) and Q = Mᵀ · basis, in one pass over G and M, for the alternating algorithm."""
 
 from __future__ import annotations
 
@@ -10,23 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
 from powersgd_triton.kernels.backproject import backproject_triton
-from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
+from powersgd_triton.kernels.compensate_project import add_gradient, load_pending, subtract_further_panels
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    ELEMENTS,
-    column_tile,
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    part_of_Q,
-    pointer_to,
-    rows_are_aligned,
-    tensor_address,
-    vector_of,
-)
+from powersgd_triton.kernels.table_device import column_tile, factor_offsets, matrix_sizes, part_of_Q
 
 
 @triton.jit(do_not_specialize=["G_base", "M_base", "applied", "growth"])
@@ -102,30 +88,13 @@ def _walk_down_rows(
 
 
 def compensate_backproject_triton(
-    table: BucketTable,
-    G: Pointers,
-    M: Pointers | None,
-    P_prev: Tensor,
-    Q_prev: Tensor,
-    applied: Tensor,
-    growth: Tensor,
-    P: Tensor,
-    launch: Launch,
-    launch_backproject: Launch,
-    *,
-    out: Tensor,
-) -> None:
-    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P; see ``compensate_backproject_reference``.
+    table: BucketTable, G: Pointers, M: Pointers | None, P_prev: Tensor, Q_prev: Tensor, applied: Tensor,
+    growth: Tensor, P: Tensor, launch: Launch, launch_backproject: Launch, *, out: Tensor,
+) -> None:  # fmt: skip
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P, see ``compensate_backproject_reference``.
 
-    Args:
-        table: the bucket's.
-        G: gradients of fp32, bf16 or fp16.
-        M: error buffers of fp32 or bf16, updated; None for M = G.
-        P_prev, Q_prev, P: all matrices' factors, fp32, flat.
-        applied: scalar on the device, 0 where the product was never applied.
-        growth: fp32 scalar on the device by which the loss scale has grown since M was written.
-        launch, launch_backproject: tile, warps and stages; of the latter for columns of P beyond the first panel.
-        out: fp32, ``table.q_parts_numel`` elements: each split's part of each Q [m, r].
+    Arguments are those of ``compensate_project_triton``. ``launch_backproject`` is for columns of P beyond the first
+    panel, and ``out`` has ``table.q_parts_numel`` elements.
     """
     if M is None:
         backproject_triton(table, G, P, launch_backproject, out=out)
@@ -133,25 +102,9 @@ def compensate_backproject_triton(
     if not table.matrices:
         return
     run(
-        _compensate_backproject_kernel,
-        (table.column_tiles.size(0),),
-        launch.of_tiles,
-        G.base,
-        G.distances,
-        M.base,
-        M.distances,
-        P_prev,
-        Q_prev,
-        applied,
-        growth,
-        P,
-        out,
-        table.records,
-        table.column_tiles,
-        G_TYPE=ELEMENTS[G.dtype],
-        M_TYPE=ELEMENTS[M.dtype],
-        WIDE=launch.wide,
-        VEC=vector_of(G.dtype, M.dtype),
-    )
+        _compensate_backproject_kernel, (len(table.column_tiles),), launch.of_tiles, G.base, G.distances, M.base,
+        M.distances, P_prev, Q_prev, applied, growth, P, out, table.records, table.column_tiles,
+        G_TYPE=ELEMENTS[G.dtype], M_TYPE=ELEMENTS[M.dtype], WIDE=launch.wide, VEC=vector_of(G.dtype, M.dtype),
+    )  # fmt: skip
     # Columns of P beyond the first panel: these programs read M as the kernel above stored it.
     backproject_triton(table, M, P, launch_backproject, out=out, first_panel=1)

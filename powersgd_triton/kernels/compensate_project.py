@@ -1,7 +1,8 @@
 """M ← G + growth · (M − P̂ Qᵀ) and P = M · basis, in one pass over G and M.
 
-A program holds the sum of one block of P's rows in registers and walks along the columns of M. It writes each tile of M
-and multiplies it by the basis while the tile is still in registers.
+P̂ Qᵀ is the pending product: what the last step's reconstruction took out of M. It is subtracted here, one step late,
+since M is read here anyway. A program holds the sum of one block of P's rows in registers and walks along the columns
+of M. It writes each tile of M and multiplies it by the basis while the tile is still in registers.
 """
 
 from __future__ import annotations
@@ -10,22 +11,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.compensation import add_gradient, load_pending, subtract_further_panels
+from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    ELEMENTS,
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    part_of_P,
-    pointer_to,
-    row_tile,
-    rows_are_aligned,
-    tensor_address,
-    vector_of,
-)
+from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, part_of_P, row_tile
+
+
+@triton.jit
+def load_pending(factor, ok, pending):
+    """A tile of P or Q of the pending product, or zeros if that product was never applied.
+
+    Zeroing the product would not do: factors of a step that overflowed may be infinite, and 0 · inf is NaN.
+    """
+    return tl.where(pending > 0, tl.load(factor, ok, 0.0), 0.0)
+
+
+@triton.jit
+def subtract_further_panels(
+    value, P, Q, left, right_t, row_ok, col_ok, ranks, r, pending, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """value − P Qᵀ, of the columns of P [rows, r] and Q [cols, r] behind their first C.
+
+    ``left`` [rows, C] and ``right_t`` [C, cols] are offsets of the first C columns from the tile's first rows P and Q.
+    """
+    # Panel by panel into ``value``, in this order: another one would round differently.
+    for k in range(C, r, C):
+        more = k + ranks < r
+        P_tile = load_pending(P + k + left, row_ok[:, None] & more[None, :], pending)
+        Q_tile = load_pending(Q + k + right_t, more[:, None] & col_ok[None, :], pending)
+        value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
+    return value
+
+
+@triton.jit
+def add_gradient(value, gradient, growth, M, ok):
+    """gradient + growth · value, which is stored in M except for what is not finite of the gradient.
+
+    What is returned has those elements, so that the step finds that its gradients are not finite.
+    """
+    value *= growth
+    # NaN and ±inf fail the comparison.
+    finite = tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
+    tl.store(M, (finite + value).to(M.dtype.element_ty), ok)
+    return value + gradient
 
 
 @triton.jit(do_not_specialize=["G_base", "M_base", "applied", "growth", "first_panel", "panels"])
@@ -110,61 +139,33 @@ def _walk_along_columns(
 
 
 def compensate_project_triton(
-    table: BucketTable,
-    G: Pointers,
-    M: Pointers | None,
-    P_prev: Tensor,
-    Q_prev: Tensor,
-    applied: Tensor,
-    growth: Tensor,
-    Q: Tensor,
-    launch: Launch,
-    *,
-    out: Tensor,
-) -> None:
-    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of P = M Q; see ``compensate_project_reference``.
+    table: BucketTable, G: Pointers, M: Pointers | None, P_prev: Tensor, Q_prev: Tensor, applied: Tensor,
+    growth: Tensor, Q: Tensor, launch: Launch, *, out: Tensor,
+) -> None:  # fmt: skip
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of P = M Q, see ``compensate_project_reference``.
 
     Args:
-        table: the bucket's.
-        G: gradients of fp32, bf16 or fp16.
-        M: error buffers of fp32 or bf16, updated; None for M = G.
-        P_prev, Q_prev, Q: all matrices' factors, fp32, flat.
-        applied: scalar on the device, 0 where the product was never applied.
-        growth: fp32 scalar on the device by which the loss scale has grown since M was written.
-        launch: tile, warps and stages.
-        out: fp32, ``table.p_parts_numel`` elements: each split's part of each P [n, r].
+        table: The bucket's table.
+        G: Gradients in fp32, bf16 or fp16.
+        M: Error buffers in fp32 or bf16, updated. None for M = G.
+        P_prev, Q_prev, Q: Factors of all matrices, fp32, flat.
+        applied, growth: Scalars on the device, the latter fp32.
+        launch: Tile, warps and stages.
+        out: fp32 [``table.p_parts_numel``], each split's part of each P [n, r].
     """
     if not table.matrices:
         return
-    panels = -(-table.rank // launch.panel)
+    panels, tiles = -(-table.rank // launch.panel), table.row_tiles
     source = G if M is None else M
 
     def launch_panels(first_panel: int, count: int, compensate: bool) -> None:
         gradient = G if compensate else source
         run(
-            _compensate_project_kernel,
-            (count * table.row_tiles.size(0),),
-            launch.of_tiles,
-            gradient.base,
-            gradient.distances,
-            source.base,
-            source.distances,
-            P_prev,
-            Q_prev,
-            applied,
-            growth,
-            Q,
-            out,
-            table.records,
-            table.row_tiles,
-            first_panel,
-            count,
-            G_TYPE=ELEMENTS[gradient.dtype],
-            M_TYPE=ELEMENTS[source.dtype],
-            COMPENSATE=compensate,
-            WIDE=launch.wide,
-            VEC=vector_of(gradient.dtype, source.dtype),
-        )
+            _compensate_project_kernel, (count * len(tiles),), launch.of_tiles, gradient.base, gradient.distances,
+            source.base, source.distances, P_prev, Q_prev, applied, growth, Q, out, table.records, tiles, first_panel,
+            count, G_TYPE=ELEMENTS[gradient.dtype], M_TYPE=ELEMENTS[source.dtype], COMPENSATE=compensate,
+            WIDE=launch.wide, VEC=vector_of(gradient.dtype, source.dtype),
+        )  # fmt: skip
 
     if M is None:
         launch_panels(0, panels, compensate=False)

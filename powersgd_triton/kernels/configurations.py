@@ -1,7 +1,4 @@
-"""Launch parameters by architecture, kernel and rank: one table, and no search at run time.
-
-(Triton's autotuner runs a kernel several times to time it. Kernels that update M in place would do so several times.)
-"""
+"""Launch parameters by architecture, kernel and rank. An autotuner would update M in place several times."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import torch
 from powersgd_triton.layout.wire_format import BLOCK
 
 NUMERICS = {"enable_fp_fusion": False}
-"""Triton's options that decide what kernels compute; every launch passes them.
+"""Triton's options that decide what kernels compute. Every launch passes them.
 
-If a product and a sum may be fused, which of them are is the compiler's choice. Workers with other versions of Triton,
-or other environment variables, would then compute other bits.
+If products and sums may be fused, the compiler chooses which. Workers with other versions of Triton, or other
+environment variables, would then compute other bits.
 """
 
 
@@ -26,11 +23,11 @@ class Launch:
     """How a kernel is launched.
 
     Attributes:
-        rows, columns: a tile of a matrix.
-        panel: columns of the factors that one program multiplies by; at least 16, which is the least for tl.dot.
-        num_warps, num_stages: Triton's.
-        precision: of products of fp32 values, Triton's ``input_precision``.
-        wide: whether factors may have more columns than a panel.
+        rows, columns: Size of a tile of a matrix.
+        panel: Columns of the factors that one program multiplies by. 16 is the least for tl.dot.
+        num_warps, num_stages: Options of Triton.
+        precision: Triton's ``input_precision`` of products of fp32 values.
+        wide: Whether factors may have more columns than a panel.
     """
 
     rows: int
@@ -47,17 +44,17 @@ class Launch:
 
     @functools.cached_property
     def options(self) -> dict[str, int]:
-        """Triton's own keywords, which every kernel takes."""
+        """Keywords of Triton, which every kernel takes."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NUMERICS}
 
     @functools.cached_property
     def of_factors(self) -> dict[str, Any]:
-        """The keywords of a kernel that works on blocks of rows of a factor."""
+        """Keywords of a kernel that works on blocks of rows of a factor."""
         return {"C": self.panel, "BLOCK_ROWS": self.rows, **self.options}
 
     @functools.cached_property
     def of_tiles(self) -> dict[str, Any]:
-        """The keywords of a kernel that works on tiles of matrices."""
+        """Keywords of a kernel that works on tiles of matrices."""
         return {**self.of_factors, "BLOCK_COLS": self.columns, "PRECISION": self.precision}
 
 
@@ -65,8 +62,7 @@ class Launch:
 class Configuration:
     """The launches of a bucket whose largest rank is at most some bound.
 
-    ``gram`` and ``orthogonalize`` work on blocks of ``rows`` of a factor and on a panel of its columns. So does
-    ``wire``, whose rows are a block of the format.
+    ``gram``, ``orthogonalize`` and ``wire`` work on blocks of ``rows`` of a factor and on a panel of its columns.
     """
 
     compensate_project: Launch
@@ -100,9 +96,7 @@ def _wide(precision: str, stages: int, left: tuple[int, int], wire_warps: int, g
         compensate_backproject=Launch(left[0], 32, 32, left[1], 1, precision),
         backproject=Launch(32, 32, 32, 2, stages, precision),
         reconstruct=Launch(32, 32, 32, 2, min(stages, 2), precision),
-        gram=Launch(16, 32, 32, gram_warps, 1, precision),
-        orthogonalize=Launch(16, 32, 32, gram_warps, 1, precision),
-        wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
+        **_of_factors(precision, wire_warps, gram_warps),
     )
 
 
@@ -114,10 +108,13 @@ def _several_panels(precision: str, stages: int, left_rows: int, wire_warps: int
         compensate_backproject=Launch(left_rows, columns, 32, 4, 1, precision, wide=True),
         backproject=Launch(32, columns, 32, 4, left_stages, precision),
         reconstruct=Launch(64, 32, 32, 8, stages, precision, wide=True),
-        gram=Launch(16, 32, 32, gram_warps, 1, precision),
-        orthogonalize=Launch(16, 32, 32, gram_warps, 1, precision),
-        wire=Launch(BLOCK, 32, 32, wire_warps, 1, precision),
+        **_of_factors(precision, wire_warps, gram_warps),
     )
+
+
+def _of_factors(precision: str, wire_warps: int, gram_warps: int) -> dict[str, Launch]:
+    gram = Launch(16, 32, 32, gram_warps, 1, precision)
+    return {"gram": gram, "orthogonalize": gram, "wire": Launch(BLOCK, 32, 32, wire_warps, 1, precision)}
 
 
 def _table(
@@ -156,7 +153,7 @@ TABLES = {
 
 
 def architecture(device: torch.device) -> str:
-    """Name of a device's architecture; the interpreter's is NVIDIA's."""
+    """Return the name of a device's architecture. That of the interpreter is NVIDIA's."""
     if device.type != "cuda":
         return "sm_80"
     properties = torch.cuda.get_device_properties(device)
@@ -166,12 +163,12 @@ def architecture(device: torch.device) -> str:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many a device has; an H100's number on the CPU, for the interpreter."""
+    """Return how many a device has, or an H100's number for the interpreter."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
 def select_configuration(arch: str, rank: int) -> Configuration:
-    """Return the launches for a bucket of matrices of at most ``rank``.
+    """Return the launches for matrices of at most this rank.
 
     An architecture that is not listed is served as the nearest before it, and an older one as the first of its vendor.
     """

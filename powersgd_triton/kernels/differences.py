@@ -159,7 +159,7 @@ def _launch(width: WireFormat, numel: int) -> tuple[int, dict[str, int]]:
 
 
 def encode_triton(target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False) -> None:
-    """out = scales and codes of target − base, with the bits of ``encode_reference``, which describes the arguments."""
+    """out = scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
     numel = target.numel()
     codes, _ = width.difference_bytes(numel)
     if numel:
@@ -171,7 +171,7 @@ def encode_triton(target: Tensor, base: Tensor | None, width: WireFormat, out: T
 
 
 def apply_triton(content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0) -> None:
-    """base += weight · scales · codes, with the bits of ``apply_reference``, which describes the arguments."""
+    """base += weight · scales · codes, with the arguments and the bits of ``apply_reference``."""
     copies, numel = base.shape
     codes, size = width.difference_bytes(numel)
     if numel:

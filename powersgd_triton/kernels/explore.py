@@ -57,32 +57,17 @@ def _explore_kernel(
 
 
 def explore_triton(
-    table: BucketTable,
-    number: Tensor,
-    finite: Tensor,
-    rank: int,
-    *,
-    every: int,
-    other: int,
-    carry: float,
-    smallest: float,
-    out: Tensor,
-) -> None:
-    """Replace the last columns of the right bases of those matrices whose turn it is.
+    table: BucketTable, number: Tensor, finite: Tensor, rank: int, *, every: int, other: int, carry: float,
+    smallest: float, out: Tensor,
+) -> None:  # fmt: skip
+    """Replace the last columns of the right bases ``out`` [fp32, flat], as ``explore_reference`` does.
 
-    Args:
-        table: The bucket's table.
-        number: int64 scalar on the device, the step's number.
-        finite: int32 scalar on the device. If it is 0, nothing changes.
-        rank: the largest that may occur.
-        every, other, carry, smallest: See ``ops.explore``. ``other`` is added to the keys.
-        out: Orthonormal right bases, fp32, flat.
+    ``number`` (int64) and ``finite`` (int32) are scalars on the device, and ``rank`` is the largest that may occur.
+    ``ops.explore`` describes the others. ``other`` is added to the keys.
     """
     if not table.matrices:
         return
     columns = triton.next_power_of_2(rank)
-    run(
-        _explore_kernel, (len(table.matrices),), NUMERICS,
-        out, finite, number, table.records, table.Q.records, every, other, carry, smallest,
-        C=columns, ROWS=max(1, BLOCK // columns),
-    )  # fmt: skip
+    arguments = out, finite, number, table.records, table.Q.records, every, other, carry, smallest
+    rows = max(1, BLOCK // columns)
+    run(_explore_kernel, (len(table.matrices),), NUMERICS, *arguments, C=columns, ROWS=rows)

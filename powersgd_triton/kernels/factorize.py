@@ -5,19 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from powersgd_triton.layout import constants
+
 NOISE = tl.constexpr(4 * 2.0**-53)
 """Rounding error of an inner product relative to the vectors' norms: a few units, since errors of long sums cancel."""
 
 ENOUGH = tl.constexpr(1e-7)
 """A pass is enough if rounding errors are at most this share of what is left of each column's squared norm."""
 
-ORTHONORMAL = tl.constexpr(1e-3)
-"""The same after the last pass, where other columns become zero; as in the reference."""
+ORTHONORMAL = tl.constexpr(constants.ORTHONORMAL)
+"""The same after the last pass, where other columns become zero."""
 
 
 @triton.jit
 def arrives_last(counter, expected):
-    """Whether all other programs have arrived at this counter before. Then it is 0 again, for the next launch."""
+    """Return whether all other programs have arrived at this counter. Then it is 0 again, for the next launch."""
     # All threads have stored their results before one of them says so.
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -65,7 +67,7 @@ def _everywhere(vector, k, C: tl.constexpr):
 
 @triton.jit
 def _chances(left, inverse, noise, threshold, final):
-    """(share of its squared norm that is left of a column, whether that is a direction, whether it may be) [C]."""
+    """Return (share of its squared norm left of a column, whether that is a direction, whether it may be), each [C]."""
     share = (left * inverse).to(tl.float32)
     largest = tl.where(final, ORTHONORMAL, 1.0) * share
     return share, (noise < largest) & (share > threshold), (noise > threshold) & (final == 0)
@@ -73,23 +75,16 @@ def _chances(left, inverse, noise, threshold, final):
 
 @triton.jit
 def factorize(gram, before, exact, threshold, final, r, transform, norms, C: tl.constexpr):
-    """transform = L⁻ᵀ with L Lᵀ = gram [C, C]; columns that are dead are zero.
+    """transform = L⁻ᵀ [C, C] with L Lᵀ = gram [C, C], whose first r columns count. Dead columns are zero.
 
-    Returns (number of columns that are dead, number of those that are not exact). If both are 0, no further pass is
-    needed.
+    Returns (number of dead columns, number of those that are not exact). If both are 0, no further pass is needed.
 
-    A column is dead if at most the share ``threshold`` of ``before`` is left of its squared norm. Rounding errors may
-    be larger than that share, where little was left of an earlier column. Then it is not known what is left: the column
-    is kept, and the next pass decides. There the columns are nearly orthogonal, so errors are small. In the last pass a
-    column that is not known to be orthonormal is dead too.
+    A column is dead if at most the share ``threshold`` of ``before``, its original squared norm, is left of it.
+    Rounding errors, which are relative to ``exact``, may exceed that share if little was left of an earlier column.
+    Then it is not known what is left: the column is kept, and the next pass decides. There the columns are nearly
+    orthogonal, so errors are small. In the ``final`` pass a column that is not known to be orthonormal is dead too.
 
-    Args:
-        before: squared norms [C] of the original columns, in the units of gram.
-        exact: squared norms [C] to which rounding errors of gram are relative.
-        final: whether this is the last pass.
-        r: number of columns, at most C.
-        transform: where to write L⁻ᵀ [C, C].
-        norms: where to write ``before`` [C] in the units of the transformed columns; 0 stands for their own.
+    ``norms`` [C] gets ``before`` in the units of the transformed columns. 0 stands for their own.
     """
     ranks = tl.arange(0, C)
     left = diagonal_of(gram, C)

@@ -1,7 +1,4 @@
-"""Gram matrices of panels of columns, in fp64, and their factorization.
-
-fp64 doubles the digits: the factorization of a Gram matrix squares the condition number.
-"""
+"""Gram matrices of panels of columns, in fp64 because factorizing them squares the condition number."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from powersgd_triton.kernels.factorize import arrives_last, diagonal_of, factori
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.panels import PASSES, inner_products, panel_of_rows, squares_of
 from powersgd_triton.kernels.random_device import WINDOW, stream_of, window_of
-from powersgd_triton.kernels.table import DEAD_COLUMN, FactorTable
+from powersgd_triton.kernels.table import FactorTable
 from powersgd_triton.kernels.table_device import (
     PROGRESS,
     PROGRESS_ARRIVED,
@@ -26,6 +23,7 @@ from powersgd_triton.kernels.table_device import (
     key_of,
     rows_of,
 )
+from powersgd_triton.layout.constants import DEAD_COLUMN
 
 
 @triton.jit(do_not_specialize=["number", "threshold", "attempt", "panel", "panels"])
@@ -149,35 +147,21 @@ def _gram_kernel(
 
 
 def gram_triton(
-    factors: FactorTable,
-    A: Tensor,
-    number: Tensor,
-    epsilon: float,
-    attempt: int,
-    panel: int,
-    panels: int,
-    launch: Launch,
-    *,
-    X: Tensor,
-    parts: Tensor,
-    squares: Tensor,
-    finite: Tensor,
-) -> None:
-    """One pass: what makes one panel of A's columns orthonormal.
+    factors: FactorTable, A: Tensor, number: Tensor, epsilon: float, attempt: int, panel: int, panels: int,
+    launch: Launch, *, X: Tensor, parts: Tensor, squares: Tensor, finite: Tensor,
+) -> None:  # fmt: skip
+    """Compute in one pass what makes one panel of A's columns orthonormal. See ``orthogonalize_triton`` for the others.
 
     Args:
-        factors: table of one side's factors.
-        A: factors, fp32 or fp64, flat; X in the second pass over a panel after the first.
-        number, epsilon, finite: see ``orthogonalize_triton``.
-        attempt: number of the pass.
-        panel, panels: number of the panel, and how many there are.
-        launch: rows of a block, columns of a panel.
-        X: factors whose panels before this one are orthonormal, fp64, flat. What is left of this panel is written.
+        A: Factors, fp32 or fp64, flat. X in the second pass over a panel after the first.
+        attempt: Number of the pass.
+        panel, panels: Number of the panel, and how many there are.
+        X: Factors whose panels before this one are orthonormal, fp64, flat. What is left of this panel is written.
         parts: fp64 workspace [panels, chunks, C, C].
-        squares: see ``squares_of``. A transform and norms are written there.
+        squares: See ``squares_of``. A transform and norms are written there.
     """
     run(
-        _gram_kernel, (factors.chunks.size(0),), launch.of_factors,
+        _gram_kernel, (len(factors.chunks),), launch.of_factors,
         A, X, parts, squares, factors.progress, finite, factors.records, factors.chunks, number,
         max(epsilon, DEAD_COLUMN) ** 2, attempt, panel, panels, PROJECT=panel > 0,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Launching kernels with little work on the host.
 
-In each launch, Triton inspects all arguments to find out whether the kernel is compiled for such arguments. The kernels
-of this package are written so that this follows from their constants and from the dtypes of tensors.
+In each launch, Triton inspects all arguments to find out whether the kernel is compiled for such. For the kernels of
+this package, that follows from their constants and from the dtypes of tensors.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
+
+from powersgd_triton.layout.wire_format import ALIGNMENT
 
 OLDEST, NEWEST = (3, 6), (3, 9)
 """Versions of Triton whose compiled kernels are launched as they are here."""
@@ -23,19 +26,21 @@ KNOWN = torch.version.hip is None and OLDEST <= tuple(map(int, triton.__version_
 
 HAS_DEVICE = torch.cuda.is_available()
 
-ALIGNMENT = 16
-"""Bytes. Triton compiles a kernel for pointers that are multiples of it, or for others."""
+
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""Types of the elements that kernels read and write through addresses."""
+
+
+def vector_of(*dtypes: torch.dtype) -> int:
+    """Return the elements of the narrowest of these dtypes in the widest access."""
+    return ALIGNMENT // min(dtype.itemsize for dtype in dtypes)
 
 
 class _Known(NamedTuple):
     """What was found out in the first launch of a kernel with some constants.
 
-    Attributes:
-        compiled: The compiled kernel.
-        options: As given.
-        constants: All constants, in the order of the kernel's parameters.
-        pointers: Indices of tensors among the arguments that start at multiples of 16 bytes.
-        scalars: Indices of the other tensors, for which the kernel is compiled wherever they start.
+    ``pointers`` are indices of tensors among the arguments that start at multiples of 16 bytes. ``scalars`` are those
+    of the other tensors, which may start anywhere. ``constants`` are all of the kernel's, in its parameters' order.
     """
 
     compiled: Any

@@ -1,8 +1,7 @@
 """Blocked Gram–Schmidt: panels of columns, each orthonormalized as X L⁻ᵀ with L Lᵀ = XᵀX in fp64, in several passes.
 
-A pass leaves an error that grows with the panel's condition number. The next one removes it, since its input is closer
-to orthonormal. The device decides for each matrix whether a pass was enough: then the launches of further passes return
-at once.
+A pass leaves an error that grows with the panel's condition number, and the next one removes it. The device decides for
+each matrix whether a pass was enough. Then the launches of further passes return at once.
 """
 
 from __future__ import annotations
@@ -44,40 +43,29 @@ def _orthogonalize_kernel(
 
 
 def orthogonalize_triton(
-    factors: FactorTable,
-    A: Tensor,
-    rank: int,
-    number: Tensor,
-    epsilon: float,
-    launch_gram: Launch,
-    launch: Launch,
-    *,
-    X: Tensor,
-    grams: Tensor,
-    finite: Tensor,
-    out: Tensor,
-) -> None:
-    """out = orthonormal basis of A's columns; see ``orthogonalize_reference``.
+    factors: FactorTable, A: Tensor, rank: int, number: Tensor, epsilon: float, launch_gram: Launch, launch: Launch, *,
+    X: Tensor, grams: Tensor, finite: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """out = orthonormal basis of A's columns, see ``orthogonalize_reference``.
 
-    Three launches for a rank within one panel: two passes, and the product. Each further panel takes five.
+    A rank within one panel takes three launches: two passes, and the product. Each further panel takes five.
 
     Args:
-        factors: table of one side's factors.
-        A: fp32, flat.
-        rank: the largest.
-        number: int64 scalar on the device, the step's number; random directions depend on it.
-        epsilon: see the reference.
-        launch_gram, launch: rows of a block, columns of a panel.
-        X: fp64 workspace of A's size; not used, and may be empty, for ranks within one panel.
-        grams: fp64 workspace of ``grams_numel`` elements.
-        finite: int32 scalar on the device, becomes 0 where A is not finite.
-        out: fp32, flat; may be A.
+        factors: Table of one side's factors.
+        A: Factors, fp32, flat.
+        rank: Largest rank.
+        number: int64 scalar on the device, the step's number, on which random directions depend.
+        epsilon: See the reference.
+        launch_gram, launch: Rows of a block, columns of a panel.
+        X: fp64 workspace of A's size. For ranks within one panel it is not used, and may be empty.
+        grams: fp64 workspace [``grams_numel``].
+        finite: int32 scalar on the device that becomes 0 if A is not finite.
+        out: fp32, flat. It may be A.
     """
-    if not factors.chunks.size(0):
+    if not len(factors.chunks):
         return
     panels, of_parts = _panels(factors, rank, launch.panel)
     parts, squares = grams[:of_parts], grams[of_parts:]
-    grid = factors.chunks.size(0), factors.shares
     for panel in range(panels):
         source = A
         for attempt in range(2):
@@ -92,18 +80,18 @@ def orthogonalize_triton(
             if panel > 0:
                 source = X
         run(
-            _orthogonalize_kernel, grid, launch.of_factors,
+            _orthogonalize_kernel, (len(factors.chunks), factors.shares), launch.of_factors,
             source, X, out, squares, factors.progress, factors.records, factors.chunks, number, panel, panels,
         )  # fmt: skip
 
 
 def grams_numel(factors: FactorTable, rank: int, panel: int) -> int:
-    """Elements of the workspace ``grams`` for panels of so many columns."""
+    """Return the elements of the workspace ``grams`` for panels of so many columns."""
     panels, of_parts = _panels(factors, rank, panel)
-    return of_parts + factors.records.size(0) * (int(PASSES.value) + 1 + panels) * panel**2
+    return of_parts + len(factors.records) * (int(PASSES.value) + 1 + panels) * panel**2
 
 
 def _panels(factors: FactorTable, rank: int, panel: int) -> tuple[int, int]:
-    """Number of panels, and elements of the parts of their inner products."""
+    """Return the number of panels, and the elements of the parts of their inner products."""
     panels = -(-rank // panel)
-    return panels, panels * factors.chunks.size(0) * panel**2
+    return panels, panels * len(factors.chunks) * panel**2

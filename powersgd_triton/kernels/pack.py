@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import pointer_to, tensor_address
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import ELEMENTS, pack_entry, pointer_to, tensor_address
+from powersgd_triton.kernels.table_device import pack_entry
 
 
 @triton.jit(do_not_specialize=["G_base", "has_own", "averages", "workers"])
@@ -49,17 +50,13 @@ def _pack_kernel(
 def pack_triton(
     entries: Tensor, parts: Tensor, G: Pointers, finite: Tensor, *, own: Tensor | None, message: Tensor
 ) -> None:
-    """message = [sum of the parts | bypass tensors], own = the sum of the parts, finite = 1.
+    """message = [sums of the parts | bypass tensors], own = the sums of the parts, finite = 1.
 
-    Args:
-        entries: ``pack_P`` or ``pack_left`` of the bucket's table.
-        parts: of P or Q, fp32.
-        G: matrices and bypass tensors.
-        finite: int32 scalar on the device.
-        own, message: fp32.
+    ``entries`` is the table ``pack_P`` or ``pack_left``, and G has matrices and bypass tensors. Others are fp32, but
+    ``finite`` is an int32 scalar on the device.
     """
-    if entries.size(0):
-        _launch(entries, entries.size(0), parts, G, own, message, message, finite)
+    if len(entries):
+        _launch(entries, len(entries), parts, G, own, message, message, finite)
     else:
         finite.fill_(1)
 
@@ -68,60 +65,29 @@ def pack_and_average_triton(
     table: BucketTable, parts: Tensor, G: Pointers, first: Tensor, workers: int, finite: Tensor, *, own: Tensor,
     message: Tensor,
 ) -> None:  # fmt: skip
-    """message = own = the sum of the parts of Q; the bypass tensors in the first message become means.
+    """message = own = the sums of the parts of Q. Bypass tensors in ``first`` become means.
 
-    Args:
-        table: the bucket's.
-        parts: of Q, fp32.
-        G: as for ``pack_triton``; not read.
-        first: the first message, summed over the workers.
-        workers: their number.
-        finite: int32 scalar on the device, becomes 0 where a bypass tensor's sum is not finite.
-        own, message: fp32.
+    ``first`` is the step's first message, summed over so many workers. ``finite`` becomes 0 if the sum of a bypass
+    tensor is not finite. ``G`` is not read. Other arguments are those of ``pack_triton``.
     """
-    _launch(table.pack_Q, table.pack_Q.size(0), parts, G, own, message, first, finite, workers)
+    _launch(table.pack_Q, len(table.pack_Q), parts, G, own, message, first, finite, workers)
 
 
 def average_triton(
     table: BucketTable, entries: Tensor, G: Pointers, message: Tensor, workers: int, finite: Tensor
 ) -> None:
-    """The bypass tensors in a message become means.
-
-    Args:
-        table, G, message, workers, finite: as for ``pack_and_average_triton``.
-        entries: as for ``pack_triton``.
-    """
+    """Turn the bypass tensors in a message into means, as ``pack_and_average_triton`` does."""
     _launch(entries, table.bypass_programs, message, G, None, message, message, finite, workers)
 
 
 def _launch(
-    entries: Tensor,
-    programs: int,
-    parts: Tensor,
-    G: Pointers,
-    own: Tensor | None,
-    message: Tensor,
-    bypass: Tensor,
-    finite: Tensor,
-    workers: int = 0,
-) -> None:
+    entries: Tensor, programs: int, parts: Tensor, G: Pointers, own: Tensor | None, message: Tensor, bypass: Tensor,
+    finite: Tensor, workers: int = 0,
+) -> None:  # fmt: skip
     """Launch the kernel. Bypass tensors become means of so many ``workers``, or are copied from G if there are 0."""
     if programs:
+        target, flags = message if own is None else own, (int(own is not None), int(workers > 0), float(workers))
         run(
-            _pack_kernel,
-            (programs,),
-            NUMERICS,
-            parts,
-            G.base,
-            G.distances,
-            message if own is None else own,
-            message,
-            bypass,
-            finite,
-            entries,
-            int(own is not None),
-            int(workers > 0),
-            float(workers),
-            G_TYPE=ELEMENTS[G.dtype],
-            BLOCK=COPY_BLOCK,
-        )
+            _pack_kernel, (programs,), NUMERICS, parts, G.base, G.distances, target, message, bypass, finite, entries,
+            *flags, G_TYPE=ELEMENTS[G.dtype], BLOCK=COPY_BLOCK,
+        )  # fmt: skip

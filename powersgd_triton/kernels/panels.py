@@ -23,7 +23,7 @@ from powersgd_triton.kernels.table_device import (
 
 PASSES = tl.constexpr(4)
 """At most. Two passes orthogonalize independent columns ("twice is enough"). A third pass is needed if a column died in
-the second one, and a fourth if its replacement happened to be nearly dependent on the others."""
+the second one, and a fourth if its replacement is nearly dependent on the others."""
 
 
 @triton.jit
@@ -126,32 +126,14 @@ def _inner_products_kernel(
 
 
 def inner_products_triton(
-    factors: FactorTable,
-    A: Tensor,
-    number: Tensor,
-    attempt: int,
-    panel: int,
-    panels: int,
-    launch: Launch,
-    *,
-    X: Tensor,
-    parts: Tensor,
-    squares: Tensor,
-) -> None:
-    """Inner products of one panel of columns with the panels before it and, in the first pass, with itself.
+    factors: FactorTable, A: Tensor, number: Tensor, attempt: int, panel: int, panels: int, launch: Launch, *,
+    X: Tensor, parts: Tensor, squares: Tensor,
+) -> None:  # fmt: skip
+    """Multiply one panel of columns with the panels before it and, in the first pass, with itself.
 
-    Args:
-        factors: table of one side's factors.
-        A: factors of which one panel is taken, fp32 or fp64, flat.
-        number: see ``orthogonalize_triton``.
-        attempt: number of the pass.
-        panel, panels: number of the panel, and how many there are.
-        launch: rows of a block, columns of a panel.
-        X: factors whose panels before this one are orthonormal, fp64, flat.
-        parts: fp64 workspace [panels, chunks, C, C].
-        squares: see ``squares_of``. The products are written there.
+    The products are written to ``squares``. Arguments are those of ``gram_triton``.
     """
-    chunks = factors.chunks.size(0)
+    chunks = len(factors.chunks)
     run(
         _inner_products_kernel, (chunks, panel + (attempt == 0)), launch.of_factors,
         A, X, parts, squares, factors.progress, factors.records, factors.chunks, number, chunks,

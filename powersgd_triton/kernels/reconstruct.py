@@ -6,21 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import (
-    ELEMENTS,
-    factor_offsets,
-    known_multiple,
-    matrix_sizes,
-    pack_entry,
-    pointer_to,
-    row_tile,
-    rows_are_aligned,
-    tensor_address,
-    vector_of,
-)
+from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, pack_entry, row_tile
 
 
 @triton.jit
@@ -109,36 +99,15 @@ def reconstruct_triton(
     table: BucketTable, P: Tensor, Q: Tensor, message: Tensor, entries: Tensor, launch: Launch, *, out: Pointers,
     verdict: Tensor,
 ) -> None:  # fmt: skip
-    """out = P Qᵀ; see ``reconstruct_reference``. Bypass tensors are copied from the message.
+    """out = P Qᵀ, see ``reconstruct_reference``. Bypass tensors are copied from the message.
 
-    Args:
-        table: the bucket's.
-        P, Q: all matrices' factors, fp32, flat.
-        message: fp32, with the means of the bypass tensors.
-        entries: the table that it was packed by, ``pack_P`` or ``pack_left``.
-        launch: tile, warps and stages.
-        out: matrices and bypass tensors of fp32, bf16 or fp16; rounded once to it.
-        verdict: scalar on the device, set to 0 where an element of ``out`` is not finite.
+    P and Q hold the factors of all matrices, fp32 and flat. ``entries`` is the table by which the message was packed,
+    ``pack_P`` or ``pack_left``. ``out`` is in fp32, bf16 or fp16. ``verdict`` is a scalar on the device.
     """
-    programs = table.row_tiles.size(0) + table.bypass_programs
-    if not programs:
-        return
-    run(
-        _reconstruct_kernel,
-        (programs,),
-        launch.of_tiles,
-        P,
-        Q,
-        message,
-        out.base,
-        out.distances,
-        verdict,
-        table.records,
-        table.row_tiles,
-        entries,
-        table.row_tiles.size(0),
-        OUT_TYPE=ELEMENTS[out.dtype],
-        WIDE=launch.wide,
-        VEC=vector_of(out.dtype),
-        COPY=COPY_BLOCK,
-    )
+    tiles, programs = table.row_tiles, len(table.row_tiles) + table.bypass_programs
+    if programs:
+        run(
+            _reconstruct_kernel, (programs,), launch.of_tiles, P, Q, message, out.base, out.distances, verdict,
+            table.records, tiles, entries, len(tiles),
+            OUT_TYPE=ELEMENTS[out.dtype], WIDE=launch.wide, VEC=vector_of(out.dtype), COPY=COPY_BLOCK,
+        )  # fmt: skip

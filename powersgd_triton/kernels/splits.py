@@ -1,8 +1,7 @@
 """How the sums behind blocks of P or Q are split into parts, so that a GPU's multiprocessors finish together.
 
-Each part is a program's, which writes its sum to a place of its own in a workspace. A later kernel adds the parts in
-their order. (Atomic additions would save that, but their order differs from run to run, and with it the last bits: the
-workers would no longer hold equal factors.)
+A program writes the sum of its part to a workspace. A later kernel adds the parts in their order. (The order of atomic
+additions differs from run to run, and with it the last bits: the workers would no longer hold equal factors.)
 """
 
 from __future__ import annotations
@@ -19,18 +18,14 @@ RESIDENT = 2
 """Programs that run on a multiprocessor at the same time, so that one computes while the other waits for memory."""
 
 FEW_PART = 256
-"""Shortest part where there is not enough work to keep all multiprocessors busy, whatever the parts."""
+"""Shortest part if there is not enough work to keep all multiprocessors busy, whatever the parts."""
 
 SHRINK = 0.94
 """Ratio of one length that is tried to the one before it."""
 
 
 class Sums(NamedTuple):
-    """The sums of one matrix: ``tiles`` programs with one sum of ``size`` blocks each, if none is split.
-
-    Attributes:
-        most: parts that a sum may have at most.
-    """
+    """The sums of one matrix: ``tiles`` sums of ``size`` blocks, each of which may have ``most`` parts."""
 
     tiles: int
     size: int
@@ -44,9 +39,9 @@ def part_lengths(sums: Sequence[tuple[int, int, int]], block: int, multiprocesso
     16 · rank elements of M, that is at most an eighth of what is read of M.
 
     Args:
-        sums: (tiles, size, rank) of each matrix: number of sums, elements of M in a row of each, and rank.
-        block: elements that a program adds at a time.
-        multiprocessors: of the GPU.
+        sums: (number of sums, terms of each, rank) of each matrix.
+        block: Number of terms that a program adds at a time.
+        multiprocessors: Number of the GPU's multiprocessors.
     """
     matrices = [Sums(tiles, -(-size // block), max(1, size // max(block, 16 * rank))) for tiles, size, rank in sums]
     wished, even = _wished(Counter(matrices), -(-FEW_PART // block), multiprocessors)
@@ -60,23 +55,23 @@ def _length(matrix: Sums, wished: int, even: bool) -> int:
 
 
 def _wished(matrices: Mapping[Sums, int], few: int, multiprocessors: int) -> tuple[int, bool]:
-    """Return the longest parts that keep all multiprocessors busy, in blocks; if there are none, the best.
+    """Return the longest parts that keep all multiprocessors busy, in blocks, or else the best ones.
 
     A program that is left alone on a multiprocessor runs up to ``RESIDENT`` times as fast. If it does, multiprocessors
-    count; if it runs as fast as before, slots do. Parts should be good in both cases.
+    count. If it runs as fast as before, slots do. Parts should be good in both cases.
 
     Both kinds of parts are tried: with ``even`` all parts of a sum are about as long as each other. Otherwise the last
     takes what is left, and fills what other programs leave of the time.
     """
 
     def programs(wished: int, even: bool) -> Counter[int]:
-        """{length: number of programs}."""
+        """Return {length: number of programs}."""
         found: Counter[int] = Counter()
         for matrix, count in matrices.items():
             length = _length(matrix, wished, even)
-            found[length] += matrix.size // length * matrix.tiles * count
-            if matrix.size % length:
-                found[matrix.size % length] += matrix.tiles * count
+            whole, rest = divmod(matrix.size, length)
+            found[length] += whole * matrix.tiles * count
+            found[rest] += matrix.tiles * count if rest else 0
         return found
 
     wished = max((matrix.size for matrix in matrices), default=1)
@@ -97,14 +92,10 @@ def _wished(matrices: Mapping[Sums, int], few: int, multiprocessors: int) -> tup
 
 
 def busy_share(programs: Mapping[int, int], slots: int) -> float:
-    """Return the share of the time of ``slots`` in which they run programs, if the longest programs start first.
+    """Return the share of the time of ``slots`` in which they run {length: number of programs}, the longest first.
 
     A GPU starts the next program as soon as one has ended. With programs of one length, the share is their number over
     the number of whole waves times ``slots``.
-
-    Args:
-        programs: {length: number of programs}.
-        slots: programs that run at once.
     """
     # Slots that end at the same time: (time, number of slots).
     ends = [(0, slots)]
@@ -122,6 +113,6 @@ def busy_share(programs: Mapping[int, int], slots: int) -> float:
 
 
 def parts(size: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(start, end, number) of each part."""
+    """Yield (start, end, number) of each part."""
     for number, start in enumerate(range(0, size, length)):
         yield start, min(size, start + length), number

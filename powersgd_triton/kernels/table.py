@@ -1,13 +1,10 @@
-"""Tables of integers that tell each program of a kernel which part of which matrix is its own.
-
-``columns.py`` says what the tables' columns are.
-"""
+"""Tables of integers that tell each program of a kernel which part of which matrix is its own, see ``columns.py``."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +23,7 @@ from powersgd_triton.kernels.configurations import multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
 
 MAX_COLUMNS = 2**24
-"""Kernels compute offsets within a tile in 32 bits, and a tile has up to 128 rows. All other offsets have 64 bits."""
+"""Kernels compute offsets within a tile of up to 128 rows in 32 bits. All other offsets have 64 bits."""
 
 MAX_RANK = 256
 ARRIVALS = MAX_RANK // 32
@@ -49,16 +46,13 @@ MAX_SHARES = 64
 CHUNK_ROWS = 64
 """Rows of a factor's chunk are a multiple of this."""
 
-DEAD_COLUMN = 2.0**-22
-"""A column is replaced when so little of its norm is left after projecting the others out; as in the reference."""
-
 POINTERS = 8
 """Number of sets of tensors whose places are remembered."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """One n × m matrix of rank r; its factors start at these elements of all P, all Q; key: for random directions."""
+    """One n × m matrix of rank r. Its factors start at these elements of all P and Q. The key seeds random numbers."""
 
     n: int
     m: int
@@ -75,8 +69,8 @@ class FactorTable:
     Attributes:
         records: int64 [matrices, columns of ``FactorRow``].
         chunks: int32 [programs, columns of ``ChunkRow``].
-        progress: int32 [matrices, columns of ``ProgressRow``, the last of them ``ARRIVALS`` times]; kernels write it.
-        shares: among how many programs a chunk is divided where nothing is added.
+        progress: int32 [matrices, columns of ``ProgressRow``, the last of them ``ARRIVALS`` times].
+        shares: Number of programs among which a chunk is divided where nothing is added.
     """
 
     records: Tensor
@@ -90,30 +84,44 @@ class FactorTable:
         return self.progress[:, ProgressRow._fields.index("zeroed")]
 
 
+class Pointers(NamedTuple):
+    """Where tensors lie, for kernels that reach any number of them.
+
+    Kernels add a distance to the base and turn the sum into a pointer. The base is a number and not a pointer: for
+    pointers to at most 2 GiB, Triton's AMD backend computes offsets in 32 bits.
+
+    Attributes:
+        dtype: Dtype of the tensors.
+        base: Address of the first tensor, in bytes.
+        distances: Distances of all tensors from there, in bytes, int64 [1, number] on the device.
+    """
+
+    dtype: torch.dtype
+    base: int
+    distances: Tensor
+
+
 class BucketTable:
     """The tables of one bucket: its matrices and bypass tensors, in the order in which pointers to them are given.
 
     Args:
-        matrices: the compressed matrices.
-        bypass: for each tensor that is not compressed (elements, offset in the message of P, in that of Q).
-        row_tile, column_tile: rows and columns of one tile in ``row_tiles`` and ``column_tiles``, powers of two.
-        device: where the tables live.
-        rows_of_larger: the matrices are rows of larger ones, and may have fewer of them than the rank.
+        matrices: The compressed matrices.
+        bypass: (elements, offset in the message of P, offset in that of Q) of each tensor that is not compressed.
+        row_tile, column_tile: Rows and columns of a tile in ``row_tiles`` and ``column_tiles``, powers of two.
+        rows_of_larger: Whether the matrices are rows of larger ones, and may have fewer of them than the rank.
 
     Attributes:
         records: int64 [matrices, columns of ``MatrixRow``].
-        row_tiles: int32 [programs, columns of ``TileRow``], for kernels that walk along rows.
-        column_tiles: the same for kernels that walk along columns.
+        row_tiles, column_tiles: int32 [programs, columns of ``TileRow``], for kernels that walk along rows or columns.
         pack_P, pack_Q, pack_left: int64 [programs, columns of ``PackRow``], what one program copies into a message.
-            Bypass tensors come first; in pack_P and pack_Q they belong to the message of P, in pack_left to that of Q.
+            Bypass tensors come first. In pack_P and pack_Q they belong to the message of P, in pack_left to that of Q.
         rollback: int64 [programs, columns of ``RollbackRow``].
-        P, Q: tables of the factors.
-        rank: the largest.
-        p_parts_numel, q_parts_numel: elements of the workspaces of the parts.
-        bypass_programs: rows of a pack table that belong to bypass tensors.
+        P, Q: Tables of the factors.
+        p_parts_numel, q_parts_numel: Elements of the workspaces of the parts.
+        bypass_programs: Number of rows of a pack table that belong to bypass tensors.
 
     Raises:
-        ValueError: a matrix is beyond what the kernels can address.
+        ValueError: A matrix is beyond what the kernels can address.
     """
 
     def __init__(
@@ -129,18 +137,16 @@ class BucketTable:
             _check(matrix, rows_of_larger)
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
-        self._distances: dict[tuple[torch.dtype, int, tuple[int, ...]], Distances] = {}
-        # Those that a CUDA graph uses, also later.
-        self._captured: list[Distances] = []
+        # Distances on the device and on the host. A CUDA graph in which they were copied does so in each replay, so
+        # those that a graph uses are kept.
+        self._distances: dict[tuple[torch.dtype, int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
+        self._captured: list[tuple[Tensor, Tensor]] = []
 
         (rows, width_block), (height_block, columns) = row_tile, column_tile
-        cores = multiprocessors(device)
-        widths = part_lengths([(-(-x.n // rows), x.m, x.r) for x in matrices], width_block, cores)
-        heights = part_lengths([(-(-x.m // columns), x.n, x.r) for x in matrices], height_block, cores)
-        p_splits = [-(-x.m // width) for x, width in zip(matrices, widths, strict=True)]
-        q_splits = [-(-x.n // height) for x, height in zip(matrices, heights, strict=True)]
-        p_parts, self.p_parts_numel = _places(x.n * x.r * count for x, count in zip(matrices, p_splits, strict=True))
-        q_parts, self.q_parts_numel = _places(x.m * x.r * count for x, count in zip(matrices, q_splits, strict=True))
+        left = [(x.n, x.m, x.r, x.p_offset, x.key) for x in matrices]
+        right = [(x.m, x.n, x.r, x.q_offset, x.key) for x in matrices]
+        widths, p_parts, self.p_parts_numel, sums_P = self._split(left, rows, width_block)
+        heights, q_parts, self.q_parts_numel, sums_Q = self._split(right, columns, height_block)
         self.records = self._tensor(
             MatrixRow,
             [
@@ -163,33 +169,28 @@ class BucketTable:
         ]
         self.row_tiles = self._tensor(TileRow, _longest_first(row_tiles), torch.int32)
         self.column_tiles = self._tensor(TileRow, _longest_first(column_tiles), torch.int32)
-        sums_P = _sums([(x.n * x.r, x.p_offset) for x in matrices], p_parts, p_splits)
-        sums_Q = _sums([(x.m * x.r, x.q_offset) for x in matrices], q_parts, q_splits)
         with_P, with_Q = self._bypass_rows(0), self._bypass_rows(1)
         self.bypass_programs = len(with_P)
         self.pack_P = self._tensor(PackRow, [*with_P, *sums_P])
         self.pack_Q = self._tensor(PackRow, [*with_P, *sums_Q])
         self.pack_left = self._tensor(PackRow, [*with_Q, *sums_Q])
-        self.rollback = self._tensor(
-            RollbackRow,
-            [
-                RollbackRow(index, start, min(x.n * x.m, start + ROLLBACK_BLOCK))
-                for index, x in enumerate(matrices)
-                for start in range(0, x.n * x.m, ROLLBACK_BLOCK)
-            ],
-        )
-        self.P = self._factors([(x.n, x.r, x.p_offset, x.key) for x in matrices])
-        self.Q = self._factors([(x.m, x.r, x.q_offset, x.key) for x in matrices])
+        blocks = [
+            RollbackRow(index, start, min(x.n * x.m, start + ROLLBACK_BLOCK))
+            for index, x in enumerate(matrices)
+            for start in range(0, x.n * x.m, ROLLBACK_BLOCK)
+        ]
+        self.rollback = self._tensor(RollbackRow, blocks)
+        self.P, self.Q = self._factors(left), self._factors(right)
 
     def pointers(self, tensors: Sequence[Tensor], *, bypass: bool = True) -> Pointers:
-        """Where the matrices (and, with ``bypass``, the bypass tensors) lie now.
+        """Return where the matrices (and, with ``bypass``, the bypass tensors) lie now.
 
         The tensors are checked, and their distances uploaded, only the first time that they lie so far apart. Parts of
         one buffer always do, wherever the buffer is.
 
         Raises:
-            TypeError: they are not all of one of the dtypes fp32, bf16, fp16.
-            ValueError: they are on another device, not contiguous, or not of the table's sizes.
+            TypeError: They are not all of one of the dtypes fp32, bf16, fp16.
+            ValueError: They are on another device, not contiguous, or not of the table's sizes.
         """
         # That of a tensor without elements is 0, wherever it lies.
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -207,9 +208,11 @@ class BucketTable:
         self._distances[key] = known
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.append(known)
-        return Pointers(dtype, base, known.on_device)
+        return Pointers(dtype, base, known[0])
 
-    def _upload(self, tensors: Sequence[Tensor], distances: Sequence[int], base: int, bypass: bool) -> Distances:
+    def _upload(
+        self, tensors: Sequence[Tensor], distances: Sequence[int], base: int, bypass: bool
+    ) -> tuple[Tensor, Tensor]:
         """Check the tensors and upload how far they lie from the first one."""
         sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
@@ -228,82 +231,59 @@ class BucketTable:
         if any((base + distance) % dtype.itemsize for distance in distances):
             raise ValueError(f"tensors must start at multiples of their elements' {dtype.itemsize} bytes")
         host = on_host([distances], len(distances), torch.int64, self.device)
-        return Distances(host, host.to(self.device, non_blocking=True))
+        return host.to(self.device, non_blocking=True), host
+
+    def _split(
+        self, factors: Sequence[tuple[int, int, int, int, int]], tile: int, block: int
+    ) -> tuple[list[int], list[int], int, list[PackRow]]:
+        """Split the sums behind factors [rows, r], given as (rows, terms of a sum, r, offset, key).
+
+        Returns (length of the parts of each factor, place of the first part, elements of all parts, rows to pack).
+        """
+        lengths = part_lengths([(-(-x[0] // tile), x[1], x[2]) for x in factors], block, multiprocessors(self.device))
+        counts = [-(-x[1] // length) for x, length in zip(factors, lengths, strict=True)]
+        sizes = [x[0] * x[2] for x in factors]
+        *places, end = itertools.accumulate((n * count for n, count in zip(sizes, counts, strict=True)), initial=0)
+        rows = [
+            PackRow(place + start, numel, count, x[3] + start, min(COPY_BLOCK, numel - start), tensor=0)
+            for x, numel, place, count in zip(factors, sizes, places, counts, strict=True)
+            for start in range(0, numel, COPY_BLOCK)
+        ]
+        return lengths, places, end, rows
 
     def _bypass_rows(self, message: int) -> list[PackRow]:
-        """Rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
+        """Return rows of a pack table for the bypass tensors, in the message of P (0) or of Q (1)."""
         return [
-            PackRow(
-                source=start,
-                distance=0,
-                splits=0,
-                target=offsets[message] + start,
-                numel=min(COPY_BLOCK, numel - start),
-                tensor=len(self.matrices) + index,
-            )
+            PackRow(start, 0, 0, offsets[message] + start, min(COPY_BLOCK, numel - start), len(self.matrices) + index)
             for index, (numel, *offsets) in enumerate(self.bypass)
             for start in range(0, numel, COPY_BLOCK)
         ]
 
-    def _factors(self, factors: Sequence[tuple[int, int, int, int]]) -> FactorTable:
+    def _factors(self, factors: Sequence[tuple[int, int, int, int, int]]) -> FactorTable:
         records: list[FactorRow] = []
         chunks: list[ChunkRow] = []
         highest = 0
-        for index, (rows, r, offset, key) in enumerate(factors):
+        for index, (rows, _, r, offset, key) in enumerate(factors):
             height = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
             highest = max(highest, height)
             mine = [ChunkRow(index, row, min(rows, row + height)) for row in range(0, rows, height)]
             records.append(FactorRow(rows, r, offset, key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
         progress = torch.zeros(len(records), PROGRESS_COLUMNS, dtype=torch.int32, device=self.device)
+        shares = min(MAX_SHARES, max(1, highest // CHUNK_ROWS))
         return FactorTable(
-            self._tensor(FactorRow, records),
-            self._tensor(ChunkRow, chunks, torch.int32),
-            progress,
-            shares=min(MAX_SHARES, max(1, highest // CHUNK_ROWS)),
+            self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32), progress, shares
         )
 
     def _tensor(self, row: Any, rows: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int64) -> Tensor:
-        """A table of rows of one kind, of which there may be none."""
-        return integers(rows, len(row._fields), dtype, self.device)
-
-
-def integers(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A table on the device, by a copy that does not wait for it."""
-    return on_host(rows, columns, dtype, device).to(device, non_blocking=True)
+        """Return a table on the device, by a copy that does not wait for it."""
+        return on_host(rows, len(row._fields), dtype, self.device).to(self.device, non_blocking=True)
 
 
 def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A table on the host, from where it can be copied to the device without waiting."""
+    """Return a table on the host, from where it can be copied to the device without waiting."""
     host = torch.tensor(rows, dtype=dtype).view(len(rows), columns)
     return host if device.type == "cpu" else host.pin_memory()
-
-
-class Distances(NamedTuple):
-    """How far tensors lie from the first of them, in bytes: int64 [1, number].
-
-    ``on_device`` was copied from ``on_host``. A CUDA graph in which it was copied does so in each replay.
-    """
-
-    on_host: Tensor
-    on_device: Tensor
-
-
-class Pointers(NamedTuple):
-    """Where tensors lie, for kernels that reach any number of them.
-
-    Kernels add a distance to the base and turn the sum into a pointer. The base is a number and not a pointer: for
-    pointers to at most 2 GiB, Triton's AMD backend computes offsets in 32 bits.
-
-    Attributes:
-        dtype: of the tensors' elements.
-        base: address of the first tensor, in bytes.
-        distances: of all tensors from there, in bytes, int64 [1, number] on the device.
-    """
-
-    dtype: torch.dtype
-    base: int
-    distances: Tensor
 
 
 def _check(matrix: Matrix, rows_of_larger: bool) -> None:
@@ -320,18 +300,3 @@ def _check(matrix: Matrix, rows_of_larger: bool) -> None:
 def _longest_first(tiles: Sequence[TileRow]) -> list[TileRow]:
     """Order programs such that short ones fill what the long ones leave of the time."""
     return sorted(tiles, key=lambda tile: tile.start - tile.end)
-
-
-def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where each starts when they lie one behind the other, and where the last ends."""
-    ends = [0, *itertools.accumulate(sizes)]
-    return ends[:-1], ends[-1]
-
-
-def _sums(factors: Sequence[tuple[int, int]], parts: Sequence[int], splits: Sequence[int]) -> list[PackRow]:
-    """Rows of a pack table: factors of (elements, offset), the offset of their parts, and how many there are."""
-    return [
-        PackRow(part + start, numel, count, offset + start, min(COPY_BLOCK, numel - start), tensor=0)
-        for (numel, offset), part, count in zip(factors, parts, splits, strict=True)
-        for start in range(0, numel, COPY_BLOCK)
-    ]

@@ -1,101 +1,36 @@
 """Device functions that read a program's row of a table: how a program finds its matrix, and its rows or columns.
 
-Every kernel reads the tables through these functions, so the columns of a table and what the compiler may assume about
-them are written down once. A value that a kernel does not use costs nothing: the compiler drops its load.
-
-The compiler knows nothing about integers that it loads. ``x // V * V`` is how it learns that V divides x; the value is
-the same, since the host only writes multiples. From this the compiler derives that accesses of 16 bytes are aligned.
+A value that a kernel does not use costs nothing, since the compiler drops its load.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from powersgd_triton.kernels.columns import (
-    ChunkRow,
-    FactorRow,
-    MatrixRow,
-    PackRow,
-    ProgressRow,
-    RollbackRow,
-    TileRow,
-)
+from powersgd_triton.kernels import columns
 from powersgd_triton.kernels.table import PROGRESS_COLUMNS
 
-WIDEST = tl.constexpr(16)
-"""Bytes of the widest memory access."""
+
+def indices(row: Any) -> list[tl.constexpr]:
+    """Return the number of columns of a table of such rows, and the number of each of them in their order.
+
+    Kernels may only use globals that are constexpr.
+    """
+    fields = len(row._fields)
+    return [tl.constexpr(fields), *map(tl.constexpr, range(fields))]
 
 
-def vector_of(*dtypes: torch.dtype) -> int:
-    """Elements in the widest access to tensors of these dtypes: of the narrowest."""
-    return int(WIDEST.value) // min(dtype.itemsize for dtype in dtypes)
-
-
-ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""Types of the elements that kernels read and write through addresses."""
-
-
-def columns(row: Any) -> tl.constexpr:
-    """Number of columns of a table of such rows. Kernels may only use globals that are constexpr."""
-    return tl.constexpr(len(row._fields))
-
-
-def column(row: Any, name: str) -> tl.constexpr:
-    """Number of the column of that name."""
-    return tl.constexpr(row._fields.index(name))
-
-
-MATRIX = columns(MatrixRow)
-MATRIX_N = column(MatrixRow, "n")
-MATRIX_M = column(MatrixRow, "m")
-MATRIX_R = column(MatrixRow, "r")
-MATRIX_P = column(MatrixRow, "P")
-MATRIX_Q = column(MatrixRow, "Q")
-MATRIX_P_PARTS = column(MatrixRow, "P_parts")
-MATRIX_Q_PARTS = column(MatrixRow, "Q_parts")
-
-TILE = columns(TileRow)
-TILE_MATRIX = column(TileRow, "matrix")
-TILE_FIRST = column(TileRow, "first")
-TILE_START = column(TileRow, "start")
-TILE_END = column(TileRow, "end")
-TILE_SPLIT = column(TileRow, "split")
-
-PACK = columns(PackRow)
-PACK_SOURCE = column(PackRow, "source")
-PACK_DISTANCE = column(PackRow, "distance")
-PACK_SPLITS = column(PackRow, "splits")
-PACK_TARGET = column(PackRow, "target")
-PACK_NUMEL = column(PackRow, "numel")
-PACK_TENSOR = column(PackRow, "tensor")
-
-ROLLBACK = columns(RollbackRow)
-ROLLBACK_MATRIX = column(RollbackRow, "matrix")
-ROLLBACK_START = column(RollbackRow, "start")
-ROLLBACK_END = column(RollbackRow, "end")
-
-FACTOR = columns(FactorRow)
-FACTOR_ROWS = column(FactorRow, "rows")
-FACTOR_R = column(FactorRow, "r")
-FACTOR_OFFSET = column(FactorRow, "offset")
-FACTOR_KEY = column(FactorRow, "key")
-FACTOR_FIRST_CHUNK = column(FactorRow, "first_chunk")
-FACTOR_CHUNKS = column(FactorRow, "chunks")
-
-CHUNK = columns(ChunkRow)
-CHUNK_MATRIX = column(ChunkRow, "matrix")
-CHUNK_START = column(ChunkRow, "start")
-CHUNK_END = column(ChunkRow, "end")
-
+MATRIX, MATRIX_N, MATRIX_M, MATRIX_R, MATRIX_P, MATRIX_Q, MATRIX_P_PARTS, MATRIX_Q_PARTS = indices(columns.MatrixRow)
+TILE, TILE_MATRIX, TILE_FIRST, TILE_START, TILE_END, TILE_SPLIT = indices(columns.TileRow)
+PACK, PACK_SOURCE, PACK_DISTANCE, PACK_SPLITS, PACK_TARGET, PACK_NUMEL, PACK_TENSOR = indices(columns.PackRow)
+ROLLBACK, ROLLBACK_MATRIX, ROLLBACK_START, ROLLBACK_END = indices(columns.RollbackRow)
+FACTOR, FACTOR_ROWS, FACTOR_R, FACTOR_OFFSET, FACTOR_KEY, FACTOR_FIRST_CHUNK, FACTOR_CHUNKS = indices(columns.FactorRow)
+CHUNK, CHUNK_MATRIX, CHUNK_START, CHUNK_END = indices(columns.ChunkRow)
+_, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = indices(columns.ProgressRow)
 PROGRESS = tl.constexpr(PROGRESS_COLUMNS)
-PROGRESS_PASSES = column(ProgressRow, "passes")
-PROGRESS_FINISHED = column(ProgressRow, "finished")
-PROGRESS_ZEROED = column(ProgressRow, "zeroed")
-PROGRESS_ARRIVED = column(ProgressRow, "arrived")
 
 
 @triton.jit
@@ -158,38 +93,6 @@ def part_of_Q(records, matrix, split, row, r):
     """Where a row of a split's part of Q [m, r] starts in the workspace, int64."""
     record = records + matrix * MATRIX
     return tl.load(record + MATRIX_Q_PARTS) + (split * tl.load(record + MATRIX_M) + row) * r
-
-
-@triton.jit
-def tensor_address(base, distances, tensor):
-    """Address of the first element of a matrix or a bypass tensor, int64, from ``Pointers``."""
-    return base + tl.load(distances + tensor)
-
-
-@triton.jit
-def pointer_to(address, TYPE: tl.constexpr, VEC: tl.constexpr):
-    """An address as a pointer to elements of a type; a multiple of 16 bytes if VEC is not 1."""
-    pointer = address.to(tl.pointer_type(TYPE))
-    if VEC > 1:
-        # The compiler does not see through the cast what divides the address.
-        pointer = tl.multiple_of(pointer, WIDEST)
-    return pointer
-
-
-@triton.jit
-def rows_are_aligned(addresses, m, VEC: tl.constexpr):
-    """Whether all rows of m elements start at multiples of 16 bytes and hold whole vectors of VEC elements.
-
-    Args:
-        addresses: of the matrices in question, combined by ``|``.
-    """
-    return (addresses % WIDEST == 0) & (m % VEC == 0)
-
-
-@triton.jit
-def known_multiple(x, VEC: tl.constexpr):
-    """x, which VEC divides: so that the compiler sees it."""
-    return x // VEC * VEC
 
 
 @triton.jit

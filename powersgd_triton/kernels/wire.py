@@ -1,19 +1,21 @@
-"""Messages as bytes: factors in 16, 8 or 4 bits with a scale for each column of a block, and elements as they are.
+"""Messages as bytes: factors in 16, 8 or 4 bits with a scale for each column of a block, and exact elements.
 
-A program works on a tile, which is at most 128 rows of one matrix and some of its columns, or on a slice of the
-elements that travel exactly (bypass tensors). ``wire_device.py`` says how a tile is found, rounded and read.
+A program works on a tile, which is at most 128 rows of one matrix and some of its columns, or on a slice of the exact
+elements (bypass tensors). ``wire_device.py`` says how a tile is found, rounded and read.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from powersgd_triton.kernels.addresses import known_multiple
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
-from powersgd_triton.kernels.table_device import known_multiple
 from powersgd_triton.kernels.wire_device import (
     WIRE,
     WIRE_COLUMNS,
@@ -27,6 +29,7 @@ from powersgd_triton.kernels.wire_device import (
     write_tile,
 )
 from powersgd_triton.kernels.wire_table import WireTable
+from powersgd_triton.layout.wire_format import WirePlan
 
 
 @triton.jit(do_not_specialize=["size", "has_own"])
@@ -34,7 +37,7 @@ def _encode_kernel(
     message, own, content, table, size: tl.int64, has_own, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """A tile as scales and codes, and as own what these stand for; or exact elements. Grid: all tiles and slices."""
+    """Encode a tile, and write to own what its codes stand for, or copy exact elements. Grid: tiles and slices."""
     entry, chunk, element = wire_entry(table, tl.program_id(0), size)
     exact, scales, codes = views_of(content, BITS, LEVELS)
     if tl.load(entry + WIRE_COLUMNS) == 0:
@@ -68,7 +71,7 @@ def _reduce_kernel(
     received, own, content, table, size: tl.int64, first, workers, has_own,
     BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """All workers' parts summed: a tile, rounded again, own −= what that lost; or exact elements. Grid: an owner's."""
+    """Sum all workers' parts, and round a tile's sum. own −= what that lost. Grid: one owner's tiles and slices."""
     entry = table + (first + tl.program_id(0)) * WIRE
     # What was received from each worker, and the sum, are bytes of this chunk alone: it starts at 0.
     exact, scales, codes = views_of(content, BITS, LEVELS)
@@ -122,7 +125,7 @@ def _decode_kernel(
     content, out, table, size: tl.int64, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """A tile from its scales and codes, or exact elements. Grid: tiles and slices of all chunks."""
+    """Decode a tile, or copy exact elements. Grid: tiles and slices of all chunks."""
     entry, chunk, element = wire_entry(table, tl.program_id(0), size)
     exact, scales, codes = views_of(content, BITS, LEVELS)
     if tl.load(entry + WIRE_COLUMNS) == 0:
@@ -148,56 +151,36 @@ def _decode_tile(
     tl.store(out + element + distance + offsets, high, high_ok)
 
 
-def encode_triton(table: WireTable, message: Tensor, own: Tensor | None, launch: Launch, *, out: Tensor) -> None:
-    """out = the message's bytes, own = its factors as the bytes represent them.
+class TritonWire:
+    """What ``TorchWire`` does, with the same bits, for fp32 messages: in one launch for any number of matrices.
 
     Args:
-        table: of the plan.
-        message: fp32, [factors | exact elements].
-        own: fp32, the factors; None where it is not wanted.
-        launch: warps and stages.
-        out: uint8 [workers, plan.size], contiguous.
+        plan: Places of all parts in the bytes, for a format narrower than fp32.
+        launch: Warps, stages and columns of a tile.
+        rank: Largest rank that may occur.
+        device: Device of the messages.
     """
-    if programs := table.rows.size(0):
-        run(
-            _encode_kernel, (programs,), launch.options,
-            message, message if own is None else own, out, table.rows, table.plan.size, int(own is not None),
-            **table.constants,
-        )  # fmt: skip
 
+    def __init__(self, plan: WirePlan, launch: Launch, rank: int, device: torch.device) -> None:
+        self.plan = plan
+        self._launch = launch
+        self._table = WireTable(plan, min(launch.panel, 1 << (rank - 1).bit_length()), device)
 
-def reduce_triton(
-    table: WireTable, received: Tensor, own: Tensor | None, worker: int, launch: Launch, *, out: Tensor
-) -> None:
-    """out = the sums of the parts that ``worker`` owns, rounded; own −= what rounding lost.
+    def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
+        target, has_own = message if own is None else own, int(own is not None)
+        rows = self._table.rows
+        self._run(_encode_kernel, len(rows), message, target, out, rows, self.plan.size, has_own)
 
-    Args:
-        table: of the plan.
-        received: uint8 [workers, plan.size], contiguous: every worker's bytes of that part.
-        own: fp32, the factors; None where it is not wanted.
-        worker: number of this worker.
-        launch: as for ``encode_triton``.
-        out: uint8 [plan.size].
-    """
-    first, end = table.starts[worker : worker + 2]
-    if end > first:
-        # An argument that is not read: any fp32 tensor.
-        target = out.view(torch.float32) if own is None else own
-        run(
-            _reduce_kernel, (end - first,), launch.options,
-            received, target, out, table.rows, table.plan.size, first, received.size(0), int(own is not None),
-            **table.constants,
-        )  # fmt: skip
+    def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None:
+        first, end = self._table.starts[worker : worker + 2]
+        # Without ``own``, an argument that is not read: any fp32 tensor.
+        target, has_own = out.view(torch.float32) if own is None else own, int(own is not None)
+        arguments = received, target, out, self._table.rows, self.plan.size, first, len(received), has_own
+        self._run(_reduce_kernel, end - first, *arguments)
 
+    def decode(self, gathered: Tensor, *, out: Tensor) -> None:
+        self._run(_decode_kernel, len(self._table.rows), gathered, out, self._table.rows, self.plan.size)
 
-def decode_triton(table: WireTable, gathered: Tensor, launch: Launch, *, out: Tensor) -> None:
-    """out = the message that the bytes represent.
-
-    Args:
-        table: of the plan.
-        gathered: uint8 [workers, plan.size], contiguous.
-        launch: as for ``encode_triton``.
-        out: fp32, [factors | exact elements].
-    """
-    if programs := table.rows.size(0):
-        run(_decode_kernel, (programs,), launch.options, gathered, out, table.rows, table.plan.size, **table.constants)
+    def _run(self, kernel: Any, programs: int, *arguments: Any) -> None:
+        if programs:
+            run(kernel, (programs,), self._launch.options, *arguments, **self._table.constants)

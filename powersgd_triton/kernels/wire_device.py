@@ -11,28 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from powersgd_triton.kernels.addresses import known_multiple
 from powersgd_triton.kernels.columns import WireRow
-from powersgd_triton.kernels.table_device import column, columns, known_multiple
+from powersgd_triton.kernels.table_device import indices
 from powersgd_triton.kernels.wire_table import ITEMSIZE
+from powersgd_triton.layout import constants
 from powersgd_triton.layout.wire_format import SCALE_BYTES
 
-WIRE = columns(WireRow)
-WIRE_CHUNK = column(WireRow, "chunk")
-WIRE_ELEMENT = column(WireRow, "element")
-WIRE_ROWS = column(WireRow, "rows")
-WIRE_COLUMNS = column(WireRow, "columns")
-WIRE_RANK = column(WireRow, "rank")
-WIRE_SCALES = column(WireRow, "scales")
-WIRE_CODES = column(WireRow, "codes")
+WIRE, WIRE_CHUNK, WIRE_ELEMENT, WIRE_ROWS, WIRE_COLUMNS, WIRE_RANK, WIRE_SCALES, WIRE_CODES = indices(WireRow)
 
 EXACT_BYTES = tl.constexpr(ITEMSIZE)
 SCALE = tl.constexpr(SCALE_BYTES)
-BF16_NAN = tl.constexpr(0x7FC0)
+BF16_NAN = tl.constexpr(constants.BF16_NAN)
 INTEGERS = tl.constexpr(12582912.0)
 """1.5 · 2²³: a number of at most 2²² loses the bits behind its point when it is added, ties to even."""
-
-
-# Where a tile lies --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -54,12 +46,7 @@ def wire_entry(table, program, size):
 
 @triton.jit
 def exact_slice(entry, chunk, COPY: tl.constexpr):
-    """(0 to COPY − 1, where these exact elements are in the bytes as fp32, which of them are in the slice).
-
-    Args:
-        entry: the program's row of the table.
-        chunk: where the chunk starts, in bytes.
-    """
+    """(0 to COPY − 1, where these exact elements are in the bytes as fp32, which of them are in the slice)."""
     i = tl.arange(0, COPY)
     return i, (chunk + tl.load(entry + WIRE_CODES)) // EXACT_BYTES + i, i < tl.load(entry + WIRE_ROWS)
 
@@ -68,9 +55,7 @@ def exact_slice(entry, chunk, COPY: tl.constexpr):
 def tile_is_aligned(entry, chunk, BITS: tl.constexpr):
     """Whether in the message and in the codes all rows of a tile start at multiples of 4 elements.
 
-    Args:
-        entry: the program's row of the table.
-        chunk: what the chunks' starts are multiples of, in bytes.
+    ``chunk`` is a number of bytes of which the chunks' starts are multiples.
     """
     elements = tl.load(entry + WIRE_ELEMENT) | tl.load(entry + WIRE_RANK) | tl.load(entry + WIRE_COLUMNS)
     return (elements % 4 == 0) & ((chunk | tl.load(entry + WIRE_CODES)) % (4 * bytes_of_code(BITS)) == 0)
@@ -95,23 +80,15 @@ def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def tile_places(entry, chunk, VEC: tl.constexpr, BITS: tl.constexpr):
-    """Where a tile starts in the bytes: (scale, code), each in units of its own.
-
-    Args:
-        entry: the program's row of the table.
-        chunk: where the chunk starts, in bytes.
-    """
+    """Where a tile starts in the bytes: (scale, code), each in units of its own."""
     place = chunk + tl.load(entry + WIRE_CODES)
     return (chunk + tl.load(entry + WIRE_SCALES)) // SCALE, known_multiple(place // bytes_of_code(BITS), VEC)
 
 
 @triton.jit
 def bytes_of_code(BITS: tl.constexpr):
-    """Bytes of a code; 1 also where it holds two codes of 4 bits."""
+    """Bytes of a code, or of two codes of 4 bits."""
     return 2 if BITS == 16 else 1
-
-
-# Codes and scales ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -131,14 +108,14 @@ def from_bf16_bits(bits):
 
 @triton.jit
 def magnitude(x):
-    """Largest |x| of each column; infinite where a value is not finite, NaN included."""
+    """Largest |x| of each column. It is infinite if a value is not finite, NaN included."""
     size = tl.abs(x)
     return tl.max(tl.where(size < float("inf"), size, float("inf")), axis=0)
 
 
 @triton.jit
 def quotient(x, scale):
-    """x / scale, rounded to nearest; 0 where the scale is 0 or NaN."""
+    """x / scale, rounded to nearest. It is 0 if the scale is 0 or NaN."""
     some = scale > 0
     # Plain division is an approximation on GPUs.
     return tl.where(some, tl.div_rn(x, tl.where(some, scale, 1.0) + tl.zeros_like(x)), 0.0)
@@ -146,7 +123,7 @@ def quotient(x, scale):
 
 @triton.jit
 def nearest_code(x, scale, LEVELS: tl.constexpr):
-    """round(x / scale), ties to even, at most ± LEVELS; 0 where the scale is 0 or NaN. In fp32."""
+    """round(x / scale), ties to even, at most ± LEVELS, in fp32. It is 0 if the scale is 0 or NaN."""
     code = quotient(x, scale)
     # Quotients are below 2²².
     code = (code + INTEGERS) - INTEGERS
@@ -159,7 +136,7 @@ def write_tile(
     low, high, scales, codes, offsets, distance, low_ok, high_ok, col_ok,
     BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's scales and codes; return both halves as these represent them."""
+    """Write a tile's scales and codes. Return both halves as these represent them."""
     if LEVELS == 0:
         # bf16 itself, without scales.
         low_codes, high_codes = bf16_bits(low), bf16_bits(high)

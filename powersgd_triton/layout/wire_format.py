@@ -11,6 +11,8 @@ BLOCK = 128
 
 SCALE_BYTES = 2
 ALIGNMENT = 16
+"""Bytes of the widest memory access."""
+
 LARGE_CHUNK = 4096
 """Bytes from which the size of a chunk is a multiple of 16."""
 

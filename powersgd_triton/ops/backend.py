@@ -1,4 +1,4 @@
-"""The interface of a backend, and the messages that it returns for summing."""
+"""The interface of a backend, and its messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Message:
     Attributes:
         content: [factors | bypass tensors]. Only the first message of a step contains bypass tensors.
         left: Whether the factors are left factors.
-        own: This worker's factors, that is its contribution to the average. If the wire rounds factors, it corrects
-            them. None if only the span of the sum is used.
+        own: This worker's factors, as the average contains them: the wire corrects them if it rounds. None if only the
+            span of the sum is used.
     """
 
     content: Tensor
@@ -31,10 +31,10 @@ class Message:
 
 
 class Backend(Protocol):
-    """The stages of a step on one bucket, in the order in which ``Engine.run`` calls them.
+    """The stages of a step on one bucket, in the order in which ``LowRank.average`` calls them.
 
     Gradients are {name: contiguous tensor} with all of the layout's tensors. ``repetition`` counts from 0 to
-    ``config.iterations`` − 1. Each repetition works on what the previous repetitions left over.
+    ``config.iterations`` − 1. Each repetition works on what the previous ones left over.
     """
 
     bucket: Bucket

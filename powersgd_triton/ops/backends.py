@@ -1,16 +1,14 @@
-"""Selection between Triton and plain torch: of a bucket's backend, and of the functions for differences."""
+"""The choice between Triton and plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
-from powersgd_triton.layout.wire_format import WireFormat
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import apply_reference, encode_reference
@@ -23,20 +21,6 @@ Buckets share it: an engine works on one stream, so the kernels of one stage end
 """
 
 
-class Encode(Protocol):
-    """``encode_reference``, or what writes the same bytes."""
-
-    def __call__(
-        self, target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False
-    ) -> None: ...
-
-
-class Apply(Protocol):
-    """``apply_reference``, or what writes the same bits."""
-
-    def __call__(self, content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0) -> None: ...
-
-
 def select_backend(
     config: PowerSGDConfig, device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1
 ) -> tuple[str, str]:
@@ -44,12 +28,10 @@ def select_backend(
 
     Args:
         config: Configuration with the backend and the number of iterations.
-        device: Device of the gradients.
-        dtypes: Dtypes of the gradients.
+        device, dtypes: Device and dtypes of the gradients.
         rank: Largest rank in the bucket.
 
-    Returns:
-        ("triton" or "torch", the reason).
+    Returns ("triton" or "torch", the reason).
 
     Raises:
         ValueError: The configuration asks for Triton, which cannot be used.
@@ -78,8 +60,10 @@ def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
     return TritonBackend(bucket, workspace)
 
 
-def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.dtype) -> tuple[Encode, Apply]:
-    """Return the functions that encode and apply differences of copies in ``dtype``, by Triton or plain torch."""
+def difference_codec(
+    config: PowerSGDConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return ``encode_reference`` and ``apply_reference``, or what writes the same bits, for copies in ``dtype``."""
     if select_backend(config, device, {dtype})[0] == "torch":
         return encode_reference, apply_reference
     # Imported here, because triton may not be installed.

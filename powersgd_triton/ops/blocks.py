@@ -1,4 +1,4 @@
-"""Iteration of the reference over lists of matrices: in blocks that stay in cache, without stacking or copying."""
+"""The reference's iteration over lists of matrices, in blocks that stay in cache, and its products."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FEWEST_ROWS = 8
 
 
 def blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
-    """Iterate over lists of B matrices [n, m] together, in blocks [b, rows, m] of ``block_bytes`` in fp32.
+    """Yield (slice of the matrices, slice of their rows, a view of this block for each list) of lists of B [n, m].
 
-    Yields a slice of the matrices, a slice of the rows, and a view of the block for each list. Small matrices share a
-    block if they lie at equal distances in memory, so nothing is stacked or copied. At rank 1 each block has one
-    matrix: on the CPU, batched products with one row or column take five times as long as single products.
+    Blocks [b, rows, m] have ``block_bytes`` in fp32. Small matrices share a block if they lie at equal distances in
+    memory, so nothing is stacked or copied. At rank 1 each block has one matrix: on the CPU, batched products with one
+    row or column take five times as long as single products.
     """
     n, m = lists[0][0].shape
     capacity = block_bytes(lists[0][0].device) // 4
@@ -43,9 +43,7 @@ def blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, 
 
 def block_bytes(device: torch.device) -> int:
     """Return how many bytes a block has in fp32. It has more only if FEWEST_ROWS of a matrix have more."""
-    if device.type not in BLOCK_BYTES:
-        return DEVICE_BLOCK_BYTES
-    return BLOCK_BYTES[device.type] * torch.get_num_threads()
+    return BLOCK_BYTES["cpu"] * torch.get_num_threads() if device.type == "cpu" else DEVICE_BLOCK_BYTES
 
 
 def warm(block: Tensor) -> None:
@@ -58,18 +56,18 @@ def warm(block: Tensor) -> None:
         block.sum()
 
 
+def _distance(one: Tensor, following: Tensor) -> int:
+    """Return how far two matrices lie apart in one storage, or 0 if they do not, or overlap."""
+    distance = int(following.storage_offset() - one.storage_offset())
+    same = following.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
+    return distance if same and distance >= one.numel() else 0
+
+
 def _run_length(matrices: Sequence[Tensor], first: int, longest: int) -> int:
     """Return how many matrices from ``first`` on lie in one storage at equal distances without overlap."""
-    start = matrices[first]
-    distance = None
-    length = 1
-    while length < longest and first + length < len(matrices):
-        last, following = matrices[first + length - 1], matrices[first + length]
-        step = following.storage_offset() - last.storage_offset()
-        same = following.untyped_storage().data_ptr() == start.untyped_storage().data_ptr()
-        if not same or step < start.numel() or (distance is not None and step != distance):
-            break
-        distance = step
+    length, longest = 1, min(longest, len(matrices) - first)
+    distance = _distance(matrices[first], matrices[first + 1]) if longest > 1 else 0
+    while distance and length < longest and _distance(*matrices[first + length - 1 : first + length + 1]) == distance:
         length += 1
     return length
 
@@ -79,8 +77,7 @@ def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
     start = matrices[first]
     if length == 1:
         return start.unsqueeze(0)
-    distance = matrices[first + 1].storage_offset() - start.storage_offset()
-    return start.as_strided((length, *start.shape), (distance, *start.stride()))
+    return start.as_strided((length, *start.shape), (_distance(start, matrices[first + 1]), *start.stride()))
 
 
 # All products of fp32 values are computed by the functions below, and never in TF32 or bf16: autocast does not change
@@ -116,7 +113,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Compute products of fp32 values in fp32 within this block, whatever ``torch.backends`` allows.
+    """Compute products of fp32 values in fp32, whatever ``torch.backends`` allows.
 
     Factors in TF32 would not be orthonormal, and errors would not contain what was not sent.
     """

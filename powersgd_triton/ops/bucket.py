@@ -25,7 +25,7 @@ class Bucket:
     Factors are flat tensors that hold all shape groups one after the other. ``left`` and ``right`` return views.
 
     Error feedback is lazy. After a step, M is still G + E. The product that the step sent is subtracted when the next
-    step's gradient is added, in the same pass over memory. Until then ``product`` and ``applied`` say what to subtract.
+    step's gradient is added, in the same pass over memory. ``product`` and ``applied`` say what to subtract.
 
     Args:
         layout: The bucket's tensors.
@@ -37,7 +37,6 @@ class Bucket:
         worker: Index of this worker in its node.
 
     Attributes:
-        shares, worker: See above.
         own: The rows that this worker multiplies, as matrices with their places in the factors. M belongs to them.
         message_P: [P of all groups | bypass tensors] of this worker, and after a collective the sum over workers.
         message_Q: [Q of all groups]. In the alternating algorithm [Q of all groups | bypass tensors].
@@ -79,10 +78,11 @@ class Bucket:
         self.M: list[list[Tensor]] | None = None
         if errors is not None:
             self.M = [[errors[segment.name] for segment in group.segments] for group in self.own]
-        self.keys = [
-            _on_device(torch.tensor([seed(segment.name, config) for segment in group.segments]), device)
-            for group in layout.groups
-        ]
+        seeds = [torch.tensor([seed(segment.name, config) for segment in group.segments]) for group in layout.groups]
+        if device.type not in ("cpu", "meta"):
+            # So that the copies do not wait for the device.
+            seeds = [numbers.pin_memory() for numbers in seeds]
+        self.keys = [numbers.to(device, non_blocking=True) for numbers in seeds]
         self.product: Product = []
         self.applied: Tensor | None = None
         self.average: Product = []
@@ -90,8 +90,6 @@ class Bucket:
         self.scale: Tensor | None = None
         self.zeroed = [torch.zeros((), dtype=torch.int64, device=device)]
         self._wire_plans: dict[tuple[int, bool, int, int], WirePlan] = {}
-
-    # Error buffers ---------------------------------------------------------------------------------------------------
 
     def rescale(self, step: Step) -> Tensor | None:
         """Note that M gets this step's loss scale. Return the factor by which that multiplies M. None for 1."""
@@ -114,8 +112,8 @@ class Bucket:
     def take_back(self, unsent: Mapping[str, Tensor]) -> None:
         """Leave matrices out of the pending product where the scalar ``unsent[name]`` is True, so that E keeps them."""
         masks = []
+        never = torch.zeros((), dtype=torch.bool, device=self.message_P.device)
         for group in self.layout.groups:
-            never = torch.zeros((), dtype=torch.bool, device=self.message_P.device)
             mask = torch.stack([unsent.get(segment.name, never).to(never.device) for segment in group.segments])
             masks.append(mask.view(-1, 1, 1))
         product = []
@@ -138,30 +136,20 @@ class Bucket:
         Rows that other workers of this node compress are zero. The product of an open step is not subtracted, since it
         is not known yet whether the step is applied.
         """
-        copies = [
-            [M.to(torch.promote_types(M.dtype, torch.float32) if wide else M.dtype, copy=True) for M in errors]
-            for errors in self.M or []
-        ]
-        self._settle(copies, None if step.decides(self.applied) else self.applied)
-        found = {
-            segment.name: (segment, error)
-            for group, errors in zip(self.own, copies, strict=False)
-            for segment, error in zip(group.segments, errors, strict=True)
-        }
         if self.M is None:
             return {}
         # A worker without rows of a matrix must have its error in the same dtype, since errors are averaged.
         dtype = error_dtype(self.config, self.message_P.dtype)
         dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
-        whole: dict[str, Tensor] = {}
-        for segment in self.layout.compressed:
-            piece, error = found.get(segment.name, (segment, None))
-            if error is None or piece.n < segment.n:
-                whole[segment.name] = torch.zeros(segment.n, segment.m, dtype=dtype, device=self.message_P.device)
-            if error is not None and piece.n < segment.n:
-                whole[segment.name][(piece.offset - segment.offset) // segment.m :][: piece.n] = error
-            elif error is not None:
-                whole[segment.name] = error
+        device, compressed = self.message_P.device, self.layout.compressed
+        whole = {segment.name: torch.zeros(segment.n, segment.m, dtype=dtype, device=device) for segment in compressed}
+        offsets = {segment.name: segment.offset for segment in compressed}
+        copies: list[list[Tensor]] = []
+        for group, errors in zip(self.own, self.M, strict=True):
+            firsts = [(piece.offset - offsets[piece.name]) // piece.m for piece in group.segments]
+            rows = [whole[piece.name][i : i + piece.n] for piece, i in zip(group.segments, firsts, strict=True)]
+            copies.append([own.copy_(error) for own, error in zip(rows, errors, strict=True)])
+        self._settle(copies, None if step.decides(self.applied) else self.applied)
         return whole
 
     def _settle(self, buffers: list[list[Tensor]], applied: Tensor | None) -> None:
@@ -169,21 +157,17 @@ class Bucket:
         if applied is not None:
             for errors, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
                 subtract_product_reference(errors, P, Q, applied)
-                for error in errors:
-                    # Near the largest number, the difference may overflow although M and the factors are finite.
-                    error.nan_to_num_(nan=0.0)
-        if self.scale is not None:
-            for error in [error for errors in buffers for error in errors]:
+        for error in [error for errors in buffers for error in errors]:
+            if applied is not None:
+                # Near the largest number, the difference may overflow although M and the factors are finite.
+                error.nan_to_num_(nan=0.0)
+            if self.scale is not None:
                 error.div_(self.scale)
 
     def wire_plan(self, numel: int, *, left: bool, owners: int, part: int = 0) -> WirePlan:
-        """Return the byte format of a message, or of the part of it that this worker of a node sends.
+        """Return the byte format of a message of ``numel`` elements, or of the part that this worker of a node sends.
 
-        Args:
-            numel: Number of elements of the whole message.
-            left: Whether its factors are left factors.
-            owners: Number of workers that each sum a chunk of the part.
-            part: Which part, if the workers of a node share the message.
+        ``left`` says whether its factors are left factors. Each of ``owners`` workers sums a chunk of the part.
         """
         key = numel, left, owners, part
         if key not in self._wire_plans:
@@ -193,17 +177,15 @@ class Bucket:
             self._wire_plans[key] = plan.part(part, parts)
         return self._wire_plans[key]
 
-    # Views -----------------------------------------------------------------------------------------------------------
-
     def left(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, n, r] of flat left factors, for all groups of the layout or for those given."""
         groups = self.layout.groups if groups is None else groups
-        return [_matrices(factors, g.p_offset, (len(g.segments), g.n, g.rank)) for g in groups]
+        return [_view(factors, g.p_offset, len(g.segments), g.n, g.rank) for g in groups]
 
     def right(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, m, r] of flat right factors, for all groups of the layout or for those given."""
         groups = self.layout.groups if groups is None else groups
-        return [_matrices(factors, g.q_offset, (len(g.segments), g.m, g.rank)) for g in groups]
+        return [_view(factors, g.q_offset, len(g.segments), g.m, g.rank) for g in groups]
 
     def joined(self, product: Product, groups: Sequence[ShapeGroup] | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return a product as one pair of factors [B, n, k], [B, m, k] for each group. One pair gives views."""
@@ -233,10 +215,9 @@ class Bucket:
         """Return the bypass tensors of {name: contiguous tensor}, flat."""
         return [tensors[segment.name].view(-1) for segment in self.layout.bypass]
 
-    def split_bypass(self, flat: Tensor) -> Sequence[Tensor]:
+    def split_bypass(self, flat: Tensor) -> list[Tensor]:
         """Split the bypass part of a message, or ``bypass_means``, into views of the bypass tensors."""
-        places: Sequence[Tensor] = flat.split([segment.numel for segment in self.layout.bypass])
-        return places
+        return list(flat.split([segment.numel for segment in self.layout.bypass]))
 
 
 def error_dtype(config: PowerSGDConfig, messages: torch.dtype) -> torch.dtype:
@@ -249,12 +230,6 @@ def seed(name: str, config: PowerSGDConfig) -> int:
     return zlib.crc32(name.encode()) ^ config.seed
 
 
-def _matrices(flat: Tensor, offset: int, shape: tuple[int, int, int]) -> Tensor:
+def _view(flat: Tensor, offset: int, count: int, n: int, r: int) -> Tensor:
     """Return a part of a flat tensor as contiguous matrices. One call, since a step makes many such views."""
-    _, n, r = shape
-    return flat.as_strided(shape, (n * r, r, 1), flat.storage_offset() + offset)
-
-
-def _on_device(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on the device, without waiting for it."""
-    return host.to(device) if device.type in ("cpu", "meta") else host.pin_memory().to(device, non_blocking=True)
+    return flat.as_strided((count, n, r), (n * r, r, 1), flat.storage_offset() + offset)

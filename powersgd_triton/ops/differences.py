@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.constants import BF16_NAN
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
-
-BF16_NAN = 0x7FC0
 
 SPAN = 160 * 5 * BLOCK
 """Elements that a thread of the CPU works on at a time, so that they stay in its cache. Whole groups of blocks."""
@@ -36,7 +35,7 @@ def encode_reference(
         base: [numel], in any float dtype. None stands for zeros.
         width: Format of the differences.
         out: uint8 [bytes], as ``width.difference_bytes`` says.
-        subtract: Also subtract from ``target`` what ``out`` stands for, as ``apply_reference`` does with weight −1.
+        subtract: Whether to subtract what ``out`` stands for from ``target``.
     """
     spans = _spans(target, out, width)
     copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
@@ -81,8 +80,8 @@ def _encode(difference: Tensor, width: WireFormat, scales: Tensor) -> Tensor:
 
     They are made in fp32, since torch on the CPU is slow with bools.
     """
-    numel, padding = len(difference), len(scales) * BLOCK - len(difference)
-    if padding:
+    numel = len(difference)
+    if padding := len(scales) * BLOCK - numel:
         difference = torch.nn.functional.pad(difference, (0, padding))
     difference = difference.view(-1, BLOCK)
     if width.ternary:
@@ -128,10 +127,7 @@ def _ternary(difference: Tensor, numel: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Return the sums of rows: of neighbours, then of neighbours among these sums, and so on.
-
-    All backends add in this order, since others give other bits.
-    """
+    """Return the sums of rows: of neighbours, then of neighbours among these sums, and so on, as all backends do."""
     while x.shape[1] > 1:
         x = x[:, ::2] + x[:, 1::2]
     return x

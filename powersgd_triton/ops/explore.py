@@ -1,13 +1,13 @@
 """Exploration: a look at the directions that no column of a basis sees.
 
-A warm-started basis holds the directions that were largest in the last steps. A gradient in other directions is not
-sent and waits in the error. If noise is larger than what waits, the basis holds noise in every step, and what waits is
-never seen: products are exactly zero in directions that are orthogonal to the basis. (Xie, Chen, Yuan: "From PowerSGD
-to PowerSGD+", arXiv:2509.11254, give such a gradient. They replace the basis by singular vectors from time to time.)
+A warm-started basis holds the directions that were largest in the last steps. What a gradient has in other directions
+waits in the error. If noise is larger, the basis holds noise in every step, and what waits is never seen, since
+products are exactly zero in directions that are orthogonal to the basis. (Xie, Chen, Yuan: "From PowerSGD to
+PowerSGD+", arXiv:2509.11254, give such a gradient. They replace the basis by singular vectors from time to time.)
 
 Every ``config.explore_every`` steps, the last column of a matrix's basis is replaced by a random direction that is
-orthogonal to the whole basis, plus CARRY times the old column. The next product sees all that waits there, whatever the
-size of the noise, and sends a part of it. The power iteration then keeps the larger of the two. Nothing more is sent.
+orthogonal to the whole basis, plus CARRY times the old column. The next product sees what waits there, and sends a part
+of it. The power iteration then keeps the larger of the two. Nothing more is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.ops.blocks import product
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.reference import random_directions
+from powersgd_triton.ops.orthogonalize import random_directions
 
 CARRY = 0.05
 """Weight of the old column against a random direction of about √(m/3). If what waits is less than about a twentieth of
@@ -46,7 +46,7 @@ def explore_reference(bucket: Bucket, step: int | Tensor, *, where: Tensor) -> N
     """Replace the last columns of the right bases of those matrices whose turn it is in step ``step``.
 
     A matrix of full rank has nothing to explore. The turns depend on the keys, so that they are spread over the steps.
-    ``where`` is a scalar bool. If it is False, the bases stay as they are.
+    If the scalar ``where`` is False, the bases stay as they are.
     """
     every = bucket.config.explore_every
     for group, keys, bases in zip(bucket.layout.groups, bucket.keys, bucket.right(bucket.basis), strict=True):

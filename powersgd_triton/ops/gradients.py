@@ -7,18 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.wire_format import ALIGNMENT
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Real dtypes of gradients. A complex gradient has pairs of one of them."""
 
 
-ALIGNMENT = 16
-"""Bytes of the widest memory access."""
-
-
 def together(kinds: Mapping[str, tuple[torch.Size, torch.dtype, torch.device]]) -> dict[str, Tensor]:
-    """Return new tensors {name: tensor} of shapes, dtypes and devices, which lie in one buffer on each device.
+    """Return new tensors of shapes, dtypes and devices, in one buffer on each device, at multiples of 16 bytes.
 
-    Wherever the buffer is, they are as far apart. Each starts at a multiple of 16 bytes.
+    Wherever the buffer is, they are as far apart.
     """
     places: list[tuple[int, int]] = []
     sizes: dict[torch.device, int] = {}

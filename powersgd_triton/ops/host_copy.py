@@ -9,10 +9,9 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor on the host. Making it does not wait for the device.
+    """A copy on the host of a tensor that the current stream has written. Making it does not wait for the device.
 
-    Args:
-        tensor: Tensor to copy, which the current stream has written. On the CPU it is kept, so it must not change.
+    A tensor on the CPU is kept, so it must not change.
     """
 
     def __init__(self, tensor: Tensor) -> None:

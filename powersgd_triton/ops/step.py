@@ -19,9 +19,7 @@ LARGEST_SCALE = 2.0**60
 
 
 class Step:
-    """The step under way.
-
-    A step is open from its first bucket until it is ended or void. ``Engine`` opens, ends and voids it.
+    """The step under way. It is open from its first bucket until ``Engine`` ends or voids it.
 
     What kernels need of a step lies on the device: its verdict and its number. Each step has scalars of its own, unless
     a step was captured in a CUDA graph. A replay runs the same kernels on the same memory. So from the capture on, all
@@ -35,6 +33,7 @@ class Step:
         workers: Number of workers whose messages are summed.
         uneven: Whether workers wrote different parts of the averages, in a dtype that an average may not fit.
         loss_scale: The loss scale that the errors follow. None if the loss is not scaled.
+        captured: Whether a step was captured, so that replays may use what is pending.
     """
 
     def __init__(self) -> None:
@@ -42,14 +41,14 @@ class Step:
         self.keys: frozenset[Hashable] = frozenset()
         self.last: bool | None = None
         self.workers = 1
-        self.uneven = False
+        self.uneven = self.captured = False
         self.loss_scale: LossScale | None = None
-        self._scalars: Scalars | None = None
-        # The scalars of the last step that had some, and rows for the next steps in reverse order.
-        self._last: Scalars | None = None
+        # (row, verdict, number) of the open step and of the last step that had some. Both are views of the row.
+        self._scalars: tuple[Tensor, Tensor, Tensor] | None = None
+        self._last_scalars: tuple[Tensor, Tensor, Tensor] | None = None
+        # Rows for the next steps, the next one last.
         self._rows: list[Tensor] = []
         self._first_row: tuple[torch.device, int] | None = None
-        self._captured = False
 
     @property
     def iteration(self) -> int:
@@ -59,12 +58,7 @@ class Step:
     @iteration.setter
     def iteration(self, value: int) -> None:
         self._iteration = value
-        self._captured = False
-
-    @property
-    def captured(self) -> bool:
-        """Whether a step was captured, so that replays may use what is pending."""
-        return self._captured
+        self.captured = False
 
     def start(self, *, captured: bool) -> tuple[Tensor, Tensor] | None:
         """Prepare the scalars of a new step on the device, if steps share them. Call it before the first bucket.
@@ -78,39 +72,39 @@ class Step:
         Raises:
             RuntimeError: No step has come before the captured one.
         """
-        if captured and self._last is None:
+        if captured and self._last_scalars is None:
             raise RuntimeError("take some steps in which gradients are compressed before a step is captured")
-        self._captured |= captured
-        if not self._captured or self._last is None:
+        self.captured |= captured
+        if not self.captured or self._last_scalars is None:
             return None
-        self._scalars = self._last
-        row = self._last.row
+        self._scalars = row, verdict, _ = self._last_scalars
         before = row.clone()
         # [verdict, number] ← [1, number + 1], in one launch.
         torch.addcmul(self._ones, row, self._indices, out=row)
-        return self._last.verdict, before[0]
+        return verdict, before[0]
 
     def verdict(self, device: torch.device) -> Tensor:
         """Return a scalar on ``device`` that all buckets of a step share: 1, or 0 once a bucket is not finite."""
-        return self._scalars_on(device).verdict
+        return self._scalars_on(device)[1]
 
     def number(self, device: torch.device) -> Tensor:
         """Return ``iteration`` as a scalar on ``device``. In a replay it is the number of the replayed step."""
-        return self._scalars_on(device).number
+        return self._scalars_on(device)[2]
 
-    def _scalars_on(self, device: torch.device) -> Scalars:
+    def _scalars_on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if self._scalars is None:
             if not self._rows or self._first_row != (device, self.iteration):
                 ones, numbers = torch.ones(ROWS, dtype=torch.int64, device=device), torch.arange(ROWS, device=device)
                 self._rows = list(reversed(torch.stack([ones, numbers + self.iteration], dim=1).unbind()))
                 self._ones, self._indices = ones[:2], numbers[:2]
-            self._scalars = self._last = Scalars(self._rows.pop())
+            row = self._rows.pop()
+            self._scalars = self._last_scalars = row, row[0], row[1]
             self._first_row = device, self.iteration + 1
         return self._scalars
 
     def decides(self, verdict: Tensor | None) -> bool:
         """Return whether this is the verdict of the open step, so that it may still change."""
-        return verdict is not None and self._scalars is not None and verdict is self._scalars.verdict
+        return verdict is not None and self._scalars is not None and verdict is self._scalars[1]
 
     def overflow(self, device: torch.device) -> Tensor | None:
         """Return the verdict, to be set to 0 if an average does not fit its dtype. None without a loss scale.
@@ -127,11 +121,11 @@ class Step:
         verdict there is still that of the step before.
         """
         if self._scalars is not None and not captured:
-            self._scalars.verdict.zero_()
-        keys, last, uneven = self.keys, self.last, self.uneven
+            self._scalars[1].zero_()
+        kept = self.keys, self.last, self.uneven
         self.forget()
         if stays_open:
-            self.keys, self.last, self.uneven = keys, last, uneven
+            self.keys, self.last, self.uneven = kept
 
     def end(self) -> None:
         """Close the step and count it."""
@@ -147,20 +141,13 @@ class Step:
             self.loss_scale.forget()
 
 
-class Scalars:
-    """What the device knows of a step: views ``verdict`` and ``number`` of ``row``, int64 [2]."""
-
-    def __init__(self, row: Tensor) -> None:
-        self.row, self.verdict, self.number = row, row[0], row[1]
-
-
 class LossScale:
     """The factor by which the loss, and hence every gradient, is scaled. Read once a step, without synchronization.
 
     Args:
         source: A ``torch.amp.GradScaler`` (or a subclass, such as FSDP1's ``ShardedGradScaler``), or a function that
-            returns the scale: a positive number, a tensor with one element, or None if the loss is not scaled. If the
-            tensor's element is not positive and finite, the last one that was stays in force.
+            returns a positive number, a tensor with one element, or None if the loss is not scaled. If the tensor's
+            element is not positive and finite, the last one that was stays in force.
 
     Raises:
         TypeError: ``source`` is neither a scaler nor a function.
@@ -170,8 +157,7 @@ class LossScale:
         if not isinstance(source, torch.amp.GradScaler) and not callable(source):
             raise TypeError(f"expected a torch.amp.GradScaler or a function; got {type(source).__name__}")
         self.source = source
-        self._number: tuple[float, torch.device] | None = None
-        self._number_on_device: Tensor | None = None
+        self._number: tuple[float, torch.device, Tensor] | None = None
         # The last scale that a tensor gave and that was positive and finite.
         self._last: Tensor | None = None
         # This step's scale, and its quotient by each earlier scale that a bucket's error buffer still contains.
@@ -211,18 +197,22 @@ class LossScale:
 
         Raises:
             TypeError: The function returned something else than a number, a tensor or None.
-            ValueError: The function returned a number that is not positive and finite, or a tensor of several elements.
+            ValueError: It returned a number that is not positive and finite, or a tensor of several elements.
         """
-        value = self._value()
+        value: Any
+        if not isinstance(self.source, torch.amp.GradScaler):
+            value = self.source()
+        else:
+            # get_scale() would wait for the device. The scale is None before the first loss is scaled.
+            value = self.source._scale if self.source.is_enabled() else None
         if value is None:
             return None
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"a loss scale must be one number; got a tensor of shape {tuple(value.shape)}")
             scale = value.detach().reshape(()).to(device, torch.float32, non_blocking=True)
-            # A scale that is not positive and finite would make errors NaN for ever. The host does not see it, since it
-            # does not wait for the device. The step's gradients are not finite then, or zero, and errors keep the last
-            # scale.
+            # A scale that is not positive and finite would make errors NaN for ever, and the host does not wait to see
+            # it. The step's gradients are not finite then, or zero, and errors keep the last scale.
             last = torch.ones((), device=device) if self._last is None else self._last.to(device, non_blocking=True)
             good = scale.isfinite() & (scale > 0)
             self._last = torch.where(good, scale.clamp(1 / LARGEST_SCALE, LARGEST_SCALE), last)
@@ -231,14 +221,7 @@ class LossScale:
             raise TypeError(f"a loss scale must be a number, a tensor or None; got {type(value).__name__}")
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"a loss scale must be positive and finite; got {value}")
-        if self._number != (value, device):
-            self._number = (value, device)
+        if self._number is None or self._number[:2] != (value, device):
             clamped = min(max(value, 1 / LARGEST_SCALE), LARGEST_SCALE)
-            self._number_on_device = torch.full((), clamped, device=device)
-        return self._number_on_device
-
-    def _value(self) -> Any:
-        if isinstance(self.source, torch.amp.GradScaler):
-            # get_scale() would wait for the device. The scale is None before the first loss is scaled.
-            return self.source._scale if self.source.is_enabled() else None
-        return self.source()
+            self._number = value, device, torch.full((), clamped, device=device)
+        return self._number[2]

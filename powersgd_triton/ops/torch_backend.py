@@ -13,13 +13,12 @@ from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.blocks import add_product, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
-from powersgd_triton.ops.orthogonalize import orthogonalize_groups
+from powersgd_triton.ops.orthogonalize import orthogonalize_groups, random_directions
 from powersgd_triton.ops.reference import (
     backproject_reference,
     compensate_backproject_reference,
     compensate_project_reference,
     note_overflow,
-    random_directions,
     reconstruct_reference,
     rollback_reference,
 )
@@ -31,7 +30,7 @@ class TorchBackend:
     """The stages of ``ops.backend.Backend`` on one bucket, group by group.
 
     The standard algorithm is P = M Q, P̂ = orthogonalize(ΣP), Q = Mᵀ P̂ (Vogels et al. 2019, Algorithm 1). The
-    alternating algorithm has one product in each repetition, Q = Mᵀ P̂ and P = M Q̂ by turns. P̂ and Q̂ are the
+    alternating algorithm computes one product in each repetition, Q = Mᵀ P̂ and P = M Q̂ by turns, with the
     orthonormalized means of the turn before.
     """
 
@@ -48,43 +47,28 @@ class TorchBackend:
         self._sent: Message | None = None
         self._wires: dict[WirePlan, TorchWire] = {}
 
-    # The stages ------------------------------------------------------------------------------------------------------
-
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        bucket = self.bucket
-        bases = bucket.right(bucket.basis, bucket.own)
         # In the standard algorithm only the span of the sum is used, so this worker's own P need not be kept.
-        out = bucket.P if self._alternating else bucket.message_P
-        if bucket.shared:
-            # Other workers of this node multiply the other rows.
-            out[: bucket.layout.p_numel].zero_()
-        self._multiply(gradients, step, repetition, bases, bucket.left(out, bucket.own), left=False)
-        if not self._alternating:
-            return self._message(gradients, repetition, bucket.message_P, bucket.layout.p_numel, left=True, own=None)
-        return self._message(gradients, repetition, bucket.message_P, bucket.layout.p_numel, left=True, own=bucket.P)
+        own = self.bucket.P if self._alternating else None
+        self._multiply(gradients, step, repetition, self.bucket.message_P if own is None else own, left=False)
+        return self._send(gradients, own, left=True, first=repetition == 0)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        bucket = self.bucket
-        bases, out = bucket.left(bucket.P_hat, bucket.own), bucket.right(bucket.Q, bucket.own)
-        if bucket.shared:
-            bucket.Q.zero_()
+        bucket, sent = self.bucket, self._sent
         if self._alternating:
-            self._multiply(gradients, step, repetition, bases, out, left=True)
-            return self._message(
-                gradients, repetition, bucket.message_Q, bucket.layout.q_numel, left=False, own=bucket.Q
-            )
-        assert self._sent is not None
-        self._look_at(self._sent.content, first=repetition == 0)
+            self._multiply(gradients, step, repetition, bucket.Q, left=True)
+            return self._send(gradients, bucket.Q, left=False, first=repetition == 0)
+        assert sent is not None
+        self._look_at(sent.content, first=repetition == 0)
         if repetition == 0:
             self._bypass.div_(step.workers)
         _orthogonalize(bucket, bucket.left(bucket.message_P), step, out=bucket.left(bucket.P_hat))
         # The projection has compensated M already.
+        bases, out = self._bases_and_results(bucket.Q, left=True)
         for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
             backproject_reference(M, basis, out=result)
         self._leave_out(bases, out, left=True)
-        bucket.message_Q.copy_(bucket.Q)
-        self._sent = Message(bucket.message_Q, left=False, own=bucket.Q)
-        return self._sent
+        return self._send(gradients, bucket.Q, left=False, first=False)
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
         bucket, sent = self.bucket, self._sent
@@ -94,14 +78,11 @@ class TorchBackend:
         sent.content.div_(step.workers)
         self._look_at(sent.content, first=self._alternating and repetition == 0)
         mean = sent.content[: sent.own.numel()]
-        if sent.left:
-            _append(self._product, sent.own, bucket.basis, copy=not last)
-            _append(self._average, mean, bucket.basis, copy=not last)
-            self._means.append(self._average[-1][0])
-        else:
-            _append(self._product, bucket.P_hat, sent.own, copy=not last)
-            _append(self._average, bucket.P_hat, mean, copy=not last)
-            self._means.append(self._average[-1][1])
+        for factors, pairs in ((sent.own, self._product), (mean, self._average)):
+            pair = (factors, bucket.basis) if sent.left else (bucket.P_hat, factors)
+            # A later repetition of the step overwrites them.
+            pairs.append(pair if last else (pair[0].clone(), pair[1].clone()))
+        self._means.append(self._average[-1][0 if sent.left else 1])
         # Without warm start the next step draws a new basis, so the last repetition needs none.
         if bucket.config.warm_start or not last:
             views, basis = (bucket.left, bucket.P_hat) if sent.left else (bucket.right, bucket.basis)
@@ -122,8 +103,6 @@ class TorchBackend:
             if overflow is not None and tensor.dtype != mean.dtype:
                 note_overflow(tensor, overflow)
 
-    # Between steps ---------------------------------------------------------------------------------------------------
-
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
         bucket = self.bucket
         right = bucket.right(bucket.basis)
@@ -139,24 +118,27 @@ class TorchBackend:
             self._wires[plan] = TorchWire(plan, message.dtype, message.device)
         return self._wires[plan]
 
-    # Parts of the stages ---------------------------------------------------------------------------------------------
-
     def _matrices(self, gradients: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Return M, which is G without error feedback."""
         return self.bucket.matrices(gradients, self.bucket.own) if self.bucket.M is None else self.bucket.M
 
+    def _bases_and_results(self, factors: Tensor, *, left: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the bases by which this worker's rows are multiplied, and views of ``factors`` for the products.
+
+        Rows that other workers of this node multiply become zero.
+        """
+        bucket, numel = self.bucket, self.bucket.layout.q_numel if left else self.bucket.layout.p_numel
+        if bucket.shared:
+            factors[:numel].zero_()
+        if left:
+            return bucket.left(bucket.P_hat, bucket.own), bucket.right(factors, bucket.own)
+        return bucket.right(bucket.basis, bucket.own), bucket.left(factors, bucket.own)
+
     def _multiply(
-        self,
-        gradients: Mapping[str, Tensor],
-        step: Step,
-        repetition: int,
-        bases: Sequence[Tensor],
-        out: Sequence[Tensor],
-        *,
-        left: bool,
+        self, gradients: Mapping[str, Tensor], step: Step, repetition: int, factors: Tensor, *, left: bool
     ) -> None:
-        """Compute out = (M − product) · basis, or with the transpose. The first product of a step compensates M."""
-        bucket = self.bucket
+        """Compute (M − product) · basis, or with the transpose. The first product of a step compensates M."""
+        bucket, (bases, out) = self.bucket, self._bases_and_results(factors, left=left)
         compensate: Callable[..., None] = compensate_backproject_reference if left else compensate_project_reference
         if repetition > 0:
             # The first product of this step has compensated M already.
@@ -181,23 +163,16 @@ class TorchBackend:
             first, second = (Q, P) if left else (P, Q)
             add_product(result, first, product(second.mT, basis), alpha=-1)
 
-    def _message(
-        self,
-        gradients: Mapping[str, Tensor],
-        repetition: int,
-        memory: Tensor,
-        numel: int,
-        *,
-        left: bool,
-        own: Tensor | None,
-    ) -> Message:
-        """Return a message with ``numel`` elements of factors. A step's first message has the bypass tensors too."""
+    def _send(self, gradients: Mapping[str, Tensor], own: Tensor | None, *, left: bool, first: bool) -> Message:
+        """Return a message with factors. A step's first message has the bypass tensors too."""
+        bucket, layout = self.bucket, self.bucket.layout
+        memory, numel = (bucket.message_P, layout.p_numel) if left else (bucket.message_Q, layout.q_numel)
         if own is not None:
             memory[:numel].copy_(own)
-        if repetition == 0:
+        if first:
             self._bypass = memory[numel:]
-            _copy(self.bucket.bypass(gradients), self.bucket.split_bypass(self._bypass))
-        self._sent = Message(memory if repetition == 0 else memory[:numel], left, own)
+            _copy(bucket.bypass(gradients), bucket.split_bypass(self._bypass))
+        self._sent = Message(memory if first else memory[:numel], left, own)
         return self._sent
 
     def _look_at(self, message: Tensor, *, first: bool) -> None:
@@ -206,7 +181,7 @@ class TorchBackend:
         self._finite = finite if first or self._finite is None else self._finite & finite
 
     def _finish(self, gradients: Mapping[str, Tensor], step: Step) -> None:
-        """Update the verdict, undo the changes to M if a sum was not finite, and hand the product to the bucket."""
+        """Update the verdict, undo the changes to M if a sum was not finite, and give the bucket the product."""
         bucket, finite = self.bucket, self._finite
         assert finite is not None
         verdict = step.verdict(finite.device)
@@ -248,11 +223,6 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy many small tensors in one call, since the calls would take longer than the copies."""
     if sources:
         torch._foreach_copy_(list(targets), list(sources))
-
-
-def _append(product: list[tuple[Tensor, Tensor]], P: Tensor, Q: Tensor, *, copy: bool) -> None:
-    """Append a pair of factors, copied if a later repetition of the step overwrites them."""
-    product.append((P.clone(), Q.clone()) if copy else (P, Q))
 
 
 def _all_finite(message: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""The stages of a step in Triton kernels: at most 13 launches up to rank 32, for any number of matrices.
-
-A message with factors narrower than fp32 takes three more launches. If workers of a node share a bucket, each message
-takes a few more, which set factors to zero and put sums together.
-"""
+"""The stages of a step in Triton kernels: at most 13 launches up to rank 32, for any number of matrices."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_tri
 from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import MAX_RANK, BucketTable, FactorTable, Matrix, Pointers
+from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
@@ -29,7 +26,6 @@ from powersgd_triton.ops.explore import CARRY, OTHER_KEY, SMALLEST_REST, explore
 from powersgd_triton.ops.reference import largest_error
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
-from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import Wire
 
 
@@ -45,35 +41,26 @@ class TritonBackend:
         self._alternating = bucket.config.algorithm == "alternating"
         rank = self._rank = largest_rank(bucket)
         launches = self._launches = select_configuration(architecture(device), rank)
-        bypass = list(
-            zip(
-                (segment.numel for segment in layout.bypass),
-                layout.bypass_offsets(layout.p_numel),
-                layout.bypass_offsets(layout.q_numel),
-                strict=True,
-            )
-        )
+        sizes = [segment.numel for segment in layout.bypass]
+        offsets = layout.bypass_offsets(layout.p_numel), layout.bypass_offsets(layout.q_numel)
+        bypass = list(zip(sizes, *offsets, strict=True))
 
-        def table(groups: Sequence[ShapeGroup], *, rows_of_larger: bool = False) -> BucketTable:
+        def table(groups: Sequence[ShapeGroup], *, rows_of_larger: bool = False) -> tuple[BucketTable, list[str]]:
             matrices = [
                 Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
                        group.q_offset + i * group.m * group.rank, seed(segment.name, bucket.config))
                 for group in groups
                 for i, segment in enumerate(group.segments)
             ]  # fmt: skip
-            return BucketTable(
-                matrices, bypass, launches.reconstruct.tile, launches.backproject.tile, device,
-                rows_of_larger=rows_of_larger,
-            )  # fmt: skip
-
-        def names(groups: Sequence[ShapeGroup]) -> list[str]:
-            return [segment.name for segment in (*(s for group in groups for s in group.segments), *layout.bypass)]
+            tiles = launches.reconstruct.tile, launches.backproject.tile
+            segments = (*(segment for group in groups for segment in group.segments), *layout.bypass)
+            names = [segment.name for segment in segments]
+            return BucketTable(matrices, bypass, *tiles, device, rows_of_larger=rows_of_larger), names
 
         # The whole matrices, and the rows that this worker multiplies.
-        self._table, self._names = table(layout.groups), names(layout.groups)
-        self._own, self._own_names = self._table, self._names
+        self._table, self._names = self._own, self._own_names = table(layout.groups)
         if bucket.shared:
-            self._own, self._own_names = table(bucket.own, rows_of_larger=True), names(bucket.own)
+            self._own, self._own_names = table(bucket.own, rows_of_larger=True)
         bucket.zeroed += [self._table.P.zeroed, self._table.Q.zeroed]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
@@ -84,37 +71,35 @@ class TritonBackend:
         # Where gradients and error buffers are in this step. Numbers, which keep no tensor alive.
         self._places: tuple[Pointers, Pointers | None]
 
-    # The stages ------------------------------------------------------------------------------------------------------
-
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
-        bucket, table = self.bucket, self._own
+        bucket, table, launches = self.bucket, self._own, self._launches
         own = bucket.P if self._alternating else None
         G, M = self._locate(gradients)
         self._clear(bucket.message_P, own)
         parts = self._get("parts", table.p_parts_numel)
         compensate_project_triton(
-            table, G, M, *self._pending(step), bucket.basis, self._launches.compensate_project, out=parts
+            table, G, M, *self._pending(step), bucket.basis, launches.compensate_project, out=parts
         )
         pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
         bucket.compensated()
         return Message(bucket.message_P, left=True, own=own)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
-        bucket, table = self.bucket, self._own
+        bucket, table, launches = self.bucket, self._own, self._launches
         parts = self._get("parts", table.q_parts_numel)
         self._clear(bucket.message_Q, bucket.Q)
         if self._alternating:
             G, M = self._locate(gradients)
             compensate_backproject_triton(
                 table, G, M, *self._pending(step), bucket.P_hat,
-                self._launches.compensate_backproject, self._launches.backproject, out=parts,
+                launches.compensate_backproject, launches.backproject, out=parts,
             )  # fmt: skip
             pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
             bucket.compensated()
         else:
             self._orthogonalize(self._table.P, bucket.message_P, step, out=bucket.P_hat)
             G, M = self._places
-            backproject_triton(table, G if M is None else M, bucket.P_hat, self._launches.backproject, out=parts)
+            backproject_triton(table, G if M is None else M, bucket.P_hat, launches.backproject, out=parts)
             # The same launch turns the bypass tensors of the previous message into means.
             pack_and_average_triton(
                 table, parts, G, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
@@ -122,15 +107,13 @@ class TritonBackend:
         return Message(bucket.message_Q, left=False, own=bucket.Q)
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
-        bucket, table, layout = self.bucket, self._table, self.bucket.layout
-        projected = self._alternating and not products(bucket.config, step.iteration, 0)[1]
+        bucket, table, layout, config = self.bucket, self._table, self.bucket.layout, self.bucket.config
+        projected = self._alternating and not products(config, step.iteration, 0)[1]
         if projected:
-            message, mean = bucket.message_P, bucket.message_P[: layout.p_numel]
-            factors, basis = table.P, bucket.P_hat
+            message, mean, factors, basis = bucket.message_P, bucket.message_P[: layout.p_numel], table.P, bucket.P_hat
             product, average = (bucket.P, bucket.basis), (mean, bucket.basis)
         else:
-            message, mean = bucket.message_Q, bucket.message_Q[: layout.q_numel]
-            factors, basis = table.Q, bucket.basis
+            message, mean, factors, basis = bucket.message_Q, bucket.message_Q[: layout.q_numel], table.Q, bucket.basis
             product, average = (bucket.P_hat, bucket.Q), (bucket.P_hat, mean)
         if self._alternating:
             pack = table.pack_P if projected else table.pack_left
@@ -138,16 +121,15 @@ class TritonBackend:
         # This is needed without warm start too, because it detects non-finite values.
         following = self._get("following", mean.numel())
         self._orthogonalize(factors, mean, step, out=following)
-        if explores(bucket.config, repetition):
+        if explores(config, repetition):
             explore_triton(
-                table, step.number(self._device), self._finite, self._rank, every=bucket.config.explore_every,
+                table, step.number(self._device), self._finite, self._rank, every=config.explore_every,
                 other=OTHER_KEY, carry=CARRY, smallest=SMALLEST_REST, out=following,
             )  # fmt: skip
         verdict = step.verdict(self._device)
         commit_triton(
-            self._own, *self._places, following if bucket.config.warm_start else None,
-            step.workers, self._finite, largest=largest_error(torch.float32), basis=basis, message=mean,
-            verdict=verdict,
+            self._own, *self._places, following if config.warm_start else None, step.workers, self._finite,
+            largest=largest_error(torch.float32), basis=basis, message=mean, verdict=verdict,
         )  # fmt: skip
         bypass_means = message[mean.numel() :] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)
@@ -161,23 +143,16 @@ class TritonBackend:
             return
         # The means of the bypass tensors lie at the end of the message that carried them.
         behind_P = bucket.bypass_means.untyped_storage().data_ptr() == bucket.message_P.untyped_storage().data_ptr()
+        carried = (bucket.message_P, table.pack_P) if behind_P else (bucket.message_Q, table.pack_left)
+        pointers = table.pointers([out[name] for name in self._names])
+        verdict = self._ignored if overflow is None else overflow
         reconstruct_triton(
-            table,
-            *bucket.average[0],
-            bucket.message_P if behind_P else bucket.message_Q,
-            table.pack_P if behind_P else table.pack_left,
-            self._launches.reconstruct,
-            out=table.pointers([out[name] for name in self._names]),
-            verdict=self._ignored if overflow is None else overflow,
+            table, *bucket.average[0], *carried, self._launches.reconstruct, out=pointers, verdict=verdict
         )
 
-    # Between steps ---------------------------------------------------------------------------------------------------
-
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
-        bases = [(self._table.Q, self.bucket.basis)]
-        if self._alternating:
-            bases.insert(0, (self._table.P, self.bucket.P_hat))
-        for factors, basis in bases:
+        left, right = (self._table.P, self.bucket.P_hat), (self._table.Q, self.bucket.basis)
+        for factors, basis in [left, right] if self._alternating else [right]:
             if redraw:
                 # Orthogonalization replaces a zero column by a random direction.
                 basis.zero_()
@@ -189,39 +164,31 @@ class TritonBackend:
             self._wires[plan] = TritonWire(plan, self._launches.wire, self._rank, self._device)
         return self._wires[plan]
 
-    # Parts of the stages ---------------------------------------------------------------------------------------------
-
     def _pending(self, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (L, R, applied, growth): the product pending in M, and the factor by which to multiply M."""
-        bucket = self.bucket
-        growth = bucket.rescale(step)
-        if growth is None:
-            growth = self._same
+        bucket, growth = self.bucket, self.bucket.rescale(step)
+        growth = self._same if growth is None else growth
         if bucket.applied is None:
             return bucket.P_hat, bucket.Q, self._never, growth
         return *bucket.product[0], bucket.applied, growth
 
     def _orthogonalize(self, factors: FactorTable, A: Tensor, step: Step, *, out: Tensor) -> None:
         launch, rank = self._launches.orthogonalize, self._table.rank
-        epsilon = self.bucket.config.orthogonalization_epsilon
+        X = self._get("X", A.numel() if rank > launch.panel else 1, torch.float64)
+        grams = self._get("grams", grams_numel(factors, rank, launch.panel), torch.float64)
         orthogonalize_triton(
-            factors, A, rank, step.number(self._device), epsilon, self._launches.gram, launch,
-            X=self._get("X", A.numel() if rank > launch.panel else 1, torch.float64),
-            grams=self._get("grams", grams_numel(factors, rank, launch.panel), torch.float64),
-            finite=self._finite, out=out,
+            factors, A, rank, step.number(self._device), self.bucket.config.orthogonalization_epsilon,
+            self._launches.gram, launch, X=X, grams=grams, finite=self._finite, out=out,
         )  # fmt: skip
 
     def _locate(self, gradients: Mapping[str, Tensor]) -> tuple[Pointers, Pointers | None]:
-        """Return where the gradients and the error buffers are. Called by the first product of a step.
+        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are.
 
-        The gradients are those of this worker's rows, and the bypass tensors. Without error feedback there are no
-        buffers.
+        Called by the first product of a step.
         """
         errors = [M for group in self.bucket.M or [] for M in group]
-        self._places = (
-            self._own.pointers([gradients[name] for name in self._own_names]),
-            self._own.pointers(errors, bypass=False) if errors else None,
-        )
+        G = self._own.pointers([gradients[name] for name in self._own_names])
+        self._places = G, self._own.pointers(errors, bypass=False) if errors else None
         return self._places
 
     def _clear(self, *factors: Tensor | None) -> None:

@@ -43,16 +43,11 @@ class Wire(Protocol):
 
 
 class TorchWire:
-    """The reference implementation of ``Wire``.
+    """The reference implementation of ``Wire``, for messages in fp32 or fp64. Bypass tensors are sent in this dtype.
 
     The number of operations decides how long a small message takes. So an operation processes all factors of a chunk at
     once, or all blocks of a run if it depends on the blocks. Operations on the short rows of a factor are slow, so
     several rows of a block count as one long row. The scales are repeated accordingly.
-
-    Args:
-        plan: Places of all parts in the bytes.
-        dtype: Dtype of messages, fp32 or fp64. Bypass tensors are sent in it.
-        device: Device of messages.
     """
 
     def __init__(self, plan: WirePlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -103,27 +98,21 @@ class TorchWire:
     def _exact(self, content: Tensor, chunk: Chunk) -> Tensor:
         return content[: chunk.bypass_numel * self._dtype.itemsize].view(self._dtype)
 
-    def _parts(self, content: Tensor, runs: Sequence[Run], chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _parts(self, content: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return scales and codes of the bytes of a chunk, or of the same chunk of several workers."""
-        scales, codes, last = chunk.pieces[0].scale, chunk.pieces[0].code, runs[-1].codes
-        dtype = CODES[self.plan.width.name]
-        end = codes + last.end * dtype.itemsize
+        scales, codes, dtype = chunk.pieces[0].scale, chunk.pieces[0].code, CODES[self.plan.width.name]
+        # With 4 bits there are fewer codes than this. What lies behind them is not used.
+        end = codes + _numel(chunk) * dtype.itemsize
         return content[..., scales:codes].view(torch.bfloat16), content[..., codes:end].view(dtype)
 
     def _encode(self, A: Tensor, runs: Sequence[Run], content: Tensor, chunk: Chunk, *, own: Tensor | None) -> None:
         """Write scales s = max|x| / levels of each block's columns, and codes round(x / s). own ← codes · scales.
 
         Rounding is to nearest, ties to even. A non-finite value makes its scale NaN, and with it all decoded values of
-        the column. Zeros have code 0, and so have values so small that the scale is 0.
-
-        Args:
-            A: Factors of the chunk, flat, fp32 or fp64, as is ``own``.
-            runs: Places of the blocks.
-            content: Bytes of the chunk.
-            chunk: Places in the bytes.
-            own: Where to write what the codes stand for. It may be scratch. None for nowhere.
+        the column. Zeros have code 0, and so have values so small that the scale is 0. ``A`` and ``own``, which may be
+        scratch, are the chunk's factors, flat.
         """
-        width, (scales, codes) = self.plan.width, self._parts(content, runs, chunk)
+        width, (scales, codes) = self.plan.width, self._parts(content, chunk)
         divisors: list[Tensor] = []
         if width.scaled:
             quotient = torch.abs(A, out=self._decoded[0, : len(A)])
@@ -162,7 +151,7 @@ class TorchWire:
 
     def _decode(self, content: Tensor, runs: Sequence[Run], chunk: Chunk, *, out: Tensor) -> None:
         """out ← codes · scales, for the factors of a chunk of one worker or of several: the inverse of encoding."""
-        scales, codes = self._parts(content, runs, chunk)
+        scales, codes = self._parts(content, chunk)
         if self.plan.width.bits == 4:
             whole = self._codes[: len(out), : out.shape[1]] if out.dim() == 2 else self._codes[0, : len(out)]
             for run in runs:
@@ -193,23 +182,18 @@ class Place:
             return flat.as_strided(self.shape, self.strides, offset)
         return flat.as_strided((len(flat), *self.shape), (flat.stride(0), *self.strides), offset)
 
-    @property
-    def end(self) -> int:
-        """The offset behind the last element."""
-        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Blocks of equal height of matrices at equal distances, and their places in a chunk's entries, scales and codes.
 
     Attributes:
-        entries: Place of the entries, [count, blocks, long rows, entries of a long row].
-        low, high: Places of the first and second half of each block's entries, [count, blocks, entries]. If the number
-            of rows is odd, the second is shorter.
-        scales: Place of the scales, [count, blocks, rank].
-        repeated: The same, repeated for a long row, [count, blocks, rows in a long row, rank].
-        codes: Place of the codes, [count, blocks, codes]. Two 4-bit codes are one.
+        entries: [count, blocks, long rows, entries of a long row].
+        low, high: First and second half of each block's entries, [count, blocks, entries]. If the number of rows is
+            odd, the second is shorter.
+        scales: [count, blocks, rank].
+        repeated: The scales, repeated for a long row, [count, blocks, rows in a long row, rank].
+        codes: [count, blocks, codes]. Two 4-bit codes are one.
     """
 
     entries: Place
@@ -238,50 +222,48 @@ def _runs(chunk: Chunk, width: WireFormat) -> list[Run]:
         codes = width.code_bytes(height, rank) if width.bits == 4 else height * rank
         return [height * rank, rank, codes] if height else [0, 0, 0]
 
+    def behind(start: list[int], count: int, each: list[int]) -> list[int]:
+        return [x + count * size for x, size in zip(start, each, strict=True)]
+
     # (count, blocks, height, rank, first entry, scale and code, distances between matrices in each of them)
     found: list[tuple[int, int, int, int, list[int], list[int]]] = []
     start = [0, 0, 0]
     for piece in chunk.pieces:
         whole, rest = divmod(piece.rows, BLOCK)
         full = sizes(BLOCK, piece.rank)
-        matrix = [whole * a + b for a, b in zip(full, sizes(rest, piece.rank), strict=True)]
+        matrix = behind(sizes(rest, piece.rank), whole, full)
         for first, blocks, height in ((0, whole, BLOCK), (whole, 1, rest)):
             if not (blocks and height):
                 continue
-            places, count = [x + first * a for x, a in zip(start, full, strict=True)], piece.count
+            places, count = behind(start, first, full), piece.count
             if not (whole and rest):
                 # The blocks of all matrices are adjacent.
                 count, blocks = 1, count * blocks
             if found and count == found[-1][0] == 1 and found[-1][2:4] == (height, piece.rank):
                 _, before, _, _, begin, _ = found[-1]
-                if places == [x + before * a for x, a in zip(begin, sizes(height, piece.rank), strict=True)]:
+                if places == behind(begin, before, sizes(height, piece.rank)):
                     found[-1] = (1, before + blocks, height, piece.rank, begin, matrix)
                     continue
             found.append((count, blocks, height, piece.rank, places, matrix))
-        start = [x + piece.count * a for x, a in zip(start, matrix, strict=True)]
-    return [
-        _run(count, blocks, height, rank, sizes(height, rank)[2], places, matrix)
-        for count, blocks, height, rank, places, matrix in found
-    ]
-
-
-def _run(
-    count: int, blocks: int, height: int, rank: int, codes: int, places: Sequence[int], distances: Sequence[int]
-) -> Run:
-    """Return a run of ``count`` · ``blocks`` blocks with ``codes`` codes each."""
-    joined = 1
-    while joined * rank < ROW and height % (2 * joined) == 0:
-        joined *= 2
-    (entry, scale, code), (next_entry, next_scale, next_code) = places, distances
-    size, half = height * rank, -(-height // 2) * rank
-    return Run(
-        Place(entry, (count, blocks, height // joined, joined * rank), (next_entry, size, joined * rank, 1)),
-        Place(entry, (count, blocks, half), (next_entry, size, 1)),
-        Place(entry + half, (count, blocks, size - half), (next_entry, size, 1)),
-        Place(scale, (count, blocks, rank), (next_scale, rank, 1)),
-        Place(scale, (count, blocks, joined, rank), (next_scale, rank, 0, 1)),
-        Place(code, (count, blocks, codes), (next_code, codes, 1)),
-    )
+        start = behind(start, piece.count, matrix)
+    runs = []
+    for count, blocks, height, rank, places, matrix in found:
+        joined = 1
+        while joined * rank < ROW and height % (2 * joined) == 0:
+            joined *= 2
+        (entry, scale, code), (next_entry, next_scale, next_code) = places, matrix
+        size, _, codes = sizes(height, rank)
+        half = -(-height // 2) * rank
+        run = Run(
+            Place(entry, (count, blocks, height // joined, joined * rank), (next_entry, size, joined * rank, 1)),
+            Place(entry, (count, blocks, half), (next_entry, size, 1)),
+            Place(entry + half, (count, blocks, size - half), (next_entry, size, 1)),
+            Place(scale, (count, blocks, rank), (next_scale, rank, 1)),
+            Place(scale, (count, blocks, joined, rank), (next_scale, rank, 0, 1)),
+            Place(code, (count, blocks, codes), (next_code, codes, 1)),
+        )
+        runs.append(run)
+    return runs
 
 
 def _write_largest(sizes: Tensor, out: Tensor) -> None:

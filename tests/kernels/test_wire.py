@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import architecture, select_configuration
+from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.kernels.wire_table import WireTable
 from powersgd_triton.layout.wire_format import FORMATS, Chunk, Piece, WirePlan
-from powersgd_triton.ops.triton_wire import TritonWire
 from powersgd_triton.ops.wire import TorchWire
 from tests.support.kernel_cases import INF, NAN
 from tests.support.kernel_checks import exchange

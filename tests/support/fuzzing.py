@@ -12,10 +12,11 @@ from torch import Tensor
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import save
+from powersgd_triton.layout.constants import DEAD_COLUMN
 from powersgd_triton.layout.layout import Segment, products
 from powersgd_triton.ops.bucket import seed
 from powersgd_triton.ops.explore import explores
-from powersgd_triton.ops.reference import DEAD_COLUMN, largest_error
+from powersgd_triton.ops.reference import largest_error
 from tests.support.fp64_model import Model, total
 from tests.support.fuzz_cases import Case, gradients
 from tests.support.lockstep import BucketRun, Fleet, Values, assert_same_bits

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.ops.reference import DEAD_COLUMN
+from powersgd_triton.layout.constants import DEAD_COLUMN
 
 # What the design asks of the basis: max |PᵀP − I|.
 ORTHONORMAL = 1e-5
