@@ -18,12 +18,13 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
+from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport
@@ -41,9 +42,6 @@ Folder = str | os.PathLike[str]
 class Handle:
     """Access to the compression of one model.
 
-    Args:
-        engine: Engine that averages the model's gradients.
-
     Attributes:
         saved_with_model: Whether the framework's own checkpoints contain the state, as DeepSpeed's do.
         replaces_reduce_scatter: Whether gradients would be reduce-scattered without compression, not all-reduced.
@@ -59,7 +57,6 @@ class Handle:
 
     @property
     def _communicator(self) -> Communicator:
-        """Collectives of the workers that average with each other."""
         return self._engine.communicator
 
     @property
@@ -90,11 +87,10 @@ class Handle:
         return self._report(self._engine.tensors())
 
     def _report(self, tensors: Tensors) -> RankReport:
-        engine, buckets = self._engine, self._engine.buckets.in_use()
-        found = exchanges(buckets, engine.config, engine.communicator)
-        report = RankReport.of(
-            engine.plan.layout_of(tensors), engine.config, engine.plan.spectra, found, engine.communicator.share[1]
-        )
+        plan, config, communicator = self._engine.plan, self.config, self._communicator
+        buckets = self._engine.buckets.in_use()
+        found = exchanges(buckets, config, communicator)
+        report = RankReport.of(plan.layout_of(tensors), config, plan.spectra, found, communicator.share[1])
         return dataclasses.replace(report, zeroed=sum(int(count.sum()) for b in buckets for count in b.zeroed))
 
     def attach(self, scaler: LossScaleSource) -> None:
@@ -111,8 +107,8 @@ class Handle:
         """Report each ``every``-th step: the energy that it captures, errors, bytes and times. Off by default.
 
         A record also goes to the logger ``powersgd_triton`` at level INFO, as one line. The numbers are this worker's
-        own, so call it on the workers whose numbers you want. On the CPU a record comes at the end of its step. On CUDA
-        nothing waits for the device, so it comes at the end of a later step. Checkpoints, copies and pickles do not
+        own, so call it on the workers whose numbers you want. On the CPU a record comes at the end of its step, and on
+        CUDA at the end of a later one, since nothing waits for the device. Checkpoints, copies and pickles do not
         contain the setting.
 
         Args:
@@ -140,9 +136,18 @@ class Handle:
         self._engine.finish()
         return self._engine.residuals.error(self._step)
 
+    def error_numel(self) -> int:
+        """Return the number of elements of this worker's error buffers that exist so far."""
+        matrices = self._engine.residuals.matrices.values()
+        return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
+
     def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Make the engine's stream current within a block. See ``Streams.on``."""
+        """See ``Streams.on``."""
         return self._engine.residuals.streams.on(device, join=join)
+
+    def _ranked(self, bucket: BucketState) -> Layout:
+        """Return a bucket's layout with the ranks in force."""
+        return self._engine.buckets.ranked(bucket)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -183,9 +188,7 @@ class Handle:
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """Continue from what ``save`` wrote. Collective.
 
-        Args:
-            folder: The checkpoint's folder.
-            missing_ok: Whether the folder may have been written without compression. Errors then start at zero.
+        With ``missing_ok`` the folder may have been written without compression. Errors then start at zero.
 
         Returns:
             What was used of the state, and what was not. None if the folder has no state.
@@ -197,21 +200,29 @@ class Handle:
             DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
         """
         path = Path(folder) / self._file()
-        if not self._together("load", path.exists, FOUND):
+        found = self._together("load", lambda: self._find(path), FOUND)
+        if found is None:
             self._begin_without(path, missing_ok)
             return None
-        return self.load_state_dict(path)
+        return self.load_state_dict(self._read(found))
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""
         forget(self._engine)
 
     def _file(self) -> str:
-        """Return the name of the file that ``save`` writes."""
         return FILE
 
+    def _find(self, path: Path) -> Path | None:
+        """Return where there is a saved state."""
+        return path if path.exists() else None
+
+    def _read(self, path: Path) -> StateDict:
+        """Return what ``load_state_dict`` takes. Collective."""
+        return path
+
     def _begin_without(self, path: Path, missing_ok: bool) -> None:
-        """Set all errors to zero, because a folder has no state. Collective. An error if it must have one."""
+        """Forget all errors, because a folder has no state. Collective. Raise an error if it must have one."""
 
         def check() -> None:
             # The errors of such a state would be lost without a word. What ends in .new was never complete.

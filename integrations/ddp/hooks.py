@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from powersgd_triton.core.buckets import Shapes
+from powersgd_triton.core.buckets import BucketState, Shapes
+from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.names import shape_of
-from powersgd_triton.integrations.ddp.pickles import check_owner, torchs_logger
 from powersgd_triton.integrations.ddp.state import PowerSGDState
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.gradients import DTYPES, write_back
@@ -40,7 +40,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
     def shapes() -> dict[str, tuple[int, ...]]:
         names = state._names.of(bucket.index(), parameters)
-        return {name: shape_of(parameter) for name, parameter in zip(names, parameters, strict=True)}
+        return dict(zip(names, map(shape_of, parameters), strict=True))
 
     def named(layout: Layout, views: list[Tensor]) -> dict[str, Tensor]:
         return {segment.name: view for segment, view in zip(layout.segments, views, strict=True)}
@@ -94,11 +94,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 
 def _check_bucket(bucket: object) -> None:
-    """Refuse what DDP's Python reducer gives a hook in place of a bucket: one parameter's gradient and the parameter.
-
-    It does not say which parameter is a step's last, and leaves out those without a gradient on this worker, so that
-    workers would not agree on where a step ends.
-    """
+    """Refuse what DDP's Python reducer gives a hook in place of a bucket: a pair of gradient and parameter."""
+    # It does not say which parameter is a step's last, and leaves out those without a gradient on this worker.
     if isinstance(bucket, tuple):
         raise TypeError(
             'with torch._dynamo.config.optimize_ddp = "python_reducer", DDP gives communication hooks single gradients '
@@ -115,14 +112,12 @@ def _average(
     named: Callable[[Layout, list[Tensor]], dict[str, Tensor]],
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine. ``named`` returns the layout's tensors, given views of the gradients."""
-    engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
-    parameters = bucket.parameters()
+    engine, buffer, last, parameters = state._engine, bucket.buffer(), bucket.is_last(), bucket.parameters()
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
-    check_owner(engine)
+    state._check_owner()
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
     begun = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
-    layout = begun.layout
     # DDP waits for the Future instead of the stream.
     with state._on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
@@ -145,10 +140,11 @@ def _average(
             if step == state.config.start_iter == 0 and first:
                 torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
             held = [place for place, _ in views]
-            places = named(layout, held)
-            state._unused.note_views(held, parameters)
+            places = named(begun.layout, held)
+            if state._unused is not None:
+                state._unused.note_views(held, parameters)
             # This copies a gradient that is not contiguous, such as one in channels_last.
-            gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in layout.segments}
+            gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in begun.layout.segments}
 
             def done() -> None:
                 for name, gradient in gradients.items():
@@ -156,15 +152,15 @@ def _average(
                 finish()
 
             engine.average(begun, gradients, done=done, join=True)
-            _log(state, engine.buckets.ranked(begun), bucket, step)
+            _log(state, begun, bucket, step)
         if last and state.iter == state.config.start_iter:
             torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
 
 
-def _log(state: PowerSGDState, layout: Layout, bucket: GradBucket, step: int) -> None:
+def _log(state: PowerSGDState, begun: BucketState, bucket: GradBucket, step: int) -> None:
     """Log what torch's hook logs: a bucket's memory when it is compressed for the first time, and statistics."""
-    index = bucket.index()
+    index, layout = bucket.index(), state._ranked(begun)
     new = index not in state._logged
     state._logged.add(index)
     if new and state.config.error_feedback:

@@ -11,7 +11,6 @@ from torch import Tensor
 from powersgd_triton.integrations.memory_order import Strides, memory_order, strides_of
 
 MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Memory formats other than contiguous, by the number of dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +38,10 @@ class BucketViews:
     """Finds each gradient in DDP's buckets.
 
     DDP makes a view for each parameter when it builds its buckets, and again when it rebuilds them after the first
-    step. A view has the parameter's strides if the parameter is dense, else it is contiguous. So a gradient's elements
-    are in the order in which the parameter lies in memory. If ``model.to(memory_format=…)`` changes the parameter
-    later, its view stays as it was until the buckets are rebuilt. But DDP reads the hook's result with the parameter's
-    present strides, unless gradients are views of the buckets (``gradient_as_bucket_view=True``).
+    step. A view has the parameter's strides if the parameter is dense, else it is contiguous. If
+    ``model.to(memory_format=…)`` changes the parameter later, its view stays as it was until the buckets are rebuilt.
+    But DDP reads the hook's result with the parameter's present strides, unless gradients are views of the buckets
+    (``gradient_as_bucket_view=True``).
 
     A hook does not see these views (``bucket.gradients()`` ignores strides). It sees ``parameter.grad``, which is the
     view itself or has the same values.
@@ -69,7 +68,7 @@ class BucketViews:
 
     def _view(self, piece: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
         if parameter.dim() < 2:
-            view = piece.view(parameter.shape) if not parameter.is_complex() else piece.view(*parameter.shape, 2)
+            view = piece.view(*parameter.shape, 2) if parameter.is_complex() else piece.view(parameter.shape)
             return view, view
         place = self._places.get(parameter)
         if place is None or not place.final or place.parameter != parameter.stride():
@@ -79,15 +78,10 @@ class BucketViews:
 
 
 def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
-    """Find out how a gradient lies in the bucket. The host may wait for the device.
-
-    Raises:
-        RuntimeError: The gradient is not in the bucket.
-    """
+    """Find out how a gradient lies in the bucket. The host may wait for the device."""
     gradient = parameter.grad
-    likely = [strides_of(parameter.shape, order) for order in memory_orders(parameter)]
-    own = likely[0]
-    likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), *likely]))
+    own, *others = _likely_strides(parameter)
+    likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), own, *others]))
 
     def place(strides: Strides, *, shown: bool, final: bool, is_view: bool = False) -> Place:
         is_view |= before is not None and before.is_view
@@ -119,16 +113,15 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
 
 
 def _strided(piece: Tensor, parameter: Tensor, strides: Strides) -> Tensor:
-    """Return a gradient with these strides in its part of the bucket."""
     if parameter.is_complex():
         return piece.as_strided((*parameter.shape, 2), (*(2 * stride for stride in strides), 1))
     return piece.as_strided(parameter.shape, strides)
 
 
-def memory_orders(parameter: Tensor) -> list[tuple[int, ...]]:
-    """Return orders that a parameter's gradient may have in a bucket: its own, that of the shape, and channels_last."""
+def _likely_strides(parameter: Tensor) -> list[Strides]:
+    """Return strides that a gradient may have in a bucket: the parameter's, those of its shape, and channels_last."""
     like = [parameter, torch.empty(parameter.shape, device="meta")]
     if parameter.dim() in MEMORY_FORMATS:
         memory_format = MEMORY_FORMATS[parameter.dim()]
         like.append(torch.empty(parameter.shape, device="meta", memory_format=memory_format))
-    return [memory_order(tensor) for tensor in like]
+    return [strides_of(parameter.shape, memory_order(tensor)) for tensor in like]
