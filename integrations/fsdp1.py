@@ -38,9 +38,7 @@ class Unit:
     """The places of the trainable parameters in the flat gradient of one FSDP unit.
 
     Attributes:
-        name: Name of the unit's module.
-        offsets: {parameter's name: first element}.
-        shapes: {parameter's name: shape}.
+        offsets, shapes: {parameter's name: first element}, {parameter's name: shape}.
         orders: {parameter's name: its dimensions in the order of memory}, of parameters that are not contiguous.
         numel: Number of elements without the padding that makes shards equal.
     """
@@ -48,7 +46,6 @@ class Unit:
     def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
         handle: Any = module._handle
         flat = handle.flat_param
-        self.name = prefix or "the root module"
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.orders: dict[str, tuple[int, ...]] = {}
@@ -75,17 +72,12 @@ class Unit:
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
-    """Return the model's trainable units with FSDP's handles.
-
-    Raises:
-        ValueError: A module is sharded in a way that is not supported, or there are no trainable parameters.
-    """
-    modules = {
-        plain_name(name): module
-        for name, module in fsdp_model.named_modules()
-        if isinstance(module, FullyShardedDataParallel)
-    }
-    for name, module in modules.items():
+    """Return the model's trainable units with FSDP's handles. ValueError if one is not supported, or there are none."""
+    units: dict[Unit, Any] = {}
+    for path, module in fsdp_model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        name = plain_name(path)
         where = f"module {name!r}" if name else "the root module"
         if module.sharding_strategy in HYBRID:
             raise ValueError(
@@ -96,11 +88,8 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
             raise ValueError(f"{where} has a communication hook already; create one state and register it once")
         if module.process_group is not fsdp_model.process_group:
             raise ValueError(f"{where} has another process group than the root module; use one group for all")
-    units: dict[Unit, Any] = {
-        Unit(module, name): module._handle
-        for name, module in modules.items()
-        if module._handle is not None and module._handle.flat_param.requires_grad
-    }
+        if module._handle is not None and module._handle.flat_param.requires_grad:
+            units[Unit(module, name)] = module._handle
     if not units:
         raise ValueError("the model has no trainable parameters; unfreeze them before creating the state")
     return units
@@ -155,7 +144,7 @@ class PowerSGDState(ShardedHandle):
         sharding = WholeParameters(group, DeviceMesh.from_group(group, device.type), lambda: shapes)
         super().__init__(engine, sharding)
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
-        self._workers, self._worker = sharding.workers, sharding.worker
+        self._whole = sharding
         self._current: Unit | None = None
         for unit, handle in units.items():
             # FSDP does not tell its hook which unit it reduces. This hook fires just before FSDP's hook and marks the
@@ -167,7 +156,7 @@ class PowerSGDState(ShardedHandle):
 
     def _unit_of(self, gradient: Tensor) -> Unit:
         unit, self._current = self._current, None
-        if unit is None or not unit.numel <= gradient.numel() < unit.numel + self._workers:
+        if unit is None or not unit.numel <= gradient.numel() < unit.numel + self._whole.workers:
             raise RuntimeError(
                 f"powerSGD_hook was called with {gradient.numel()} elements of a unit that this state does not know. "
                 "Build PowerSGDState from the model on which register_comm_hook is called, after the whole model is "
@@ -183,7 +172,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     Args:
         state: State created from the same model.
         gradient: Flat gradient of the whole unit. With NO_SHARD it is averaged in place.
-        output: Tensor to which this worker's shard of the average is written. None with NO_SHARD.
+        output: Takes this worker's shard of the average. None with NO_SHARD.
 
     Raises:
         TypeError: ``state`` is not a ``PowerSGDState`` of this module.
@@ -191,14 +180,13 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     """
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
-    unit = state._unit_of(gradient)
-    engine = state._engine
+    unit, engine, whole = state._unit_of(gradient), state._engine, state._whole
     bucket = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:
         if output is None:
             engine.average_exactly(gradient)
         else:
-            dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=state._communicator.group)
+            dist.reduce_scatter_tensor(output, gradient.div_(whole.workers), group=state._communicator.group)
         return
     segments = bucket.layout.segments
     pieces = {s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel] for s in segments}
@@ -207,24 +195,23 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     copied = [s for s in segments if gradients[s.name].data_ptr() != pieces[s.name].data_ptr()]
     if output is None:
         engine.average(bucket, gradients)
-        for segment in copied:
-            unit.view(pieces[segment.name], segment).copy_(gradients[segment.name])
+        for s in copied:
+            unit.view(pieces[s.name], s).copy_(gradients[s.name])
         return
     # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
     output.zero_()
-    low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
+    low, high = whole.worker * output.numel(), (whole.worker + 1) * output.numel()
     shards: dict[str, tuple[int, Tensor]] = {}
-    for segment in segments:
-        offset = unit.offsets[segment.name]
-        first, behind = max(offset, low), min(offset + segment.numel, high)
+    for s in segments:
+        offset = unit.offsets[s.name]
+        first, behind = max(offset, low), min(offset + s.numel, high)
         if first < behind:
-            shards[segment.name] = first - offset, output[first - low : behind - low]
+            shards[s.name] = first - offset, output[first - low : behind - low]
     # A shard in another order than that of the shape is cut from the whole average.
-    whole = {segment.name: (0, gradients[segment.name].view(-1)) for segment in copied if segment.name in shards}
-    engine.average(bucket, gradients, ranges={**shards, **whole})
-    for segment in copied:
-        if segment.name in shards:
-            first, shard = shards[segment.name]
-            average = torch.empty_like(pieces[segment.name])
-            unit.view(average, segment).copy_(gradients[segment.name])
-            shard.copy_(average[first : first + shard.numel()])
+    cut = [s for s in copied if s.name in shards]
+    engine.average(bucket, gradients, ranges={**shards, **{s.name: (0, gradients[s.name].view(-1)) for s in cut}})
+    for s in cut:
+        first, shard = shards[s.name]
+        average = torch.empty_like(pieces[s.name])
+        unit.view(average, s).copy_(gradients[s.name])
+        shard.copy_(average[first : first + shard.numel()])

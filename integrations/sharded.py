@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,18 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
-from powersgd_triton.handle import FOUND, Folder, Handle
+from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, random_basis, read_factors, weighted_squares
-from powersgd_triton.layout.layout import compressed_rank, matrix_shape
+from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
 
+T = TypeVar("T")
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
 
 
 class Sharding(Protocol):
-    """How the errors and factors of one model are sharded. Each adapter tells this to its checkpoints."""
+    """How the errors and factors of one model are sharded."""
 
     def place(self, name: str, error: Tensor) -> DTensor:
         """Return a mean error as a DTensor with the parameter's shape and sharding."""
@@ -52,19 +53,12 @@ class Sharding(Protocol):
 class ShardedHandle(Handle):
     """The compression of a model with sharded parameters. It is a ``Stateful`` of torch.distributed.checkpoint.
 
-    Args:
-        engine: Engine that averages the model's gradients.
-        sharding: How errors and factors are sharded.
+    ``save`` and ``load`` write and read with torch.distributed.checkpoint. With replicas, all processes must call them.
     """
 
     def __init__(self, engine: Engine, sharding: Sharding) -> None:
         super().__init__(engine)
         self._sharding = sharding
-
-    def error_numel(self) -> int:
-        """Return the number of elements of this worker's error buffers that exist so far."""
-        matrices = self._engine.residuals.matrices.values()
-        return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
@@ -79,17 +73,12 @@ class ShardedHandle(Handle):
             for name, shape in self._matrices().items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
                 errors[name] = self._sharding.place(name, torch.zeros(shape) if error is None else error)
-        parts = {
-            name: {key: part.cpu() for key, part in parts.items()} for name, parts in sorted(saved["matrices"].items())
-        }
-        factors = io.BytesIO()
-        content = {
-            "version": saved["format_version"],
-            "shards": self._sharding.gather(parts),
-            "squares": weighted_squares(errors),
-        }
+        parts = {name: {key: p.cpu() for key, p in parts.items()} for name, parts in sorted(saved["matrices"].items())}
+        shards, squares = self._sharding.gather(parts), weighted_squares(errors)
+        content = {"version": saved["format_version"], "shards": shards, "squares": squares}
         if self.config.planned:
             content["plans"] = self._sharding.gather(saved["plan"])
+        factors = io.BytesIO()
         torch.save(content, factors)
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
@@ -119,36 +108,30 @@ class ShardedHandle(Handle):
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
             if other:
                 raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
-            tensors: dict[str, Size] = {}
+            tensors = sizes(self._matrices(), self.config)
             matrices: dict[str, dict[str, Tensor]] = {}
-            for name, shape in self._matrices().items():
-                rank = compressed_rank(shape, self.config, name)
-                tensors[name] = (*matrix_shape(shape), rank)
+            for name, (n, m, rank) in tensors.items():
                 error = self._sharding.take(name, fetched[name]).float() if name in fetched else None
                 if rank == 0 and error is not None and error.any():
                     matrices[name] = {"error": error}
                 if rank:
-                    rows = dict(zip(("left_basis", "basis"), matrix_shape(shape), strict=True))
                     # A basis has other rows if tensor parallelism split the columns into another number of parts.
-                    parts = {
-                        key: part[:, :rank]
-                        for key, part in nearest["matrices"].get(name, {}).items()
-                        if part.shape[0] == rows[key]
-                    }
+                    rows = {"left_basis": n, "basis": m}
+                    saved = nearest["matrices"].get(name, {})
+                    parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == rows[key]}
                     if "basis" not in parts:
-                        parts["basis"] = random_basis(shape, rank)
+                        parts["basis"] = random_basis(m, rank)
                     matrices[name] = parts if error is None else {**parts, "error": error}
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
 
         return load(self._engine, read)
 
     def save(self, folder: Folder) -> None:
-        """See ``Handle.save``. Writes with torch.distributed.checkpoint, on all workers."""
+        """See ``Handle.save``."""
         path = Path(folder) / FOLDER
         new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        communicator = self._everyone()
         # One worker is the first one of all its groups.
-        first = all(workers.index == 0 for workers in (communicator, *communicator.others))
+        first = all(workers.index == 0 for workers in (self._communicator, *self._communicator.others))
 
         def prepare() -> tuple[dist.ProcessGroup | None, bool]:
             if first:
@@ -178,37 +161,36 @@ class ShardedHandle(Handle):
         self._together("save", write)
         self._together("save", replace)
 
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """See ``Handle.load``. With replicas, all processes must call it."""
-        path = Path(folder) / FOLDER
-        found = self._together("load", lambda: [p.name for p in (path, path.with_suffix(".old")) if p.exists()], FOUND)
-        if not found:
-            self._begin_without(path, missing_ok)
-            return None
+    def _file(self) -> str:
+        return FOLDER
+
+    def _find(self, path: Path) -> Path | None:
+        # What an interrupted ``save`` has left.
+        return super()._find(path) or super()._find(path.with_suffix(".old"))
+
+    def _read(self, path: Path) -> StateDict:
         group, _ = self._together("load", self._holders)
         saved = self.state_dict()
 
         def read() -> None:
             try:
-                dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=group)
+                dcp_load(saved, checkpoint_id=path, process_group=group)
             except CheckpointException as error:
-                raise ValueError(f"the saved state {path.with_name(found[0])} cannot be read: {error}") from error
+                raise ValueError(f"the saved state {path} cannot be read: {error}") from error
 
         self._together("load", read)
-        return self.load_state_dict(saved)
+        return saved
 
     def _holders(self) -> tuple[dist.ProcessGroup | None, bool]:
         """Return the group in which DCP saves and loads the whole state, and whether this is the first replica's.
 
-        DCP needs one process group of all workers that it is called on. None is the default group, of all workers.
-
-        Raises:
-            ValueError: There is no such group.
+        None is the default group, of all workers. ValueError if no group has all workers of the model, as DCP needs it.
         """
-        communicator = self._everyone()
+        communicator = self._communicator
         every = [communicator, *communicator.others]
         groups = [workers for workers in every if workers.world_size > 1] or [communicator]
-        if math.prod(workers.world_size for workers in groups) == dist.get_world_size():
+        number = math.prod(workers.world_size for workers in groups)
+        if number == dist.get_world_size():
             return None, True
         if len(groups) == 1:
             return groups[0].group, True
@@ -217,21 +199,17 @@ class ShardedHandle(Handle):
             return groups[1].group, communicator.index == 0
         raise ValueError(
             "save and load need a process group of all workers of the model, and with tensor parallelism on "
-            f"{math.prod(workers.world_size for workers in groups)} of {dist.get_world_size()} workers there is none; "
-            "start the program on these workers only"
+            f"{number} of {dist.get_world_size()} workers there is none; start the program on these workers only"
         )
 
     def _checked(
         self, state_dict: Any, rename: Mapping[str, str]
     ) -> tuple[dict[str, Any], dict[str, DTensor], dict[str, float]]:
-        """Check a saved state as far as that is not collective.
+        """Check a saved state as far as that is not collective. ValueError if it does not fit.
 
         Returns:
             The factors of the saved shard that is nearest to this worker's, as a saved state; the errors that are
             needed; and what ``weighted_squares`` returned for the errors that were saved.
-
-        Raises:
-            ValueError: See ``load_state_dict``.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected the result of state_dict(); got {type(state_dict).__name__}")
@@ -254,10 +232,7 @@ class ShardedHandle(Handle):
                 rename.get(name, name): {key: parts[key] for key in keys if key in parts}
                 for name, parts in factors.shards[index].items()
             },
-            "plan": {
-                key: {rename.get(n, n): value for n, value in part.items()}
-                for key, part in factors.plans[index].items()
-            },
+            "plan": {key: _renamed(part, rename) for key, part in factors.plans[index].items()},
         }
         saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
@@ -268,13 +243,10 @@ class ShardedHandle(Handle):
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
                 like = self._sharding.place(name, torch.zeros(shape))
                 errors[name] = own_part(saved, state_dict["error"][saved], like)
-        return nearest, errors, {rename.get(name, name): total for name, total in factors.squares.items()}
+        return nearest, errors, _renamed(factors.squares, rename)
 
     def renamed(self, names: Mapping[str, str]) -> Renamed:
-        """Return this state for ``dcp.load`` of a checkpoint in which parameters have other names.
-
-        Args:
-            names: {saved name: name here}.
+        """Return this state for ``dcp.load`` of a checkpoint with other names of parameters, {saved name: name here}.
 
         Raises:
             ValueError: A name does not belong to a matrix of this model.
@@ -306,8 +278,12 @@ class Renamed:
         """Return the state with the saved names. Collective."""
         saved_names = {new: old for old, new in self._names.items()}
         found = self._state.state_dict()
-        return {**found, "error": {saved_names.get(name, name): error for name, error in found["error"].items()}}
+        return {**found, "error": _renamed(found["error"], saved_names)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state that has the saved names."""
         self._state.load_state_dict(state_dict, rename=self._names)
+
+
+def _renamed(named: Mapping[str, T], rename: Mapping[str, str]) -> dict[str, T]:
+    return {rename.get(name, name): value for name, value in named.items()}

@@ -17,11 +17,10 @@ from powersgd_triton.layout.layout import matrix_shape
 
 
 class WholeParameters:
-    """The sharding in which every worker compresses whole gradients of sharded parameters.
+    """A ``Sharding``, in which every worker compresses whole gradients.
 
     Args:
-        group: Process group of the workers that hold shards.
-        mesh: Mesh of one dimension over these workers.
+        group, mesh: The workers that hold shards, as a process group and as a mesh of one dimension.
         shapes: Returns {name: shape} of the whole trainable parameters.
 
     Attributes:

@@ -63,6 +63,7 @@ class PowerSGDState(Handle):
     """
 
     __signature__ = SIGNATURE
+    _unused: UnusedParameters | None = None
 
     matrix_approximation_rank = setting("matrix_approximation_rank")
     start_powerSGD_iter = setting("start_powerSGD_iter")
@@ -134,7 +135,6 @@ class PowerSGDState(Handle):
         # Without ``module=`` the model is not known before its gradients come.
         super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, names.device))
         self._names, self._views = names, BucketViews()
-        self._unused: UnusedParameters | None = None
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
         # Indices of the buckets whose memory was logged.
