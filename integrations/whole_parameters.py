@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from powersgd_triton.comm.nodes import new_group
 from powersgd_triton.layout.layout import matrix_shape
@@ -34,13 +34,12 @@ class WholeParameters:
         self._mesh, self._shapes = mesh, shapes
 
     def place(self, name: str, error: Tensor) -> DTensor:
-        shape = torch.Size(self._shapes()[name])
-        first, behind = rows_of(self.worker, self.workers, shape[0])
-        # A copy, since torch.save() does not take a DTensor whose part is a view.
-        local = error.view(shape)[first:behind].to(self._mesh.device_type, copy=True)
-        return DTensor.from_local(
-            local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
-        )  # fmt: skip
+        shape = self._shapes()[name]
+        # As FSDP2 shards dim 0. A copy, since torch.save() does not take a DTensor whose part is a view.
+        rows = -(-shape[0] // self.workers)
+        own = error.view(shape)[self.worker * rows : (self.worker + 1) * rows]
+        local = own.to(self._mesh.device_type, copy=True)
+        return placed(local, self._mesh, [Shard(0)], shape)
 
     def fetch(self, error: DTensor) -> Tensor:
         return error.full_tensor()
@@ -68,13 +67,7 @@ def group_of_its_own(group: dist.ProcessGroup, device_type: str) -> dist.Process
     return new_group(group, ranks, torch.device(device_type))
 
 
-def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
-    """Return (first row, row after the last) of a worker's shard on dim 0, sharded as FSDP2 does."""
-    each = -(-rows // workers)
-    return min(worker * each, rows), min((worker + 1) * each, rows)
-
-
-def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    shape = tuple(shape)
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """Return a contiguous DTensor of this shape from this worker's part."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

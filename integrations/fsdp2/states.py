@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,8 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, on_meta, unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
 from powersgd_triton.integrations.sharded import ShardedHandle
-from powersgd_triton.integrations.whole_parameters import WholeParameters, contiguous_stride, group_of_its_own
-from powersgd_triton.layout.layout import Layout, matrix_shape
+from powersgd_triton.integrations.whole_parameters import WholeParameters, group_of_its_own, placed
+from powersgd_triton.layout.layout import matrix_shape
 from powersgd_triton.ops.gradients import as_real, real_shape
 from powersgd_triton.schemes import new_engine
 
@@ -69,11 +70,7 @@ class HybridShardState(ShardedHandle):
         handle = self._model.register_forward_pre_hook(torch.compiler.disable(before_first_step), prepend=True)
 
     def check_replicas(self) -> None:
-        """Compare parameters and buffers of all replicas, bit by bit. Collective.
-
-        Raises:
-            RuntimeError: Replicas differ. The message names the tensors.
-        """
+        """Compare parameters and buffers of all replicas, bit by bit. Collective. RuntimeError if replicas differ."""
         names = unequal_tensors(self._model, self._group)
         if names:
             raise RuntimeError(
@@ -142,12 +139,10 @@ class HybridShardState(ShardedHandle):
 
 
 class Shards:
-    """The sharding in which each worker compresses its own shard, with the padding that makes shards equal.
+    """A ``Sharding``, in which each worker compresses its own shard, with the padding that makes shards equal.
 
-    Args:
-        units: Units of the model.
-        groups: Process groups of the workers that hold the shards of one replica: those of FSDP, then those of tensor
-            parallelism, which splits parameters before FSDP does.
+    ``groups`` hold the shards of one replica: the workers of FSDP, then those of tensor parallelism, which splits
+    parameters before FSDP does.
     """
 
     def __init__(self, units: list[Unit], groups: list[dist.ProcessGroup]) -> None:
@@ -156,12 +151,8 @@ class Shards:
     def place(self, name: str, error: Tensor) -> DTensor:
         parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
         rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
-        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type)
-        shape = torch.Size(real_shape(parameter.shape, parameter.dtype))
-        return DTensor.from_local(
-            local.contiguous(), parameter.device_mesh, parameter.placements, run_check=False,
-            shape=shape, stride=contiguous_stride(shape),
-        )  # fmt: skip
+        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type).contiguous()
+        return placed(local, parameter.device_mesh, parameter.placements, real_shape(parameter.shape, parameter.dtype))
 
     def fetch(self, error: DTensor) -> Tensor:
         return error.to_local()
@@ -203,8 +194,6 @@ class FullShardState(ShardedHandle):
         self._whole = WholeParameters(group, mesh, whole_shapes)
         super().__init__(new_engine(config, Communicator(group), whole_shapes, buckets=len(units)), self._whole)
         self._group, self._device_type = group, mesh.device_type
-        # For each layout of whole parameters, that of this worker's rows.
-        self._padded: dict[Layout, Layout] = {}
 
     def use_own_group(self) -> None:
         """Sum factors in a process group of the state's own, if all workers take part. Collective."""
@@ -221,30 +210,26 @@ class FullShardState(ShardedHandle):
         output, sent = as_real(output), as_real(sent)
         worker, workers = self._whole.worker, self._whole.workers
         bucket = _begin(self._engine, unit, output.device, padded=False)
-        layout = bucket.layout
-        padded = self._padded.get(layout)
-        if padded is None:
-            padded = self._padded[layout] = Layout.build(unit.shapes(padded=True), self.config, compress=False)
+        parts = list(unit.shapes(padded=True).values())
+        numels = [math.prod(shape) for shape in parts]
         if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 f"expected a sum or a mean over workers, but FSDP asks for {how['op']}; if you use "
                 "set_gradient_divide_factor, call set_force_sum_reduction_for_comms(True) on the same modules"
             )
-        if not self._engine.compressing or padded.numel != output.numel():
+        if not self._engine.compressing or sum(numels) != output.numel():
             default(output_tensor=whole_output, input_tensor=whole_sent, **how)
             return
-        shards = sent.view(workers, -1)
-        memory = sent.new_empty(layout.numel)
+        memory = sent.new_empty(bucket.layout.numel)
         gradients: dict[str, Tensor] = {}
         ranges: dict[str, tuple[int, Tensor]] = {}
-        for whole, part in zip(layout.segments, padded.segments, strict=True):
+        shards, own = sent.view(workers, -1).split(numels, dim=1), output.split(numels)
+        for whole, shape, columns, mine in zip(bucket.layout.segments, parts, shards, own, strict=True):
             gradient = gradients[whole.name] = memory[whole.offset : whole.offset + whole.numel].view(whole.shape)
-            columns = shards[:, part.offset : part.offset + part.numel]
-            gradient.copy_(columns.reshape(-1, *part.shape[1:])[: whole.shape[0]])
+            gradient.copy_(columns.reshape(-1, *shape[1:])[: whole.shape[0]])
             # Shards are cut between complex numbers, so count the rows of a shard and not those of the parameter.
-            first, behind = (min(index * part.shape[0], whole.shape[0]) for index in (worker, worker + 1))
-            width = part.numel // part.shape[0]
-            mine = output[part.offset : part.offset + part.numel]
+            first, behind = (min(index * shape[0], whole.shape[0]) for index in (worker, worker + 1))
+            width = math.prod(shape[1:])
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
         self._engine.average(bucket, gradients, ranges=ranges)
@@ -253,7 +238,7 @@ class FullShardState(ShardedHandle):
 
 
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of all trainable parameters: of this worker's padded shards, or of whole parameters."""
+    """Return {name: shape} of the trainable parameters of all units. See ``Unit.shapes``."""
     return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
 
 

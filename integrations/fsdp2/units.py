@@ -25,8 +25,7 @@ class Unit:
     """Parameters whose gradients FSDP reduces in one message.
 
     Attributes:
-        module: Module to which ``fully_shard`` or ``replicate`` was applied.
-        where: The module's name, for messages.
+        module, where: Module to which ``fully_shard`` or ``replicate`` was applied, and its name for messages.
         parameter_group: FSDP's object for these parameters.
         shard_group: Process group of the reduce-scatter. None if the parameters are replicated only.
         calls: Number of times that FSDP asked this package to average the unit's gradients.
@@ -53,7 +52,7 @@ class Unit:
 
         With tensor parallelism, "whole" is this worker's part of a parameter, which FSDP shards.
         """
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         workers = dist.get_world_size(self.shard_group) if padded and self.shard_group is not None else 1
         for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True):
             if parameter.sharded_param.requires_grad:
@@ -67,23 +66,19 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
+    # Older versions of torch have one.
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return list(groups)
+    return list(filter(None, [state._fsdp_param_group] if groups is None else groups))
 
 
 def worker_groups(
     model: nn.Module, replicate_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
-    """Return the process groups of which all workers of the model are made.
+    """Return the process groups of which all workers of the model are made. ValueError if FSDP2 has no part of it.
 
     Returns:
         The replicas: ``replicate_group``, or else those of the mesh's replicate dimension. None without replicas. And
         the workers that hold different shards: over which FSDP shards, then those of tensor parallelism.
-
-    Raises:
-        ValueError: No module is sharded or replicated by FSDP2.
     """
     groups = [group for module in model.modules() for group in _parameter_groups(module)]
     if not groups:
@@ -109,16 +104,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
-    """Return the model's units that have parameters.
-
-    Args:
-        model: The root module.
-        replicate_group: The replicas. None without replicas.
-
-    Raises:
-        ValueError: A unit is sharded in a way that is not supported.
-        RuntimeError: The model's mesh has a replicate dimension, and torch is of another version than those tried.
-    """
+    """Return the model's units that have parameters. An error if one is sharded in a way that is not supported."""
     reshard(model)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     units: list[Unit] = []
