@@ -1,9 +1,4 @@
-"""FSDP1 (``FullyShardedDataParallel``): a communication hook that compresses whole gradients.
-
-from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
-state = PowerSGDState(fsdp_model, PowerSGDConfig(rank=4))
-fsdp_model.register_comm_hook(state, powerSGD_hook)
-"""
+"""FSDP1 (``FullyShardedDataParallel``): a communication hook that compresses whole gradients."""
 
 from __future__ import annotations
 
@@ -23,8 +18,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.integrations.sharded import ShardedHandle
-from powersgd_triton.integrations.whole_parameters import WholeParameters, group_of_its_own
+from powersgd_triton.integrations.whole_parameters import WholeHandle
 from powersgd_triton.layout.layout import Segment
 from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
@@ -95,7 +89,7 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
     return units
 
 
-class PowerSGDState(ShardedHandle):
+class PowerSGDState(WholeHandle):
     """The compression of one FSDP1 model's gradients. All workers create it together.
 
     It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size, or of a
@@ -140,11 +134,9 @@ class PowerSGDState(ShardedHandle):
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)
-        engine.connect(Communicator(group_of_its_own(group, device.type), node_group=node_group))
-        sharding = WholeParameters(group, DeviceMesh.from_group(group, device.type), lambda: shapes)
-        super().__init__(engine, sharding)
+        super().__init__(engine, group, DeviceMesh.from_group(group, device.type))
+        self.use_own_group(node_group)
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
-        self._whole = sharding
         self._current: Unit | None = None
         for unit, handle in units.items():
             # FSDP does not tell its hook which unit it reduces. This hook fires just before FSDP's hook and marks the
@@ -156,7 +148,7 @@ class PowerSGDState(ShardedHandle):
 
     def _unit_of(self, gradient: Tensor) -> Unit:
         unit, self._current = self._current, None
-        if unit is None or not unit.numel <= gradient.numel() < unit.numel + self._whole.workers:
+        if unit is None or not unit.numel <= gradient.numel() < unit.numel + self._workers:
             raise RuntimeError(
                 f"powerSGD_hook was called with {gradient.numel()} elements of a unit that this state does not know. "
                 "Build PowerSGDState from the model on which register_comm_hook is called, after the whole model is "
@@ -180,13 +172,13 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     """
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
-    unit, engine, whole = state._unit_of(gradient), state._engine, state._whole
+    unit, engine = state._unit_of(gradient), state._engine
     bucket = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:
         if output is None:
             engine.average_exactly(gradient)
         else:
-            dist.reduce_scatter_tensor(output, gradient.div_(whole.workers), group=state._communicator.group)
+            dist.reduce_scatter_tensor(output, gradient.div_(state._workers), group=state._communicator.group)
         return
     segments = bucket.layout.segments
     pieces = {s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel] for s in segments}
@@ -200,7 +192,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
         return
     # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
     output.zero_()
-    low, high = whole.worker * output.numel(), (whole.worker + 1) * output.numel()
+    low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
     shards: dict[str, tuple[int, Tensor]] = {}
     for s in segments:
         offset = unit.offsets[s.name]

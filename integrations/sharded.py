@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,34 +31,42 @@ FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
 
 
-class Sharding(Protocol):
-    """How the errors and factors of one model are sharded."""
-
-    def place(self, name: str, error: Tensor) -> DTensor:
-        """Return a mean error as a DTensor with the parameter's shape and sharding."""
-
-    def fetch(self, error: DTensor) -> Tensor:
-        """Return the rows of an error that this worker needs. Possibly collective."""
-
-    def take(self, name: str, rows: Tensor) -> Tensor:
-        """Return the matrix [n, m] that this worker compresses. With ``fetch`` it is the inverse of ``place``."""
-
-    def shard(self) -> tuple[int, int]:
-        """Return (index of this worker's shard, number of shards), counting shards with factors of their own."""
-
-    def gather(self, factors: Any) -> list[Any]:
-        """Return the factors of all shards in order. Collective."""
-
-
 class ShardedHandle(Handle):
     """The compression of a model with sharded parameters. It is a ``Stateful`` of torch.distributed.checkpoint.
 
     ``save`` and ``load`` write and read with torch.distributed.checkpoint. With replicas, all processes must call them.
+
+    Args:
+        engine: Engine that averages the model's gradients.
+        groups: Process groups of the workers whose shards have factors of their own: those of FSDP, then those of
+            tensor parallelism, which splits parameters before FSDP does. Empty if each worker compresses whole
+            gradients.
     """
 
-    def __init__(self, engine: Engine, sharding: Sharding) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         super().__init__(engine)
-        self._sharding = sharding
+        self._groups = groups
+
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        """Return a mean error as a DTensor with the parameter's shape and sharding."""
+        raise NotImplementedError
+
+    def _shard(self) -> tuple[int, int]:
+        """Return (index of this worker's shard, number of shards) in the order of ``_gather`` and of the rows."""
+        index, number = 0, 1
+        for group in reversed(self._groups):
+            workers = dist.get_world_size(group)
+            index, number = index * workers + dist.get_rank(group), number * workers
+        return index, number
+
+    def _gather(self, factors: Any) -> list[Any]:
+        """Return the factors of all shards. Collective."""
+        gathered = [factors]
+        for group in self._groups:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, gathered, group=group)
+            gathered = [factors for part in parts for factors in part]
+        return gathered
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
@@ -72,12 +80,12 @@ class ShardedHandle(Handle):
         if self.config.error_feedback:
             for name, shape in self._matrices().items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
-                errors[name] = self._sharding.place(name, torch.zeros(shape) if error is None else error)
+                errors[name] = self._place(name, torch.zeros(shape) if error is None else error)
         parts = {name: {key: p.cpu() for key, p in parts.items()} for name, parts in sorted(saved["matrices"].items())}
-        shards, squares = self._sharding.gather(parts), weighted_squares(errors)
+        shards, squares = self._gather(parts), weighted_squares(errors)
         content = {"version": saved["format_version"], "shards": shards, "squares": squares}
         if self.config.planned:
-            content["plans"] = self._sharding.gather(saved["plan"])
+            content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()
         torch.save(content, factors)
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
@@ -102,7 +110,8 @@ class ShardedHandle(Handle):
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
         nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
         found = weighted_squares(errors)
-        fetched = {name: self._sharding.fetch(error) for name, error in errors.items()}
+        # What this worker compresses: its own rows, or all.
+        fetched = {name: e.to_local() if self._groups else e.full_tensor() for name, e in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
@@ -111,14 +120,19 @@ class ShardedHandle(Handle):
             tensors = sizes(self._matrices(), self.config)
             matrices: dict[str, dict[str, Tensor]] = {}
             for name, (n, m, rank) in tensors.items():
-                error = self._sharding.take(name, fetched[name]).float() if name in fetched else None
+                error = None
+                if name in fetched:
+                    # The rows of a shard are padded.
+                    rows = fetched[name].flatten(1)
+                    error = torch.zeros(n, m, device=rows.device)
+                    error[: len(rows)] = rows
                 if rank == 0 and error is not None and error.any():
                     matrices[name] = {"error": error}
                 if rank:
                     # A basis has other rows if tensor parallelism split the columns into another number of parts.
-                    rows = {"left_basis": n, "basis": m}
+                    lengths = {"left_basis": n, "basis": m}
                     saved = nearest["matrices"].get(name, {})
-                    parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == rows[key]}
+                    parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == lengths[key]}
                     if "basis" not in parts:
                         parts["basis"] = random_basis(m, rank)
                     matrices[name] = parts if error is None else {**parts, "error": error}
@@ -208,8 +222,8 @@ class ShardedHandle(Handle):
         """Check a saved state as far as that is not collective. ValueError if it does not fit.
 
         Returns:
-            The factors of the saved shard that is nearest to this worker's, as a saved state; the errors that are
-            needed; and what ``weighted_squares`` returned for the errors that were saved.
+            The factors of the nearest saved shard, as a saved state; this worker's part of the errors; and what
+            ``weighted_squares`` returned for all that were saved.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected the result of state_dict(); got {type(state_dict).__name__}")
@@ -219,7 +233,7 @@ class ShardedHandle(Handle):
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
         factors = read_factors(state_dict["factors"])
-        worker, workers = self._sharding.shard()
+        worker, workers = self._shard()
         # The saved shard that contained the first rows of this worker's shard, unless the number of tensor-parallel
         # workers changed. It is the same on all replicas.
         index = worker * len(factors.shards) // workers
@@ -241,7 +255,7 @@ class ShardedHandle(Handle):
                 saved = saved_names.get(name, name)
                 if saved not in state_dict["error"] or saved not in factors.squares:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
-                like = self._sharding.place(name, torch.zeros(shape))
+                like = self._place(name, torch.zeros(shape))
                 errors[name] = own_part(saved, state_dict["error"][saved], like)
         return nearest, errors, _renamed(factors.squares, rename)
 
@@ -257,7 +271,6 @@ class ShardedHandle(Handle):
         return Renamed(self, names)
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of two or more dimensions."""
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) > 1}
 
     def _note_overflow(self, averages: Tensor) -> None:

@@ -1,10 +1,4 @@
-"""FSDP2 (``fully_shard``): compression across replicas (HSDP), or across the workers that hold shards (1-D).
-
-from powersgd_triton.integrations.fsdp2 import apply_powersgd
-mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-fully_shard(model, mesh=mesh)
-powersgd = apply_powersgd(model, PowerSGDConfig(rank=4))
-"""
+"""FSDP2 (``fully_shard``): compression across replicas (HSDP), or across the workers that hold shards (1-D)."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, on_meta, unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
 from powersgd_triton.integrations.sharded import ShardedHandle
-from powersgd_triton.integrations.whole_parameters import WholeParameters, group_of_its_own, placed
-from powersgd_triton.layout.layout import matrix_shape
+from powersgd_triton.integrations.whole_parameters import WholeHandle, placed
 from powersgd_triton.ops.gradients import as_real, real_shape
 from powersgd_triton.schemes import new_engine
 
@@ -44,8 +43,8 @@ class HybridShardState(ShardedHandle):
     ) -> None:
         communicator = Communicator(replicate_group, shard_groups)
         engine = new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units))
-        super().__init__(engine, Shards(units, shard_groups))
-        self._model, self._group = model, replicate_group
+        super().__init__(engine, shard_groups)
+        self._model, self._group, self._units = model, replicate_group, units
         # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
         self._equal = False
@@ -77,6 +76,14 @@ class HybridShardState(ShardedHandle):
                 f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "
                 "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
             )
+
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
+        rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
+        # Without the padding that makes shards equal.
+        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type).contiguous()
+        shape = real_shape(parameter.shape, parameter.dtype)
+        return placed(local, parameter.device_mesh, parameter.placements, shape)
 
     def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
         """Continue from a saved state. Discard gradients of micro-batches that have not been averaged yet."""
@@ -138,66 +145,14 @@ class HybridShardState(ShardedHandle):
         engine.average(bucket, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
 
 
-class Shards:
-    """A ``Sharding``, in which each worker compresses its own shard, with the padding that makes shards equal.
-
-    ``groups`` hold the shards of one replica: the workers of FSDP, then those of tensor parallelism, which splits
-    parameters before FSDP does.
-    """
-
-    def __init__(self, units: list[Unit], groups: list[dist.ProcessGroup]) -> None:
-        self._units, self._groups = units, groups
-
-    def place(self, name: str, error: Tensor) -> DTensor:
-        parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
-        rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
-        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type).contiguous()
-        return placed(local, parameter.device_mesh, parameter.placements, real_shape(parameter.shape, parameter.dtype))
-
-    def fetch(self, error: DTensor) -> Tensor:
-        return error.to_local()
-
-    def take(self, name: str, rows: Tensor) -> Tensor:
-        n, m = matrix_shape(shapes(self._units, padded=True)[name])
-        matrix = rows.new_zeros(n, m)
-        matrix[: rows.shape[0]] = rows.reshape(-1, m)
-        return matrix
-
-    def shard(self) -> tuple[int, int]:
-        # In the order of ``gather``. Parts of rows that are split by tensor parallelism, too, are then in order.
-        index, number = 0, 1
-        for group in reversed(self._groups):
-            workers = dist.get_world_size(group)
-            index, number = index * workers + dist.get_rank(group), number * workers
-        return index, number
-
-    def gather(self, factors: Any) -> list[Any]:
-        gathered = [factors]
-        for group in self._groups:
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, gathered, group=group)
-            gathered = [factors for part in parts for factors in part]
-        return gathered
-
-
-class FullShardState(ShardedHandle):
+class FullShardState(WholeHandle):
     """Compresses whole gradients, of which each worker keeps its shard. ``apply_powersgd`` creates it."""
 
     replaces_reduce_scatter = True
 
     def __init__(self, config: PowerSGDConfig, units: list[Unit], group: dist.ProcessGroup) -> None:
-        mesh = units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh
-
-        def whole_shapes() -> dict[str, tuple[int, ...]]:
-            return shapes(units, padded=False)
-
-        self._whole = WholeParameters(group, mesh, whole_shapes)
-        super().__init__(new_engine(config, Communicator(group), whole_shapes, buckets=len(units)), self._whole)
-        self._group, self._device_type = group, mesh.device_type
-
-    def use_own_group(self) -> None:
-        """Sum factors in a process group of the state's own, if all workers take part. Collective."""
-        self._engine.connect(Communicator(group_of_its_own(self._group, self._device_type)))
+        engine = new_engine(config, Communicator(group), lambda: shapes(units, padded=False), buckets=len(units))
+        super().__init__(engine, group, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh)
 
     @torch.no_grad()
     def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
@@ -208,7 +163,7 @@ class FullShardState(ShardedHandle):
         unit.calls += 1
         whole_output, whole_sent = output, sent
         output, sent = as_real(output), as_real(sent)
-        worker, workers = self._whole.worker, self._whole.workers
+        worker, workers = self._worker, self._workers
         bucket = _begin(self._engine, unit, output.device, padded=False)
         parts = list(unit.shapes(padded=True).values())
         numels = [math.prod(shape) for shape in parts]
