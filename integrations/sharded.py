@@ -98,9 +98,6 @@ class ShardedHandle(Handle):
             state_dict: Result of ``state_dict``. Errors may also be whole tensors, equal on all workers.
             rename: {saved name: name here}. With ``dcp.load``, use ``renamed`` instead.
 
-        Returns:
-            What was used of the state, and what was not.
-
         Raises:
             ValueError: A worker's state belongs to another model or another worker, or has another format. Nothing was
                 changed.
@@ -227,8 +224,7 @@ class ShardedHandle(Handle):
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected the result of state_dict(); got {type(state_dict).__name__}")
-        missing = {"error", "factors", "iteration"} - state_dict.keys()
-        if missing:
+        if missing := {"error", "factors", "iteration"} - state_dict.keys():
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
@@ -260,11 +256,7 @@ class ShardedHandle(Handle):
         return nearest, errors, _renamed(factors.squares, rename)
 
     def renamed(self, names: Mapping[str, str]) -> Renamed:
-        """Return this state for ``dcp.load`` of a checkpoint with other names of parameters, {saved name: name here}.
-
-        Raises:
-            ValueError: A name does not belong to a matrix of this model.
-        """
+        """Return this state for ``dcp.load`` of a checkpoint with other names. ``names`` is {saved name: name here}."""
         unknown = sorted(set(names.values()) - self._matrices().keys())
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not a trainable parameter of two or more dimensions of this model")
@@ -274,7 +266,7 @@ class ShardedHandle(Handle):
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) > 1}
 
     def _note_overflow(self, averages: Tensor) -> None:
-        """Set the verdict to 0 if averages that were changed after they were written no longer fit their dtype."""
+        """Set the verdict to 0 if averages that were changed after they were written do not fit their dtype."""
         overflow = self._step.overflow(averages.device)
         # Only fp16 has a smaller range than the factors.
         if overflow is not None and averages.dtype == torch.float16:

@@ -96,10 +96,7 @@ class Handle:
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.
 
-        Call it once, before training. It does not synchronize with the device.
-
-        Raises:
-            TypeError: ``scaler`` is neither a scaler nor a function.
+        Call it once, before training. It does not synchronize with the device. TypeError for anything else.
         """
         self._step.loss_scale = LossScale(scaler)
 
@@ -152,10 +149,9 @@ class Handle:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean error over workers, the bases and the step. Collective: call it on all workers.
+        """Return the mean error over workers, the bases and the step, as plain tensors and numbers. Collective.
 
-        The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
-        size, since only the mean error enters the trajectory.
+        Any worker's result can be loaded on all workers at any world size, since only the mean error matters.
         """
         return save(self._engine)
 
@@ -171,10 +167,8 @@ class Handle:
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.
 
-        An interrupted call leaves what an earlier call has written.
-
-        Raises:
-            OSError: The folder cannot be written. On the other workers this is a ``DisagreementError``.
+        An interrupted call leaves what an earlier call has written. If the folder cannot be written, that is an OSError
+        on the worker that writes, and a ``DisagreementError`` on the others.
         """
         saved = self.state_dict()
 
@@ -218,14 +212,14 @@ class Handle:
         return path if path.exists() else None
 
     def _read(self, path: Path) -> StateDict:
-        """Return what ``load_state_dict`` takes. Collective."""
+        """Return what ``load_state_dict`` takes. Possibly collective."""
         return path
 
     def _begin_without(self, path: Path, missing_ok: bool) -> None:
         """Forget all errors, because a folder has no state. Collective. Raise an error if it must have one."""
 
         def check() -> None:
-            # The errors of such a state would be lost without a word. What ends in .new was never complete.
+            # Else the errors of such a state would be lost without a word. What ends in .new was never complete.
             found = sorted(other.name for other in path.parent.glob("powersgd*") if other.suffix != ".new")
             if found:
                 raise ValueError(

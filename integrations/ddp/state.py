@@ -42,11 +42,7 @@ class PowerSGDState(Handle):
         matrix_approximation_rank: Number of columns of the factors, or a function (name, shape) → rank. Omit it if
             ``compression=`` or ``bytes_per_step=`` is among the options.
         start_powerSGD_iter: Number of first steps with exact averaging. May be 0 or 1.
-        min_compression_rate: Compress a tensor only if it shrinks by more than this factor.
-        use_error_feedback: Add what a step did not send to the next gradient.
-        warm_start: Start from the last step's Q.
-        orthogonalization_epsilon: A column is replaced by a random direction if at most that share of its norm (and at
-            least 2⁻²²) is left after projection. It is not added to norms. 0 is safe for every input.
+        min_compression_rate, use_error_feedback, warm_start, orthogonalization_epsilon: See ``PowerSGDConfig``.
         random_seed: Seed of the first Q and of replacement directions.
         compression_stats_logging_frequency: Number of steps between two log messages with statistics.
         batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
@@ -54,8 +50,7 @@ class PowerSGDState(Handle):
             ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
             used. Without ``module=``, parameters are numbered in the order of the first backward pass, and a checkpoint
             fits only the same bucket boundaries.
-        node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
-            only their sum is compressed. See docs/cluster.md.
+        node_group: See ``Compressor``.
         options: Further fields of ``PowerSGDConfig``, if no configuration is given.
 
     Raises:
@@ -155,7 +150,7 @@ class PowerSGDState(Handle):
 
     @property
     def _automatic_nodes(self) -> NodeGroup:
-        """What another group can use of ``node_group``, and a pickle can contain: groups were made for this one."""
+        """What another group can use of ``node_group``: groups that a user gave were made for this one."""
         node_group = self._communicator.node_group
         return node_group if node_group == AUTO else None
 
@@ -179,10 +174,7 @@ class PowerSGDState(Handle):
         return self._engine.numel[1]
 
     def report(self) -> RankReport:
-        """Return a report on which parameters are compressed, at which ranks, and the bytes of a step. ``print`` it.
-
-        Without ``module=`` it contains the parameters whose gradients have come so far.
-        """
+        """See ``Handle.report``. Without ``module=`` it has the parameters whose gradients have come so far."""
         return self._report(self._names.known())
 
     def error(self) -> dict[str, Tensor]:
@@ -238,11 +230,7 @@ class PowerSGDState(Handle):
         return report
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the process group, with this worker's own error. Prefer ``state_dict``.
-
-        Raises:
-            ValueError: The state has a budget and does not know its buckets yet.
-        """
+        """Return everything but the process group, with this worker's own error. Prefer ``state_dict``."""
         if self.config.planned and not self._names.record():
             raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it has buckets")
         torchs_logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")

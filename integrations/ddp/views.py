@@ -17,13 +17,10 @@ MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 class Place:
     """How one gradient lies in DDP's bucket.
 
-    Attributes:
-        bucket: Strides of the gradient in the bucket, see ``strides_of``.
-        own: Strides of a view that DDP would make now.
-        parameter: The parameter's strides when this was found out.
-        is_view: Whether ``parameter.grad`` is a view of the bucket (``gradient_as_bucket_view=True``).
-        shown: Whether ``parameter.grad`` showed it.
-        final: Whether it holds until the parameter's strides change.
+    ``bucket`` are its strides there, and ``own`` those of a view that DDP would make now. ``parameter`` are the
+    parameter's when this was found out. ``is_view`` says whether ``parameter.grad`` is a view of the bucket
+    (``gradient_as_bucket_view=True``), ``shown`` whether it showed ``bucket``, and ``final`` whether all this holds
+    until the parameter's strides change.
     """
 
     bucket: Strides
@@ -54,9 +51,6 @@ class BucketViews:
         """Return two views of each gradient: of what the bucket holds, and of what DDP will read. Usually they are one.
 
         A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
-
-        Raises:
-            RuntimeError: The bucket does not have as many elements as its parameters, or a gradient is not in it.
         """
         numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
         if sum(numels) != buffer.numel():
