@@ -31,10 +31,8 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 class Unit:
     """The places of the trainable parameters in the flat gradient of one FSDP unit.
 
-    Attributes:
-        offsets, shapes: {parameter's name: first element}, {parameter's name: shape}.
-        orders: {parameter's name: its dimensions in the order of memory}, of parameters that are not contiguous.
-        numel: Number of elements without the padding that makes shards equal.
+    ``offsets``, ``shapes`` and ``orders`` have each parameter's first element, its shape, and, if it is not contiguous,
+    its dimensions in the order of memory. ``numel`` counts elements without the padding that makes shards equal.
     """
 
     def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
@@ -49,17 +47,16 @@ class Unit:
                 # With use_orig_params=True a unit may also have frozen parameters, whose gradients are zeros.
                 if flat._params is None or flat._params[index].requires_grad:
                     name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
-                    self.shapes[name] = tuple(flat._shapes[index])
+                    self.shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
                     if not flat._contiguities[index]:
                         # FSDP flattens it in the order of memory.
                         like = torch.empty_strided(self.shapes[name], flat._strides[index], device="meta")
                         self.orders[name] = memory_order(like)
-                    self.offsets[name] = self.numel
                 index += 1
             self.numel += numel
 
     def view(self, flat: Tensor, segment: Segment) -> Tensor:
-        """Return a view, with the parameter's shape, of a flat tensor of its elements in FSDP's order."""
+        """Return a view, with the parameter's shape, of its elements in FSDP's order."""
         if segment.name not in self.orders:
             return flat.view(segment.shape)
         return flat.as_strided(segment.shape, strides_of(segment.shape, self.orders[segment.name]))
@@ -93,15 +90,12 @@ class PowerSGDState(WholeHandle):
     """The compression of one FSDP1 model's gradients. All workers create it together.
 
     It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size, or of a
-    share of it if ``node_group`` is given. Factors are summed in a process group of the state's own, so that they do
-    not queue behind all-gathers that FSDP has prefetched. If the model's group does not contain all workers, that group
-    is used instead.
+    share of it if ``node_group`` is given.
 
     Args:
         fsdp_model: The outermost ``FullyShardedDataParallel``, before its first backward pass.
         config: Configuration of the compression.
-        node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
-            only their sum is compressed. See docs/cluster.md.
+        node_group: See ``Compressor``.
 
     Raises:
         TypeError: The model does not use FSDP1, ``config`` is not a configuration, or ``node_group`` is something else.
@@ -139,8 +133,8 @@ class PowerSGDState(WholeHandle):
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
         self._current: Unit | None = None
         for unit, handle in units.items():
-            # FSDP does not tell its hook which unit it reduces. This hook fires just before FSDP's hook and marks the
-            # unit. In backward passes without synchronization it fires too, but no hook of FSDP follows.
+            # FSDP does not tell its hook which unit it reduces. This one fires just before it and marks the unit. In
+            # backward passes without synchronization it fires too, but no hook of FSDP follows.
             handle.flat_param.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
 
     def _mark(self, unit: Unit, _parameter: Tensor) -> None:

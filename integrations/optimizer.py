@@ -69,10 +69,10 @@ class AllReduce(Aggregator):
 class PowerSGD(Aggregator):
     """Averages a list of gradients with the alternating algorithm. The gradients keep the error between steps.
 
-    There is no error buffer. What a step did not send stays in the gradients, and the next backward pass adds to them.
-    So do not set the gradients to zero between steps. A skipped step needs no care. If an element is not finite, the
-    averages of all compressed tensors become NaN. In the gradients this element becomes zero, and everything else stays
-    and is sent in the next step. Errors have the gradients' dtype.
+    What a step did not send stays in the gradients, in their dtype, and the next backward pass adds to them. So do not
+    set the gradients to zero between steps. A skipped step needs no care. If an element is not finite, the averages of
+    all compressed tensors become NaN. In the gradients this element becomes zero, and everything else stays and is sent
+    in the next step.
 
     Args:
         params: Parameters, or tensors of their shapes, in the order of the gradients. For ``optimizer_step`` that is

@@ -101,9 +101,3 @@ def read_factors(content: Any) -> Factors:
 def _values(mappings: list[Any]) -> list[Any]:
     """Return the values of all mappings, and None for what is not a mapping."""
     return [value for each in mappings for value in (each.values() if isinstance(each, Mapping) else [None])]
-
-
-def random_basis(m: int, rank: int) -> Tensor:
-    """Return a basis [m, rank], equal on all workers, for a matrix without one in the saved state."""
-    basis: Tensor = torch.linalg.qr(torch.randn(m, rank, generator=torch.Generator().manual_seed(0)))[0]
-    return basis

@@ -22,7 +22,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, random_basis, read_factors, weighted_squares
+from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, read_factors, weighted_squares
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
 
@@ -72,8 +72,8 @@ class ShardedHandle(Handle):
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
         The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
-        more dimensions. On another mesh, a matrix starts from the basis of another saved shard. The basis is random if
-        the saved one does not fit, which happens after a change in the number of tensor-parallel workers.
+        more dimensions. On another mesh, a matrix starts from the basis of another saved shard, or from a random one if
+        that does not fit, as with another number of tensor-parallel workers.
         """
         saved = save(self._engine)
         errors: dict[str, DTensor] = {}
@@ -131,7 +131,9 @@ class ShardedHandle(Handle):
                     saved = nearest["matrices"].get(name, {})
                     parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == lengths[key]}
                     if "basis" not in parts:
-                        parts["basis"] = random_basis(m, rank)
+                        # Equal on all workers. The matrix was not compressed, or not so.
+                        generator = torch.Generator().manual_seed(0)
+                        parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0]
                     matrices[name] = parts if error is None else {**parts, "error": error}
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
 

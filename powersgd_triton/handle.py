@@ -73,8 +73,7 @@ class Handle:
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before, elements after) over the steps so far. The rate is 0 before the first.
 
-        The first ``start_iter`` steps, which average exactly, count in ``Compressor`` only. The states of the other
-        adapters count from the first compressed step on.
+        The first ``start_iter`` steps, which average exactly, count in ``Compressor`` only.
         """
         before, after = self._engine.numel
         return (before / after if after else 0.0, before, after)
@@ -103,10 +102,9 @@ class Handle:
     def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
         """Report each ``every``-th step: the energy that it captures, errors, bytes and times. Off by default.
 
-        A record also goes to the logger ``powersgd_triton`` at level INFO, as one line. The numbers are this worker's
-        own, so call it on the workers whose numbers you want. On the CPU a record comes at the end of its step, and on
-        CUDA at the end of a later one, since nothing waits for the device. Checkpoints, copies and pickles do not
-        contain the setting.
+        A record also goes to the logger ``powersgd_triton`` at level INFO. The numbers are this worker's own. On the
+        CPU a record comes at the end of its step, and on CUDA at the end of a later one, since nothing waits for the
+        device. Checkpoints, copies and pickles do not contain the setting. See docs/telemetry.md.
 
         Args:
             callback: Called with each record. It must not call collectives.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import AUTO, NodeGroup
-from powersgd_triton.config import PowerSGDConfig, RankFunction, whole_number
+from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.loading import claim, load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
@@ -80,23 +80,7 @@ class PowerSGDState(Handle):
     ) -> None: ...
 
     @overload
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int | RankFunction | PowerSGDConfig = ...,
-        start_powerSGD_iter: int = ...,
-        min_compression_rate: float = ...,
-        use_error_feedback: bool = ...,
-        warm_start: bool = ...,
-        orthogonalization_epsilon: float = ...,
-        random_seed: int = ...,
-        compression_stats_logging_frequency: int = ...,
-        batch_tensors_with_same_shape: bool = ...,
-        *,
-        module: nn.Module | None = ...,
-        node_group: NodeGroup = ...,
-        **options: Any,
-    ) -> None: ...
+    def __init__(self, process_group: dist.ProcessGroup | None, *hyperparameters: Any, **named: Any) -> None: ...
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         config, given = parsed(positional, keywords)

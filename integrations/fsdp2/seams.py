@@ -39,9 +39,8 @@ def take_over_all_reduce(parameter_group: Any) -> None:
     """Leave the all-reduce over the mesh's replicate dimension, if there is one, to the all-reduce hook.
 
     FSDP all-reduces a parameter group's gradients itself if the group's ``mesh_info`` is a ``DDPMeshInfo``. Otherwise
-    its hook gets what the reduce-scatter returned. So give the group a copy of ``mesh_info`` of another class. Each
-    parameter has its own reference to the original ``mesh_info``, which stays. Placements of parameters and gradients,
-    and therefore checkpoints, are those of the two-dimensional mesh.
+    its hook gets what the reduce-scatter returned. So give the group a copy of another class. Parameters have their own
+    reference to the original, so that placements, and therefore checkpoints, are those of the two-dimensional mesh.
     """
     if not all_reduces_itself(parameter_group):
         return

@@ -17,7 +17,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, on_meta, unequal_tensors
+from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
 from powersgd_triton.integrations.sharded import ShardedHandle
 from powersgd_triton.integrations.whole_parameters import WholeHandle, placed
@@ -28,9 +28,9 @@ from powersgd_triton.schemes import new_engine
 class HybridShardState(ShardedHandle):
     """Compresses each worker's shard of the gradients across replicas. ``apply_powersgd`` creates it.
 
-    Gradient accumulation works as with FSDP's own HSDP. ``model.set_requires_gradient_sync(False)`` for all but the
-    last micro-batch skips communication. ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums
-    (one fp32 shard of the gradients) until a backward pass with ``True``.
+    Gradients accumulate as with FSDP's own HSDP: ``model.set_requires_gradient_sync(False)`` skips communication, and
+    ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums (one fp32 shard of the gradients) until
+    a backward pass with ``True``.
     """
 
     def __init__(
@@ -51,14 +51,13 @@ class HybridShardState(ShardedHandle):
 
     def make_replicas_equal(self) -> None:
         """Give all replicas the parameters and buffers of the first one, now or when they have values. Collective."""
-        if not on_meta(self._model):
+        if not any(tensor.is_meta for tensor in (*self._model.parameters(), *self._model.buffers())):
             broadcast_from_first(self._model, self._group)
             self._equal = True
             return
 
-        # Values exist at the latest when the first training step begins, and no gradient depends on them before. After
-        # its forward pass it would be too late: gradients would belong to other parameters. An evaluation is left out,
-        # since a single replica may do it.
+        # Values exist when the first training step begins. After its forward pass it would be too late: gradients would
+        # belong to other parameters. An evaluation is left out, since a single replica may do it.
         def before_first_step(module: nn.Module, _args: Any) -> None:
             if module.training or torch.is_grad_enabled():
                 broadcast_from_first(module, self._group)
@@ -92,7 +91,7 @@ class HybridShardState(ShardedHandle):
         return report
 
     def forget(self) -> None:
-        """Set all errors to zero, and discard gradients of micro-batches that have not been averaged yet."""
+        """See ``Handle.forget``. Discard gradients of micro-batches that have not been averaged yet."""
         super().forget()
         self._unreduced.clear()
 
@@ -135,14 +134,14 @@ class HybridShardState(ShardedHandle):
             self._note_overflow(output)
 
     def _average(self, unit: Unit, buffer: Tensor) -> None:
-        engine = self._engine
-        bucket = _begin(engine, unit, buffer.device, padded=True)
-        layout = bucket.layout
+        bucket = _begin(self._engine, unit, buffer.device, padded=True)
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
-        if not engine.compressing or layout.numel != buffer.numel():
-            engine.average_exactly(buffer)
-            return
-        engine.average(bucket, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
+        if not self._engine.compressing or bucket.layout.numel != buffer.numel():
+            self._engine.average_exactly(buffer)
+        else:
+            segments = bucket.layout.segments
+            views = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in segments}
+            self._engine.average(bucket, views)
 
 
 class FullShardState(WholeHandle):
@@ -156,9 +155,9 @@ class FullShardState(WholeHandle):
 
     @torch.no_grad()
     def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
-        """Write this worker's shard of the averages to ``output``.
+        """Write this worker's shard of the averages to ``output``. ``sent`` has one for each worker.
 
-        ``sent`` is [workers, shard]. A shard has the rows of each parameter that belong to one worker, padded.
+        A shard has the rows of each parameter that belong to one worker, padded.
         """
         unit.calls += 1
         whole_output, whole_sent = output, sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -22,13 +21,10 @@ TWO_MESHES = (
 
 
 class Unit:
-    """Parameters whose gradients FSDP reduces in one message.
+    """Parameters of one module whose gradients FSDP reduces in one message.
 
-    Attributes:
-        module, where: Module to which ``fully_shard`` or ``replicate`` was applied, and its name for messages.
-        parameter_group: FSDP's object for these parameters.
-        shard_group: Process group of the reduce-scatter. None if the parameters are replicated only.
-        calls: Number of times that FSDP asked this package to average the unit's gradients.
+    ``parameter_group`` is FSDP's object for them. ``shard_group`` has the workers of the reduce-scatter; None if there
+    is none. ``calls`` counts how often FSDP asked this package to average them.
     """
 
     def __init__(self, module: FSDPModule, where: str, parameter_group: Any, names: dict[int, str]) -> None:
@@ -48,10 +44,7 @@ class Unit:
         }
 
     def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of whole parameters.
-
-        With tensor parallelism, "whole" is this worker's part of a parameter, which FSDP shards.
-        """
+        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of what FSDP shards."""
         found: dict[str, tuple[int, ...]] = {}
         workers = dist.get_world_size(self.shard_group) if padded and self.shard_group is not None else 1
         for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True):
@@ -146,11 +139,9 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
                 f"parameter {name!r} is placed as {placements}; without replicas only FSDP may shard it. "
                 f"For tensor parallelism use replicas: {TWO_MESHES}"
             )
-    if replicate_group is not None:
-        _check_replicas(group, where, _ranks(replicate_group))
-
-
-def _check_replicas(group: Any, where: str, replicas: Iterable[int]) -> None:
+    if replicate_group is None:
+        return
+    replicas = _ranks(replicate_group)
     native, shards = replicas_of(group), shards_of(group)
     if native is not None:
         check_torch()
