@@ -47,14 +47,6 @@ class Task:
         """Device of the gradients."""
         return next(iter(self.gradients.values())).device
 
-    def write(self, average: Average, ranges: Ranges | None) -> None:
-        """Write an average over the gradients, or parts of it to ``ranges``."""
-        overflow = self.step.overflow(self.device)
-        if ranges is None:
-            average.write(self.gradients, overflow)
-        else:
-            average.write_ranges(ranges, overflow)
-
 
 class Average(Protocol):
     """The average of one bucket, in the form in which a scheme has it."""
@@ -72,10 +64,9 @@ class Average(Protocol):
 class Scheme(Protocol):
     """What is sent of a bucket, and what stays on the worker.
 
-    A scheme adds the residuals to the gradients, and leaves what it has not sent in the residuals. Without a finite
-    sum, the step's verdict becomes 0, and the residual keeps everything. So nothing is lost: with W workers,
-    Σ_w (gradient + residual) before a step is W · average + Σ_w residual after it. Averages have the same bits on all
-    workers.
+    A scheme adds the residuals to the gradients, and leaves what it has not sent in the residuals. So nothing is lost:
+    with W workers, Σ_w (gradient + residual) before a step is W · average + Σ_w residual after it. Where a sum is not
+    finite, it sets the step's verdict to 0. Averages have the same bits on all workers.
     """
 
     def prepare(self, task: Task) -> Any:
