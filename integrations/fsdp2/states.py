@@ -77,7 +77,7 @@ class HybridShardState(ShardedHandle):
             )
 
     def _place(self, name: str, error: Tensor) -> DTensor:
-        parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
+        parameter: DTensor = next(u.parameters[name].sharded_param for u in self._units if name in u.parameters)
         rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
         # Without the padding that makes shards equal.
         local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type).contiguous()

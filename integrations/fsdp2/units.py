@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from powersgd_triton.integrations.fsdp2.replicas import reshard
 from powersgd_triton.integrations.fsdp2.seams import check_torch, replicas_of, shards_of
@@ -35,22 +35,18 @@ class Unit:
         self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
 
     @property
-    def parameters(self) -> dict[str, DTensor]:
-        """The trainable parameters by name."""
-        return {
-            name: parameter.sharded_param
-            for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True)
-            if parameter.sharded_param.requires_grad
-        }
+    def parameters(self) -> dict[str, Any]:
+        """FSDP's objects for the trainable parameters by name."""
+        named = zip(self._names, self.parameter_group.fsdp_params, strict=True)
+        return {name: parameter for name, parameter in named if parameter.sharded_param.requires_grad}
 
     def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of this worker's padded rows of the trainable parameters, or of what FSDP shards."""
         found: dict[str, tuple[int, ...]] = {}
         workers = dist.get_world_size(self.shard_group) if padded and self.shard_group is not None else 1
-        for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True):
-            if parameter.sharded_param.requires_grad:
-                rows, *columns = parameter._orig_size
-                found[name] = real_shape((-(-rows // workers), *columns), parameter.sharded_param.dtype)
+        for name, parameter in self.parameters.items():
+            rows, *columns = parameter._orig_size
+            found[name] = real_shape((-(-rows // workers), *columns), parameter.sharded_param.dtype)
         return found
 
 
@@ -109,10 +105,9 @@ def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> l
                 f"{where} has {len(groups)} parameter groups, sharded on different meshes by shard_placement_fn; "
                 "apply fully_shard to submodules instead, so that each uses only one mesh"
             )
-        for group in groups:
-            if not any(unit.parameter_group is group for unit in units):
-                _check(group, where, names, replicate_group)
-                units.append(Unit(module, where, group, names))
+        if groups and not any(unit.parameter_group is groups[0] for unit in units):
+            _check(groups[0], where, names, replicate_group)
+            units.append(Unit(module, where, groups[0], names))
     if len({None if unit.shard_group is None else _ranks(unit.shard_group) for unit in units}) > 1:
         raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
     return units
