@@ -51,7 +51,7 @@ class Handle:
     replaces_reduce_scatter = False
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._step = engine, engine.step
+        self._engine, self._step, self._residuals = engine, engine.step, engine.residuals
         if engine.plan.measures:
             engine.listeners.append(Tuning(engine))
 
@@ -130,16 +130,16 @@ class Handle:
         are sharded.
         """
         self._engine.finish()
-        return self._engine.residuals.error(self._step)
+        return self._residuals.error(self._step)
 
     def error_numel(self) -> int:
         """Return the number of elements of this worker's error buffers that exist so far."""
-        matrices = self._engine.residuals.matrices.values()
+        matrices = self._residuals.matrices.values()
         return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
 
     def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[None]:
         """See ``Streams.on``."""
-        return self._engine.residuals.streams.on(device, join=join)
+        return self._residuals.streams.on(device, join=join)
 
     def _ranked(self, bucket: BucketState) -> Layout:
         """Return a bucket's layout with the ranks in force."""

@@ -105,7 +105,7 @@ class PowerSGDState(Handle):
             )
         self._set_up(config, names, given["process_group"], given["node_group"])
         if UnusedParameters.are_discarded(module):
-            self._unused = UnusedParameters(self._engine.residuals, self._step, module, names.names)
+            self._unused = UnusedParameters(self._residuals, self._step, module, names.names)
 
     def _set_up(
         self, config: PowerSGDConfig, names: ParameterNames, group: dist.ProcessGroup | None, node_group: NodeGroup
@@ -150,12 +150,12 @@ class PowerSGDState(Handle):
     @property
     def total_numel_before_compression(self) -> int:
         """Number of elements of all gradients in compressed steps so far."""
-        return self._engine.numel[0]
+        return self.compression_stats()[1]
 
     @property
     def total_numel_after_compression(self) -> int:
         """Number of elements sent for these gradients."""
-        return self._engine.numel[1]
+        return self.compression_stats()[2]
 
     def report(self) -> RankReport:
         """See ``Handle.report``. Without ``module=`` it has the parameters whose gradients have come so far."""
@@ -236,8 +236,9 @@ class PowerSGDState(Handle):
         """Return a copy with its own errors, bases and plan, and the same process group, module and loss scale."""
         copied: PowerSGDState = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._set_up(self._engine.plan.given, self._names.copy(), self.process_group, self._communicator.node_group)
-        copied._restore(self._content())
+        content = self._content()
+        copied._set_up(content["config"], self._names.copy(), self.process_group, self._communicator.node_group)
+        copied._restore(content)
         if self._step.loss_scale is not None:
             copied.attach(self._step.loss_scale.source)
         return copied
