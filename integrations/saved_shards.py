@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
@@ -57,9 +58,13 @@ def own_part(name: str, error: Any, like: DTensor) -> DTensor:
     if places[0] != places[1]:
         raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
     # Not its own mesh, which may have the process groups of the worker that pickled it.
-    return DTensor.from_local(
-        error.to_local(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return placed(error.to_local(), like.device_mesh, like.placements, like.shape)
+
+
+def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """Return a contiguous DTensor of this shape from this worker's part."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 class Factors(NamedTuple):

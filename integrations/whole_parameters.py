@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.integrations.saved_shards import placed
 from powersgd_triton.integrations.sharded import ShardedHandle
 
 
@@ -48,9 +46,3 @@ class WholeHandle(ShardedHandle):
         rows = -(-shape[0] // self._workers)
         own = error.view(shape)[self._worker * rows : (self._worker + 1) * rows]
         return placed(own.to(self._mesh.device_type, copy=True), self._mesh, [Shard(0)], shape)
-
-
-def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """Return a contiguous DTensor of this shape from this worker's part."""
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

@@ -19,8 +19,9 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
+from powersgd_triton.integrations.saved_shards import placed
 from powersgd_triton.integrations.sharded import ShardedHandle
-from powersgd_triton.integrations.whole_parameters import WholeHandle, placed
+from powersgd_triton.integrations.whole_parameters import WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
 from powersgd_triton.schemes import new_engine
 
