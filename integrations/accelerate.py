@@ -1,12 +1,7 @@
-"""Accelerate: compression in one line, for every wrapper that ``accelerator.prepare`` makes.
-
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-powersgd = compress(accelerator, model, rank=4)
-"""
+"""Accelerate: compression in one line, for every wrapper that ``accelerator.prepare`` makes."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,7 @@ from torch import nn
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.attach import attach
+from powersgd_triton.integrations.attach import attach, load_from
 
 try:
     from accelerate import Accelerator
@@ -24,8 +19,6 @@ except ImportError as error:
     raise ImportError("Accelerate is not installed; run pip install 'powersgd_triton[accelerate]'") from error
 
 __all__ = ["compress"]
-
-logger = logging.getLogger("powersgd_triton")
 
 STATES = "_powersgd_states"
 """The attribute of an accelerator that has the states of its compressed models."""
@@ -45,9 +38,8 @@ def compress(
     Args:
         accelerator: The ``Accelerator`` that has prepared the model.
         model: What ``accelerator.prepare`` returned for the model.
-        config: Configuration of the compression. None takes ``options``, and without these rank 4. With DeepSpeed, a
-            section "powersgd" of its configuration is enough.
-        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
+            enough.
 
     Returns:
         The state of the compression. A second call for the same model returns the same state. None if there is only
@@ -96,8 +88,7 @@ def _follow_checkpoints(accelerator: Accelerator) -> States:
 
     def load(models: list[nn.Module], folder: str) -> None:  # noqa: ARG001
         for state, place in places(folder):
-            if state.load(place, missing_ok=True) is None:
-                logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", place)
+            load_from(state, place)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)

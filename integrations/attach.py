@@ -1,12 +1,8 @@
-"""One call for every wrapper: compress the gradients of a model that is wrapped for data parallelism.
-
-powersgd = powersgd_triton.attach(wrapped_model, rank=4)
-powersgd.save(folder)  # collective, into the checkpoint's folder
-powersgd.load(folder)
-"""
+"""One call for every wrapper: compress the gradients of a model that is wrapped for data parallelism."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -17,11 +13,15 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.handle import Handle
+from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
 from powersgd_triton.integrations.names import is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import fewer
+
+logger = logging.getLogger("powersgd_triton")
+
+NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 
 _attached: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
 """The state of each wrapped model, whose hooks keep it alive. A copy of a model has no hooks, and so it is not here."""
@@ -82,12 +82,7 @@ def attach(
 
 
 def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDConfig | None:
-    """Return the configuration that a user gave as such, or by its fields. None if there is neither.
-
-    Raises:
-        TypeError: Both are given, or the configuration is something else.
-        ValueError: An option is unknown or has an impossible value.
-    """
+    """Return the configuration that a user gave as such, or by its fields. None if there is neither."""
     if config is not None and not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
     if config is not None and options:
@@ -96,8 +91,7 @@ def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDCo
 
 
 def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeGroup) -> Handle:
-    # Adapters and torch's FSDP are imported when they are needed: FSDP takes about a second, and every import of
-    # powersgd_triton would wait for it.
+    # Imported when they are needed: FSDP takes about a second, and every import of powersgd_triton would wait for it.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if is_deepspeed(model):
@@ -143,6 +137,12 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     raise TypeError(_not_wrapped(model))
 
 
+def load_from(state: Handle, folder: Folder) -> None:
+    """Continue from a checkpoint's state. Start with errors of zero, and log that, if it has none. Collective."""
+    if state.load(folder, missing_ok=True) is None:
+        logger.warning(NO_STATE, folder)
+
+
 def _not_wrapped(model: object) -> str:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -158,7 +158,6 @@ def _not_wrapped(model: object) -> str:
 
 
 def _describe(state: Handle) -> str:
-    """Return one line about what a step saves."""
     report, workers = state.report(), state._communicator.world_size
     if workers == 1:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"

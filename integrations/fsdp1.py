@@ -1,9 +1,4 @@
-"""FSDP1 (``FullyShardedDataParallel``): a communication hook that compresses whole gradients.
-
-from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
-state = PowerSGDState(fsdp_model, PowerSGDConfig(rank=4))
-fsdp_model.register_comm_hook(state, powerSGD_hook)
-"""
+"""FSDP1 (``FullyShardedDataParallel``): a communication hook that compresses whole gradients."""
 
 from __future__ import annotations
 
@@ -23,8 +18,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.integrations.sharded import ShardedHandle
-from powersgd_triton.integrations.whole_parameters import WholeParameters, group_of_its_own
+from powersgd_triton.integrations.whole_parameters import WholeHandle
 from powersgd_triton.layout.layout import Segment
 from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
@@ -37,18 +31,13 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 class Unit:
     """The places of the trainable parameters in the flat gradient of one FSDP unit.
 
-    Attributes:
-        name: Name of the unit's module.
-        offsets: {parameter's name: first element}.
-        shapes: {parameter's name: shape}.
-        orders: {parameter's name: its dimensions in the order of memory}, of parameters that are not contiguous.
-        numel: Number of elements without the padding that makes shards equal.
+    ``offsets``, ``shapes`` and ``orders`` have each parameter's first element, its shape, and, if it is not contiguous,
+    its dimensions in the order of memory. ``numel`` counts elements without the padding that makes shards equal.
     """
 
     def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
         handle: Any = module._handle
         flat = handle.flat_param
-        self.name = prefix or "the root module"
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.orders: dict[str, tuple[int, ...]] = {}
@@ -58,34 +47,28 @@ class Unit:
                 # With use_orig_params=True a unit may also have frozen parameters, whose gradients are zeros.
                 if flat._params is None or flat._params[index].requires_grad:
                     name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
-                    self.shapes[name] = tuple(flat._shapes[index])
+                    self.shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
                     if not flat._contiguities[index]:
                         # FSDP flattens it in the order of memory.
                         like = torch.empty_strided(self.shapes[name], flat._strides[index], device="meta")
                         self.orders[name] = memory_order(like)
-                    self.offsets[name] = self.numel
                 index += 1
             self.numel += numel
 
     def view(self, flat: Tensor, segment: Segment) -> Tensor:
-        """Return a view, with the parameter's shape, of a flat tensor of its elements in FSDP's order."""
+        """Return a view, with the parameter's shape, of its elements in FSDP's order."""
         if segment.name not in self.orders:
             return flat.view(segment.shape)
         return flat.as_strided(segment.shape, strides_of(segment.shape, self.orders[segment.name]))
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
-    """Return the model's trainable units with FSDP's handles.
-
-    Raises:
-        ValueError: A module is sharded in a way that is not supported, or there are no trainable parameters.
-    """
-    modules = {
-        plain_name(name): module
-        for name, module in fsdp_model.named_modules()
-        if isinstance(module, FullyShardedDataParallel)
-    }
-    for name, module in modules.items():
+    """Return the model's trainable units with FSDP's handles. ValueError if one is not supported, or there are none."""
+    units: dict[Unit, Any] = {}
+    for path, module in fsdp_model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        name = plain_name(path)
         where = f"module {name!r}" if name else "the root module"
         if module.sharding_strategy in HYBRID:
             raise ValueError(
@@ -96,29 +79,23 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
             raise ValueError(f"{where} has a communication hook already; create one state and register it once")
         if module.process_group is not fsdp_model.process_group:
             raise ValueError(f"{where} has another process group than the root module; use one group for all")
-    units: dict[Unit, Any] = {
-        Unit(module, name): module._handle
-        for name, module in modules.items()
-        if module._handle is not None and module._handle.flat_param.requires_grad
-    }
+        if module._handle is not None and module._handle.flat_param.requires_grad:
+            units[Unit(module, name)] = module._handle
     if not units:
         raise ValueError("the model has no trainable parameters; unfreeze them before creating the state")
     return units
 
 
-class PowerSGDState(ShardedHandle):
+class PowerSGDState(WholeHandle):
     """The compression of one FSDP1 model's gradients. All workers create it together.
 
     It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size, or of a
-    share of it if ``node_group`` is given. Factors are summed in a process group of the state's own, so that they do
-    not queue behind all-gathers that FSDP has prefetched. If the model's group does not contain all workers, that group
-    is used instead.
+    share of it if ``node_group`` is given.
 
     Args:
         fsdp_model: The outermost ``FullyShardedDataParallel``, before its first backward pass.
         config: Configuration of the compression.
-        node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
-            only their sum is compressed. See docs/cluster.md.
+        node_group: See ``Compressor``.
 
     Raises:
         TypeError: The model does not use FSDP1, ``config`` is not a configuration, or ``node_group`` is something else.
@@ -151,15 +128,13 @@ class PowerSGDState(ShardedHandle):
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)
-        engine.connect(Communicator(group_of_its_own(group, device.type), node_group=node_group))
-        sharding = WholeParameters(group, DeviceMesh.from_group(group, device.type), lambda: shapes)
-        super().__init__(engine, sharding)
+        super().__init__(engine, group, DeviceMesh.from_group(group, device.type))
+        self.use_own_group(node_group)
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
-        self._workers, self._worker = sharding.workers, sharding.worker
         self._current: Unit | None = None
         for unit, handle in units.items():
-            # FSDP does not tell its hook which unit it reduces. This hook fires just before FSDP's hook and marks the
-            # unit. In backward passes without synchronization it fires too, but no hook of FSDP follows.
+            # FSDP does not tell its hook which unit it reduces. This one fires just before it and marks the unit. In
+            # backward passes without synchronization it fires too, but no hook of FSDP follows.
             handle.flat_param.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
 
     def _mark(self, unit: Unit, _parameter: Tensor) -> None:
@@ -183,7 +158,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     Args:
         state: State created from the same model.
         gradient: Flat gradient of the whole unit. With NO_SHARD it is averaged in place.
-        output: Tensor to which this worker's shard of the average is written. None with NO_SHARD.
+        output: Takes this worker's shard of the average. None with NO_SHARD.
 
     Raises:
         TypeError: ``state`` is not a ``PowerSGDState`` of this module.
@@ -191,8 +166,7 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     """
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
-    unit = state._unit_of(gradient)
-    engine = state._engine
+    unit, engine = state._unit_of(gradient), state._engine
     bucket = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:
         if output is None:
@@ -207,24 +181,23 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     copied = [s for s in segments if gradients[s.name].data_ptr() != pieces[s.name].data_ptr()]
     if output is None:
         engine.average(bucket, gradients)
-        for segment in copied:
-            unit.view(pieces[segment.name], segment).copy_(gradients[segment.name])
+        for s in copied:
+            unit.view(pieces[s.name], s).copy_(gradients[s.name])
         return
     # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
     output.zero_()
     low, high = state._worker * output.numel(), (state._worker + 1) * output.numel()
     shards: dict[str, tuple[int, Tensor]] = {}
-    for segment in segments:
-        offset = unit.offsets[segment.name]
-        first, behind = max(offset, low), min(offset + segment.numel, high)
+    for s in segments:
+        offset = unit.offsets[s.name]
+        first, behind = max(offset, low), min(offset + s.numel, high)
         if first < behind:
-            shards[segment.name] = first - offset, output[first - low : behind - low]
+            shards[s.name] = first - offset, output[first - low : behind - low]
     # A shard in another order than that of the shape is cut from the whole average.
-    whole = {segment.name: (0, gradients[segment.name].view(-1)) for segment in copied if segment.name in shards}
-    engine.average(bucket, gradients, ranges={**shards, **whole})
-    for segment in copied:
-        if segment.name in shards:
-            first, shard = shards[segment.name]
-            average = torch.empty_like(pieces[segment.name])
-            unit.view(average, segment).copy_(gradients[segment.name])
-            shard.copy_(average[first : first + shard.numel()])
+    cut = [s for s in copied if s.name in shards]
+    engine.average(bucket, gradients, ranges={**shards, **{s.name: (0, gradients[s.name].view(-1)) for s in cut}})
+    for s in cut:
+        first, shard = shards[s.name]
+        average = torch.empty_like(pieces[s.name])
+        unit.view(average, s).copy_(gradients[s.name])
+        shard.copy_(average[first : first + shard.numel()])

@@ -1,12 +1,8 @@
-"""Lightning: compression in one line, for every strategy that averages gradients.
-
-trainer = Trainer(callbacks=[PowerSGD(rank=4)], strategy="ddp", devices=8)
-"""
+"""Lightning: compression in one line, for every strategy that averages gradients."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import weakref
 from pathlib import Path
@@ -21,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.attach import attach, chosen
+from powersgd_triton.integrations.attach import NO_STATE, attach, chosen, load_from, logger
 from powersgd_triton.integrations.sharded import FOLDER, ShardedHandle
 
 try:
@@ -35,8 +31,6 @@ except ImportError as error:
 
 __all__ = ["PowerSGD"]
 
-logger = logging.getLogger("powersgd_triton")
-
 BESIDE = {"folder": FOLDER}
 """What a checkpoint has in place of the state if this is in a folder of its own."""
 
@@ -48,9 +42,8 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
     the errors of the one before.
 
     Args:
-        config: Configuration of the compression. None takes ``options``, and without these rank 4. With DeepSpeed, a
-            section "powersgd" of its configuration is enough.
-        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
+            enough.
 
     Attributes:
         powersgd: The state of the compression. None before ``fit()``, and if gradients are averaged over one worker.
@@ -119,21 +112,18 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
             self._load()
 
     def _load(self) -> None:
-        """Load what a checkpoint had."""
         assert self.powersgd is not None
         assert self._restored is not None
         (path, saved), self._restored = self._restored, None
         if self.powersgd.saved_with_model:
             return
-        found: Any = None
         if saved == BESIDE:
-            found = self.powersgd.load(path, missing_ok=True)
+            load_from(self.powersgd, path)
         elif saved:
-            found = self.powersgd.load_state_dict(saved)
+            self.powersgd.load_state_dict(saved)
         else:
             self.powersgd.forget()
-        if found is None:
-            logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", path)
+            logger.warning(NO_STATE, path)
 
     def _follow(self, strategy: Any) -> None:
         """Write the state into each folder that the strategy writes as a sharded checkpoint."""

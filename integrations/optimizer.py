@@ -1,10 +1,4 @@
-"""A plain training loop, with the interface of the reference implementation (epfml/powersgd). Change one import.
-
-from powersgd_triton.integrations.optimizer import PowerSGD, Config, optimizer_step, params_in_optimizer
-powersgd = PowerSGD(params_in_optimizer(optimizer), config=Config(rank=1, min_compression_rate=10))
-loss.backward()
-optimizer_step(optimizer, powersgd)     # in place of optimizer.step(), and without optimizer.zero_grad()
-"""
+"""A plain training loop, with the interface of the reference implementation (epfml/powersgd). Change one import."""
 
 from __future__ import annotations
 
@@ -75,10 +69,10 @@ class AllReduce(Aggregator):
 class PowerSGD(Aggregator):
     """Averages a list of gradients with the alternating algorithm. The gradients keep the error between steps.
 
-    There is no error buffer. What a step did not send stays in the gradients, and the next backward pass adds to them.
-    So do not set the gradients to zero between steps. A skipped step needs no care. If an element is not finite, the
-    averages of all compressed tensors become NaN. In the gradients this element becomes zero, and everything else stays
-    and is sent in the next step. Errors have the gradients' dtype.
+    What a step did not send stays in the gradients, in their dtype, and the next backward pass adds to them. So do not
+    set the gradients to zero between steps. A skipped step needs no care. If an element is not finite, the averages of
+    all compressed tensors become NaN. In the gradients this element becomes zero, and everything else stays and is sent
+    in the next step.
 
     Args:
         params: Parameters, or tensors of their shapes, in the order of the gradients. For ``optimizer_step`` that is
@@ -118,16 +112,11 @@ class PowerSGD(Aggregator):
         return 0 if self._dropped is None else int(self._dropped)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Average gradients. The inputs become the errors.
-
-        Args:
-            gradients: Gradients with the parameters' shapes, in their order.
-
-        Returns:
-            Averages in new tensors with the gradients' dtypes, equal on all workers.
+        """Return the averages in new tensors with the gradients' dtypes. The inputs become the errors.
 
         Raises:
-            TypeError, ValueError: The gradients do not match the parameters. Nothing was changed.
+            TypeError, ValueError: The gradients do not match the parameters in their shapes and order. Nothing was
+                changed.
         """
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, Tensor) and gradient.layout == torch.strided:
@@ -144,14 +133,11 @@ class PowerSGD(Aggregator):
         return [averages[str(index)] for index in range(len(gradients))]
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Return (rate, elements before, elements after) over the steps so far. The rate is 0 before the first.
-
-        The exact first steps count too.
-        """
+        """See ``Compressor.compression_stats``. The exact first steps count too."""
         return self._compressor.compression_stats()
 
     def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
-        """Report each ``every``-th step. See ``Handle.telemetry``. Layers are numbered as the parameters are."""
+        """See ``Compressor.telemetry``. Layers are numbered as the parameters are."""
         self._compressor.telemetry(callback, writer=writer, every=every)
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,12 +145,7 @@ class PowerSGD(Aggregator):
         return self._compressor.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Continue from a saved state, or from a file that holds one. Collective: call it on all workers.
-
-        Raises:
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
-            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
-        """
+        """See ``Compressor.load_state_dict``."""
         self._compressor.load_state_dict(state_dict)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from powersgd_triton.checkpoint import unpickled
 from powersgd_triton.core.saved_state import check_version, is_part
-from powersgd_triton.layout.layout import matrix_shape
 
 FOREIGN = (
     "neither whole nor this worker's own. If one worker wrote the state with torch.save(), it has only that worker's "
@@ -32,12 +32,9 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
         mesh = error.device_mesh
         squares: Any = error.detach().double().square()
         for dim in range(2):
-            shape = [1] * error.dim()
-            shape[dim] = error.shape[dim]
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
-            squares = squares * DTensor.from_local(
-                weights.view(shape), mesh, [Replicate()] * mesh.ndim, run_check=False
-            )
+            weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
+            squares = squares * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)
         # Not the error's placements: DTensor gathers what has fewer rows than there are workers.
         placed.setdefault((mesh, squares.placements), {})[name] = squares.to_local().sum()
     totals: dict[str, float] = {}
@@ -51,11 +48,7 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
 
 
 def own_part(name: str, error: Any, like: DTensor) -> DTensor:
-    """Return a saved error as this worker's part of a DTensor like ``like``.
-
-    Raises:
-        ValueError: It is neither this worker's part nor whole.
-    """
+    """Return a saved error as a DTensor like ``like``. ValueError if it is neither whole nor this worker's part."""
     if not isinstance(error, Tensor) or error.shape != like.shape:
         what = tuple(error.shape) if isinstance(error, Tensor) else type(error).__name__
         raise ValueError(f"the saved error of {name!r} must be a tensor of shape {tuple(like.shape)}; got {what}")
@@ -65,17 +58,20 @@ def own_part(name: str, error: Any, like: DTensor) -> DTensor:
     if places[0] != places[1]:
         raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
     # Not its own mesh, which may have the process groups of the worker that pickled it.
-    return DTensor.from_local(
-        error.to_local(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return placed(error.to_local(), like.device_mesh, like.placements, like.shape)
+
+
+def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """Return a contiguous DTensor of this shape from this worker's part."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 class Factors(NamedTuple):
     """What a sharded state saves as bytes.
 
     Attributes:
-        shards: {name: parts} of each shard.
-        plans: Plan of each shard, empty if ranks are not planned.
+        shards, plans: {name: parts} and the plan of each shard. Plans are empty if ranks are not planned.
         squares: Result of ``weighted_squares``. Empty without error feedback.
     """
 
@@ -85,11 +81,7 @@ class Factors(NamedTuple):
 
 
 def read_factors(content: Any) -> Factors:
-    """Read the factors of a saved state.
-
-    Raises:
-        ValueError: They cannot be read, or have another format.
-    """
+    """Read the factors of a saved state. ValueError if that is not possible, or they have another format."""
     try:
         found = unpickled(content)
     # Damaged content can make the reader raise anything.
@@ -101,12 +93,9 @@ def read_factors(content: Any) -> Factors:
     shards = found["shards"]
     plans = found.get("plans", [{}] * len(shards))
     plans = plans if isinstance(plans, list) else [plans]
-    bases = [parts for shard in shards for parts in (shard.values() if isinstance(shard, Mapping) else [None])]
-    values = [part for parts in bases for part in (parts.values() if isinstance(parts, Mapping) else [None])]
-    if not shards or not all(map(is_part, values)):
+    if not shards or not all(map(is_part, _values(_values(shards)))):
         raise ValueError("the factors of each shard must be {name: {part: matrix}}")
-    parts = [part for plan in plans for part in (plan.values() if isinstance(plan, Mapping) else [None])]
-    if len(plans) != len(shards) or not all(isinstance(part, Mapping) for part in parts):
+    if len(plans) != len(shards) or not all(isinstance(part, Mapping) for part in _values(plans)):
         raise ValueError("the plans in the saved state must be one {part: {name: value}} for each shard")
     squares = found.get("squares")
     if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
@@ -114,8 +103,6 @@ def read_factors(content: Any) -> Factors:
     return Factors(shards, plans, dict(squares))
 
 
-def random_basis(shape: tuple[int, ...], rank: int) -> Tensor:
-    """Return a basis, equal on all workers, for a matrix that was not compressed when the state was saved."""
-    generator = torch.Generator().manual_seed(0)
-    basis: Tensor = torch.linalg.qr(torch.randn(matrix_shape(shape)[1], rank, generator=generator))[0]
-    return basis
+def _values(mappings: list[Any]) -> list[Any]:
+    """Return the values of all mappings, and None for what is not a mapping."""
+    return [value for each in mappings for value in (each.values() if isinstance(each, Mapping) else [None])]

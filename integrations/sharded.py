@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,75 +21,72 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
-from powersgd_triton.handle import FOUND, Folder, Handle
-from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, random_basis, read_factors, weighted_squares
-from powersgd_triton.layout.layout import compressed_rank, matrix_shape
+from powersgd_triton.handle import Folder, Handle
+from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, read_factors, weighted_squares
+from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
 
+T = TypeVar("T")
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
-
-
-class Sharding(Protocol):
-    """How the errors and factors of one model are sharded. Each adapter tells this to its checkpoints."""
-
-    def place(self, name: str, error: Tensor) -> DTensor:
-        """Return a mean error as a DTensor with the parameter's shape and sharding."""
-
-    def fetch(self, error: DTensor) -> Tensor:
-        """Return the rows of an error that this worker needs. Possibly collective."""
-
-    def take(self, name: str, rows: Tensor) -> Tensor:
-        """Return the matrix [n, m] that this worker compresses. With ``fetch`` it is the inverse of ``place``."""
-
-    def shard(self) -> tuple[int, int]:
-        """Return (index of this worker's shard, number of shards), counting shards with factors of their own."""
-
-    def gather(self, factors: Any) -> list[Any]:
-        """Return the factors of all shards in order. Collective."""
 
 
 class ShardedHandle(Handle):
     """The compression of a model with sharded parameters. It is a ``Stateful`` of torch.distributed.checkpoint.
 
+    ``save`` and ``load`` write and read with torch.distributed.checkpoint. With replicas, all processes must call them.
+
     Args:
         engine: Engine that averages the model's gradients.
-        sharding: How errors and factors are sharded.
+        groups: Process groups of the workers whose shards have factors of their own: those of FSDP, then those of
+            tensor parallelism, which splits parameters before FSDP does. Empty if each worker compresses whole
+            gradients.
     """
 
-    def __init__(self, engine: Engine, sharding: Sharding) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         super().__init__(engine)
-        self._sharding = sharding
+        self._groups = groups
 
-    def error_numel(self) -> int:
-        """Return the number of elements of this worker's error buffers that exist so far."""
-        matrices = self._engine.residuals.matrices.values()
-        return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        """Return a mean error as a DTensor with the parameter's shape and sharding."""
+        raise NotImplementedError
+
+    def _shard(self) -> tuple[int, int]:
+        """Return (index of this worker's shard, number of shards) in the order of ``_gather`` and of the rows."""
+        index, number = 0, 1
+        for group in reversed(self._groups):
+            workers = dist.get_world_size(group)
+            index, number = index * workers + dist.get_rank(group), number * workers
+        return index, number
+
+    def _gather(self, factors: Any) -> list[Any]:
+        """Return the factors of all shards. Collective."""
+        gathered = [factors]
+        for group in self._groups:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, gathered, group=group)
+            gathered = [factors for part in parts for factors in part]
+        return gathered
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
         The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
-        more dimensions. On another mesh, a matrix starts from the basis of another saved shard. The basis is random if
-        the saved one does not fit, which happens after a change in the number of tensor-parallel workers.
+        more dimensions. On another mesh, a matrix starts from the basis of another saved shard, or from a random one if
+        that does not fit, as with another number of tensor-parallel workers.
         """
         saved = save(self._engine)
         errors: dict[str, DTensor] = {}
         if self.config.error_feedback:
             for name, shape in self._matrices().items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
-                errors[name] = self._sharding.place(name, torch.zeros(shape) if error is None else error)
-        parts = {
-            name: {key: part.cpu() for key, part in parts.items()} for name, parts in sorted(saved["matrices"].items())
-        }
-        factors = io.BytesIO()
-        content = {
-            "version": saved["format_version"],
-            "shards": self._sharding.gather(parts),
-            "squares": weighted_squares(errors),
-        }
+                errors[name] = self._place(name, torch.zeros(shape) if error is None else error)
+        parts = {name: {key: p.cpu() for key, p in parts.items()} for name, parts in sorted(saved["matrices"].items())}
+        shards, squares = self._gather(parts), weighted_squares(errors)
+        content = {"version": saved["format_version"], "shards": shards, "squares": squares}
         if self.config.planned:
-            content["plans"] = self._sharding.gather(saved["plan"])
+            content["plans"] = self._gather(saved["plan"])
+        factors = io.BytesIO()
         torch.save(content, factors)
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
@@ -101,9 +98,6 @@ class ShardedHandle(Handle):
             state_dict: Result of ``state_dict``. Errors may also be whole tensors, equal on all workers.
             rename: {saved name: name here}. With ``dcp.load``, use ``renamed`` instead.
 
-        Returns:
-            What was used of the state, and what was not.
-
         Raises:
             ValueError: A worker's state belongs to another model or another worker, or has another format. Nothing was
                 changed.
@@ -113,42 +107,44 @@ class ShardedHandle(Handle):
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
         nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
         found = weighted_squares(errors)
-        fetched = {name: self._sharding.fetch(error) for name, error in errors.items()}
+        # What this worker compresses: its own rows, or all.
+        fetched = {name: e.to_local() if self._groups else e.full_tensor() for name, e in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
             if other:
                 raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
-            tensors: dict[str, Size] = {}
+            tensors = sizes(self._matrices(), self.config)
             matrices: dict[str, dict[str, Tensor]] = {}
-            for name, shape in self._matrices().items():
-                rank = compressed_rank(shape, self.config, name)
-                tensors[name] = (*matrix_shape(shape), rank)
-                error = self._sharding.take(name, fetched[name]).float() if name in fetched else None
+            for name, (n, m, rank) in tensors.items():
+                error = None
+                if name in fetched:
+                    # The rows of a shard are padded.
+                    rows = fetched[name].flatten(1)
+                    error = torch.zeros(n, m, device=rows.device)
+                    error[: len(rows)] = rows
                 if rank == 0 and error is not None and error.any():
                     matrices[name] = {"error": error}
                 if rank:
-                    rows = dict(zip(("left_basis", "basis"), matrix_shape(shape), strict=True))
                     # A basis has other rows if tensor parallelism split the columns into another number of parts.
-                    parts = {
-                        key: part[:, :rank]
-                        for key, part in nearest["matrices"].get(name, {}).items()
-                        if part.shape[0] == rows[key]
-                    }
+                    lengths = {"left_basis": n, "basis": m}
+                    saved = nearest["matrices"].get(name, {})
+                    parts = {key: part[:, :rank] for key, part in saved.items() if part.shape[0] == lengths[key]}
                     if "basis" not in parts:
-                        parts["basis"] = random_basis(shape, rank)
+                        # Equal on all workers. The matrix was not compressed, or not so.
+                        generator = torch.Generator().manual_seed(0)
+                        parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0]
                     matrices[name] = parts if error is None else {**parts, "error": error}
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
 
         return load(self._engine, read)
 
     def save(self, folder: Folder) -> None:
-        """See ``Handle.save``. Writes with torch.distributed.checkpoint, on all workers."""
+        """See ``Handle.save``."""
         path = Path(folder) / FOLDER
         new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        communicator = self._everyone()
         # One worker is the first one of all its groups.
-        first = all(workers.index == 0 for workers in (communicator, *communicator.others))
+        first = all(workers.index == 0 for workers in (self._communicator, *self._communicator.others))
 
         def prepare() -> tuple[dist.ProcessGroup | None, bool]:
             if first:
@@ -178,37 +174,36 @@ class ShardedHandle(Handle):
         self._together("save", write)
         self._together("save", replace)
 
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """See ``Handle.load``. With replicas, all processes must call it."""
-        path = Path(folder) / FOLDER
-        found = self._together("load", lambda: [p.name for p in (path, path.with_suffix(".old")) if p.exists()], FOUND)
-        if not found:
-            self._begin_without(path, missing_ok)
-            return None
+    def _file(self) -> str:
+        return FOLDER
+
+    def _find(self, path: Path) -> Path | None:
+        # What an interrupted ``save`` has left.
+        return super()._find(path) or super()._find(path.with_suffix(".old"))
+
+    def _read(self, path: Path) -> StateDict:
         group, _ = self._together("load", self._holders)
         saved = self.state_dict()
 
         def read() -> None:
             try:
-                dcp_load(saved, checkpoint_id=path.with_name(found[0]), process_group=group)
+                dcp_load(saved, checkpoint_id=path, process_group=group)
             except CheckpointException as error:
-                raise ValueError(f"the saved state {path.with_name(found[0])} cannot be read: {error}") from error
+                raise ValueError(f"the saved state {path} cannot be read: {error}") from error
 
         self._together("load", read)
-        return self.load_state_dict(saved)
+        return saved
 
     def _holders(self) -> tuple[dist.ProcessGroup | None, bool]:
         """Return the group in which DCP saves and loads the whole state, and whether this is the first replica's.
 
-        DCP needs one process group of all workers that it is called on. None is the default group, of all workers.
-
-        Raises:
-            ValueError: There is no such group.
+        None is the default group, of all workers. ValueError if no group has all workers of the model, as DCP needs it.
         """
-        communicator = self._everyone()
+        communicator = self._communicator
         every = [communicator, *communicator.others]
         groups = [workers for workers in every if workers.world_size > 1] or [communicator]
-        if math.prod(workers.world_size for workers in groups) == dist.get_world_size():
+        number = math.prod(workers.world_size for workers in groups)
+        if number == dist.get_world_size():
             return None, True
         if len(groups) == 1:
             return groups[0].group, True
@@ -217,31 +212,26 @@ class ShardedHandle(Handle):
             return groups[1].group, communicator.index == 0
         raise ValueError(
             "save and load need a process group of all workers of the model, and with tensor parallelism on "
-            f"{math.prod(workers.world_size for workers in groups)} of {dist.get_world_size()} workers there is none; "
-            "start the program on these workers only"
+            f"{number} of {dist.get_world_size()} workers there is none; start the program on these workers only"
         )
 
     def _checked(
         self, state_dict: Any, rename: Mapping[str, str]
     ) -> tuple[dict[str, Any], dict[str, DTensor], dict[str, float]]:
-        """Check a saved state as far as that is not collective.
+        """Check a saved state as far as that is not collective. ValueError if it does not fit.
 
         Returns:
-            The factors of the saved shard that is nearest to this worker's, as a saved state; the errors that are
-            needed; and what ``weighted_squares`` returned for the errors that were saved.
-
-        Raises:
-            ValueError: See ``load_state_dict``.
+            The factors of the nearest saved shard, as a saved state; this worker's part of the errors; and what
+            ``weighted_squares`` returned for all that were saved.
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected the result of state_dict(); got {type(state_dict).__name__}")
-        missing = {"error", "factors", "iteration"} - state_dict.keys()
-        if missing:
+        if missing := {"error", "factors", "iteration"} - state_dict.keys():
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
         factors = read_factors(state_dict["factors"])
-        worker, workers = self._sharding.shard()
+        worker, workers = self._shard()
         # The saved shard that contained the first rows of this worker's shard, unless the number of tensor-parallel
         # workers changed. It is the same on all replicas.
         index = worker * len(factors.shards) // workers
@@ -254,10 +244,7 @@ class ShardedHandle(Handle):
                 rename.get(name, name): {key: parts[key] for key in keys if key in parts}
                 for name, parts in factors.shards[index].items()
             },
-            "plan": {
-                key: {rename.get(n, n): value for n, value in part.items()}
-                for key, part in factors.plans[index].items()
-            },
+            "plan": {key: _renamed(part, rename) for key, part in factors.plans[index].items()},
         }
         saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
@@ -266,30 +253,22 @@ class ShardedHandle(Handle):
                 saved = saved_names.get(name, name)
                 if saved not in state_dict["error"] or saved not in factors.squares:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
-                like = self._sharding.place(name, torch.zeros(shape))
+                like = self._place(name, torch.zeros(shape))
                 errors[name] = own_part(saved, state_dict["error"][saved], like)
-        return nearest, errors, {rename.get(name, name): total for name, total in factors.squares.items()}
+        return nearest, errors, _renamed(factors.squares, rename)
 
     def renamed(self, names: Mapping[str, str]) -> Renamed:
-        """Return this state for ``dcp.load`` of a checkpoint in which parameters have other names.
-
-        Args:
-            names: {saved name: name here}.
-
-        Raises:
-            ValueError: A name does not belong to a matrix of this model.
-        """
+        """Return this state for ``dcp.load`` of a checkpoint with other names. ``names`` is {saved name: name here}."""
         unknown = sorted(set(names.values()) - self._matrices().keys())
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not a trainable parameter of two or more dimensions of this model")
         return Renamed(self, names)
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of two or more dimensions."""
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) > 1}
 
     def _note_overflow(self, averages: Tensor) -> None:
-        """Set the verdict to 0 if averages that were changed after they were written no longer fit their dtype."""
+        """Set the verdict to 0 if averages that were changed after they were written do not fit their dtype."""
         overflow = self._step.overflow(averages.device)
         # Only fp16 has a smaller range than the factors.
         if overflow is not None and averages.dtype == torch.float16:
@@ -306,8 +285,12 @@ class Renamed:
         """Return the state with the saved names. Collective."""
         saved_names = {new: old for old, new in self._names.items()}
         found = self._state.state_dict()
-        return {**found, "error": {saved_names.get(name, name): error for name, error in found["error"].items()}}
+        return {**found, "error": _renamed(found["error"], saved_names)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a saved state that has the saved names."""
         self._state.load_state_dict(state_dict, rename=self._names)
+
+
+def _renamed(named: Mapping[str, T], rename: Mapping[str, str]) -> dict[str, T]:
+    return {rename.get(name, name): value for name, value in named.items()}

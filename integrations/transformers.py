@@ -1,20 +1,15 @@
-"""transformers' Trainer: compression in one line, for every wrapper that it makes.
-
-trainer = Trainer(model, arguments, train_dataset=data)
-trainer.add_callback(PowerSGDCallback(trainer, rank=4))
-"""
+"""transformers' Trainer: compression in one line, for every wrapper that it makes."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.attach import attach, chosen
+from powersgd_triton.integrations.attach import attach, chosen, load_from, logger
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -23,8 +18,6 @@ except ImportError as error:
     raise ImportError("transformers is not installed; run pip install 'powersgd_triton[transformers]'") from error
 
 __all__ = ["PowerSGDCallback"]
-
-logger = logging.getLogger("powersgd_triton")
 
 
 class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -35,9 +28,8 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     Args:
         trainer: The ``Trainer``.
-        config: Configuration of the compression. None takes ``options``, and without these rank 4. With DeepSpeed, a
-            section "powersgd" of its configuration is enough.
-        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
+            enough.
 
     Attributes:
         powersgd: The state of the compression. None before ``train()``, and if there is only one process.
@@ -92,8 +84,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
                 )
             return
         # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
-        if self.powersgd.load(self._checkpoint, missing_ok=True) is None:
-            logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", self._checkpoint)
+        load_from(self.powersgd, self._checkpoint)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Save the state into the checkpoint that the Trainer has just written."""

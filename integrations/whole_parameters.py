@@ -1,10 +1,6 @@
-"""The sharding of FSDP1 and one-dimensional FSDP2, in which every worker compresses whole gradients."""
+"""FSDP1 and one-dimensional FSDP2, in which every worker compresses whole gradients."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,70 +8,41 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from powersgd_triton.comm.nodes import new_group
-from powersgd_triton.layout.layout import matrix_shape
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup, new_group
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.integrations.saved_shards import placed
+from powersgd_triton.integrations.sharded import ShardedHandle
 
 
-class WholeParameters:
-    """The sharding in which every worker compresses whole gradients of sharded parameters.
+class WholeHandle(ShardedHandle):
+    """The compression of whole gradients, of which each worker keeps its shard.
 
     Args:
-        group: Process group of the workers that hold shards.
-        mesh: Mesh of one dimension over these workers.
-        shapes: Returns {name: shape} of the whole trainable parameters.
-
-    Attributes:
-        worker, workers: Index of this worker in the group, and the group's world size.
+        engine: Engine that averages the model's gradients.
+        group, mesh: The workers that hold shards, as a process group and as a mesh of one dimension.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, mesh: DeviceMesh, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
-    ) -> None:
-        self.worker, self.workers = dist.get_rank(group), dist.get_world_size(group)
-        self._mesh, self._shapes = mesh, shapes
+    def __init__(self, engine: Engine, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+        super().__init__(engine)
+        self._group, self._mesh = group, mesh
+        self._worker, self._workers = dist.get_rank(group), dist.get_world_size(group)
 
-    def place(self, name: str, error: Tensor) -> DTensor:
-        shape = torch.Size(self._shapes()[name])
-        first, behind = rows_of(self.worker, self.workers, shape[0])
-        # A copy, since torch.save() does not take a DTensor whose part is a view.
-        local = error.view(shape)[first:behind].to(self._mesh.device_type, copy=True)
-        return DTensor.from_local(
-            local, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=contiguous_stride(shape)
-        )  # fmt: skip
+    def use_own_group(self, node_group: NodeGroup = None) -> None:
+        """Sum factors in a new process group, so that they do not queue behind the framework's collectives. Collective.
 
-    def fetch(self, error: DTensor) -> Tensor:
-        return error.full_tensor()
+        If the model's group does not contain all workers, use that, since all workers have to create a new group
+        together. (With use_local_synchronization=True they do not. But then members that have created different numbers
+        of groups wait for each other forever.)
+        """
+        group, ranks = self._group, dist.get_process_group_ranks(self._group)
+        if len(ranks) == dist.get_world_size():
+            group = new_group(group, ranks, torch.device(self._mesh.device_type))
+        self._engine.connect(Communicator(group, node_group=node_group))
 
-    def take(self, name: str, rows: Tensor) -> Tensor:
-        return rows.reshape(matrix_shape(self._shapes()[name]))
-
-    def shard(self) -> tuple[int, int]:
-        return 0, 1
-
-    def gather(self, factors: Any) -> list[Any]:
-        return [factors]
-
-
-def group_of_its_own(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return a new group of all workers, so that sums of factors do not queue behind the framework's collectives.
-
-    If ``group`` does not contain all workers, return ``group``, since all workers have to create a new group together.
-    (With use_local_synchronization=True they do not. But then members that have created different numbers of groups
-    wait for each other forever.)
-    """
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < dist.get_world_size():
-        return group
-    return new_group(group, ranks, torch.device(device_type))
-
-
-def rows_of(worker: int, workers: int, rows: int) -> tuple[int, int]:
-    """Return (first row, row after the last) of a worker's shard on dim 0, sharded as FSDP2 does."""
-    each = -(-rows // workers)
-    return min(worker * each, rows), min((worker + 1) * each, rows)
-
-
-def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    shape = tuple(shape)
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        shape = tuple(self._engine.tensors()[name])
+        # As FSDP2 shards dim 0. A copy, since torch.save() does not take a DTensor whose part is a view.
+        rows = -(-shape[0] // self._workers)
+        own = error.view(shape)[self._worker * rows : (self._worker + 1) * rows]
+        return placed(own.to(self._mesh.device_type, copy=True), self._mesh, [Shard(0)], shape)

@@ -18,12 +18,13 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
+from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport
@@ -41,9 +42,6 @@ Folder = str | os.PathLike[str]
 class Handle:
     """Access to the compression of one model.
 
-    Args:
-        engine: Engine that averages the model's gradients.
-
     Attributes:
         saved_with_model: Whether the framework's own checkpoints contain the state, as DeepSpeed's do.
         replaces_reduce_scatter: Whether gradients would be reduce-scattered without compression, not all-reduced.
@@ -53,13 +51,12 @@ class Handle:
     replaces_reduce_scatter = False
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._step = engine, engine.step
+        self._engine, self._step, self._residuals = engine, engine.step, engine.residuals
         if engine.plan.measures:
             engine.listeners.append(Tuning(engine))
 
     @property
     def _communicator(self) -> Communicator:
-        """Collectives of the workers that average with each other."""
         return self._engine.communicator
 
     @property
@@ -76,8 +73,7 @@ class Handle:
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before, elements after) over the steps so far. The rate is 0 before the first.
 
-        The first ``start_iter`` steps, which average exactly, count in ``Compressor`` only. The states of the other
-        adapters count from the first compressed step on.
+        The first ``start_iter`` steps, which average exactly, count in ``Compressor`` only.
         """
         before, after = self._engine.numel
         return (before / after if after else 0.0, before, after)
@@ -90,30 +86,25 @@ class Handle:
         return self._report(self._engine.tensors())
 
     def _report(self, tensors: Tensors) -> RankReport:
-        engine, buckets = self._engine, self._engine.buckets.in_use()
-        found = exchanges(buckets, engine.config, engine.communicator)
-        report = RankReport.of(
-            engine.plan.layout_of(tensors), engine.config, engine.plan.spectra, found, engine.communicator.share[1]
-        )
+        plan, config, communicator = self._engine.plan, self.config, self._communicator
+        buckets = self._engine.buckets.in_use()
+        found = exchanges(buckets, config, communicator)
+        report = RankReport.of(plan.layout_of(tensors), config, plan.spectra, found, communicator.share[1])
         return dataclasses.replace(report, zeroed=sum(int(count.sum()) for b in buckets for count in b.zeroed))
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.
 
-        Call it once, before training. It does not synchronize with the device.
-
-        Raises:
-            TypeError: ``scaler`` is neither a scaler nor a function.
+        Call it once, before training. It does not synchronize with the device. TypeError for anything else.
         """
         self._step.loss_scale = LossScale(scaler)
 
     def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
         """Report each ``every``-th step: the energy that it captures, errors, bytes and times. Off by default.
 
-        A record also goes to the logger ``powersgd_triton`` at level INFO, as one line. The numbers are this worker's
-        own, so call it on the workers whose numbers you want. On the CPU a record comes at the end of its step. On CUDA
-        nothing waits for the device, so it comes at the end of a later step. Checkpoints, copies and pickles do not
-        contain the setting.
+        A record also goes to the logger ``powersgd_triton`` at level INFO. The numbers are this worker's own. On the
+        CPU a record comes at the end of its step, and on CUDA at the end of a later one, since nothing waits for the
+        device. Checkpoints, copies and pickles do not contain the setting. See docs/telemetry.md.
 
         Args:
             callback: Called with each record. It must not call collectives.
@@ -139,19 +130,27 @@ class Handle:
         are sharded.
         """
         self._engine.finish()
-        return self._engine.residuals.error(self._step)
+        return self._residuals.error(self._step)
+
+    def error_numel(self) -> int:
+        """Return the number of elements of this worker's error buffers that exist so far."""
+        matrices = self._residuals.matrices.values()
+        return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
 
     def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Make the engine's stream current within a block. See ``Streams.on``."""
-        return self._engine.residuals.streams.on(device, join=join)
+        """See ``Streams.on``."""
+        return self._residuals.streams.on(device, join=join)
+
+    def _ranked(self, bucket: BucketState) -> Layout:
+        """Return a bucket's layout with the ranks in force."""
+        return self._engine.buckets.ranked(bucket)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean error over workers, the bases and the step. Collective: call it on all workers.
+        """Return the mean error over workers, the bases and the step, as plain tensors and numbers. Collective.
 
-        The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
-        size, since only the mean error enters the trajectory.
+        Any worker's result can be loaded on all workers at any world size, since only the mean error matters.
         """
         return save(self._engine)
 
@@ -167,10 +166,8 @@ class Handle:
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.
 
-        An interrupted call leaves what an earlier call has written.
-
-        Raises:
-            OSError: The folder cannot be written. On the other workers this is a ``DisagreementError``.
+        An interrupted call leaves what an earlier call has written. If the folder cannot be written, that is an OSError
+        on the worker that writes, and a ``DisagreementError`` on the others.
         """
         saved = self.state_dict()
 
@@ -184,9 +181,7 @@ class Handle:
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """Continue from what ``save`` wrote. Collective.
 
-        Args:
-            folder: The checkpoint's folder.
-            missing_ok: Whether the folder may have been written without compression. Errors then start at zero.
+        With ``missing_ok`` the folder may have been written without compression. Errors then start at zero.
 
         Returns:
             What was used of the state, and what was not. None if the folder has no state.
@@ -198,24 +193,32 @@ class Handle:
             DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
         """
         path = Path(folder) / self._file()
-        if not self._together("load", path.exists, FOUND):
+        found = self._together("load", lambda: self._find(path), FOUND)
+        if found is None:
             self._begin_without(path, missing_ok)
             return None
-        return self.load_state_dict(path)
+        return self.load_state_dict(self._read(found))
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""
         forget(self._engine)
 
     def _file(self) -> str:
-        """Return the name of the file that ``save`` writes."""
         return FILE
 
+    def _find(self, path: Path) -> Path | None:
+        """Return where there is a saved state."""
+        return path if path.exists() else None
+
+    def _read(self, path: Path) -> StateDict:
+        """Return what ``load_state_dict`` takes. Possibly collective."""
+        return path
+
     def _begin_without(self, path: Path, missing_ok: bool) -> None:
-        """Set all errors to zero, because a folder has no state. Collective. An error if it must have one."""
+        """Forget all errors, because a folder has no state. Collective. Raise an error if it must have one."""
 
         def check() -> None:
-            # The errors of such a state would be lost without a word. What ends in .new was never complete.
+            # Else the errors of such a state would be lost without a word. What ends in .new was never complete.
             found = sorted(other.name for other in path.parent.glob("powersgd*") if other.suffix != ".new")
             if found:
                 raise ValueError(

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from powersgd_triton.config import PowerSGDConfig
 
-FIELDS = {
-    "matrix_approximation_rank": "rank",
-    "start_powerSGD_iter": "start_iter",
-    "min_compression_rate": "min_compression_rate",
-    "use_error_feedback": "error_feedback",
-    "warm_start": "warm_start",
-    "orthogonalization_epsilon": "orthogonalization_epsilon",
-    "random_seed": "seed",
-    "batch_tensors_with_same_shape": "batch_by_shape",
+torchs_logger = logging.getLogger("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+"""Logger of torch's class and hooks. What they log is logged there too, so that a program's filters still apply."""
+
+TORCHS: dict[str, tuple[Any, str | None]] = {
+    "matrix_approximation_rank": (1, "rank"),
+    "start_powerSGD_iter": (1_000, "start_iter"),
+    "min_compression_rate": (2, "min_compression_rate"),
+    "use_error_feedback": (True, "error_feedback"),
+    "warm_start": (True, "warm_start"),
+    "orthogonalization_epsilon": (0, "orthogonalization_epsilon"),
+    "random_seed": (0, "seed"),
+    "compression_stats_logging_frequency": (10_000, None),
+    "batch_tensors_with_same_shape": (False, "batch_by_shape"),
 }
-"""torch's hyperparameters, and the fields of the configuration that they set."""
-OTHERS = ("process_group", "compression_stats_logging_frequency", "module", "node_group")
-"""The arguments that are no hyperparameters. They can be given together with a configuration."""
+"""torch's arguments in torch's order: their defaults, and the fields of the configuration that they set."""
+
+FIELDS = {name: field for name, (_, field) in TORCHS.items() if field is not None}
+_PLACED, _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+SIGNATURE = inspect.Signature(
+    [
+        inspect.Parameter("process_group", _PLACED),
+        *(inspect.Parameter(name, _PLACED, default=default) for name, (default, _) in TORCHS.items()),
+        *(inspect.Parameter(name, _NAMED, default=None) for name in ("module", "node_group")),
+        inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD),
+    ]
+)
 
 
 def setting(name: str) -> Any:
@@ -31,56 +44,44 @@ def setting(name: str) -> Any:
     return property(lambda state: getattr(state.config, FIELDS[name]))
 
 
-def configured(init: Callable[..., None]) -> Callable[..., None]:
-    """Make one configuration of the hyperparameters before a constructor is called.
+def parsed(positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[PowerSGDConfig, dict[str, Any]]:
+    """Return the configuration, and the arguments that are no hyperparameters.
 
-    Callers see the constructor's own arguments, which are torch's, and may give a configuration as the first argument,
-    or as the second one after the process group. The constructor gets the configuration as ``config=``, and its values
-    as torch's arguments.
+    A configuration may be the first argument, the second one after the process group, or ``config=``.
 
     Raises:
         TypeError: Hyperparameters are given beside a configuration, or an argument has the wrong type.
     """
-    signature = inspect.signature(init)
-    defaults = {name: signature.parameters[name].default for name in FIELDS}
-
-    @functools.wraps(init)
-    def configured_init(state: Any, *positional: Any, **keywords: Any) -> None:
-        if isinstance(keywords.get("config"), PowerSGDConfig):
-            positional = (keywords.pop("config"), *positional)
-        if positional and isinstance(positional[0], PowerSGDConfig):
-            if len(positional) > 1:
-                raise TypeError(
-                    f"after a PowerSGDConfig, arguments need names, e.g. process_group=; got {positional[1]!r}"
-                )
-            positional = (keywords.pop("process_group", None), *positional)
-        given = signature.bind(state, *positional, **keywords).arguments
-        options = given.pop("options", {})
-        others = {name: given[name] for name in OTHERS if name in given}
-        settings = {name: given[name] for name in FIELDS if name in given}
-        group = others.pop("process_group")
-        check_group(group)
-        config = settings.get("matrix_approximation_rank")
-        if not isinstance(config, PowerSGDConfig):
-            config = _from_torchs(defaults, settings, options)
-        elif len(settings) > 1 or options:
-            beside = [*list(settings)[1:], *options]
-            raise TypeError(
-                "a PowerSGDConfig was given, which holds all hyperparameters: give it "
-                + ", ".join(f"{FIELDS.get(name, name)}=" for name in beside)
-                + f" instead of giving {', '.join(beside)} to PowerSGDState"
-            )
-        values = {name: getattr(config, field) for name, field in FIELDS.items()}
-        init(state, group, **values, **others, config=config)
-
-    return configured_init
+    if isinstance(keywords.get("config"), PowerSGDConfig):
+        positional = (keywords.pop("config"), *positional)
+    if positional and isinstance(positional[0], PowerSGDConfig):
+        if len(positional) > 1:
+            raise TypeError(f"after a PowerSGDConfig, arguments need names, e.g. process_group=; got {positional[1]!r}")
+        positional = (keywords.pop("process_group", None), *positional)
+    bound = SIGNATURE.bind(*positional, **keywords)
+    settings = {name: value for name, value in bound.arguments.items() if name in FIELDS}
+    bound.apply_defaults()
+    given = bound.arguments
+    check_group(given["process_group"])
+    config, options = given["matrix_approximation_rank"], given["options"]
+    if not isinstance(config, PowerSGDConfig):
+        return _from_torchs(settings, given), given
+    if len(settings) > 1 or options:
+        beside = [*list(settings)[1:], *options]
+        raise TypeError(
+            "a PowerSGDConfig was given, which holds all hyperparameters: give it "
+            + ", ".join(f"{FIELDS.get(name, name)}=" for name in beside)
+            + f" instead of giving {', '.join(beside)} to PowerSGDState"
+        )
+    return config, given
 
 
-def _from_torchs(defaults: dict[str, Any], settings: dict[str, Any], options: dict[str, Any]) -> PowerSGDConfig:
+def _from_torchs(settings: Mapping[str, Any], given: Mapping[str, Any]) -> PowerSGDConfig:
+    options = given["options"]
     for name in settings:
         if FIELDS[name] in options:
             raise TypeError(f"{name} and {FIELDS[name]} are the same hyperparameter; give one of them")
-    fields = {FIELDS[name]: value for name, value in {**defaults, **settings}.items()}
+    fields = {field: given[name] for name, field in FIELDS.items()}
     budget = any(options.get(key) is not None for key in ("compression", "bytes_per_step"))
     # torch's default rank is no rank that the user gives together with a budget.
     if budget and "matrix_approximation_rank" not in settings:
@@ -89,11 +90,7 @@ def _from_torchs(defaults: dict[str, Any], settings: dict[str, Any], options: di
 
 
 def check_group(group: Any) -> None:
-    """Check the type of a process group.
-
-    Raises:
-        TypeError: It is neither a process group nor None.
-    """
+    """Raise TypeError if this is neither a process group nor None."""
     # torch.distributed.new_group returns this to workers that are not in the group; ``Communicator`` refuses it.
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         return

@@ -2,33 +2,31 @@
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from powersgd_triton.core.buckets import Shapes
+from powersgd_triton.core.buckets import BucketState, Shapes
+from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.names import shape_of
-from powersgd_triton.integrations.ddp.pickles import check_owner, torchs_logger
 from powersgd_triton.integrations.ddp.state import PowerSGDState
-from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
-"""Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of the remaining elements."""
+"""Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of its remaining elements."""
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
-    A bucket's messages travel during the backward pass, and while later buckets are computed. Its Future is completed
-    when a later bucket is processed. A bucket with small messages waits for the next ones, and its Future is completed
-    with theirs. The last bucket completes all.
+    A bucket's messages travel during the backward pass. Its Future is completed when a later bucket is processed. A
+    bucket with small messages waits for the next ones. The last bucket completes all.
 
-    On CUDA, everything is enqueued on a side stream, and the host does not wait, with one exception: to find out how
-    gradients of four or five dimensions lie in the bucket. That is until they are not zero for the first time, and in
-    every step if a parameter's memory format was changed after DDP had built its buckets.
+    On CUDA, everything is enqueued on a side stream, and the host waits only to find out how gradients of four or five
+    dimensions lie in the bucket: until they are not zero for the first time, and in every step if a parameter's memory
+    format was changed after DDP had built its buckets.
 
     Raises:
         TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
@@ -40,24 +38,21 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
 
     def shapes() -> dict[str, tuple[int, ...]]:
         names = state._names.of(bucket.index(), parameters)
-        return {name: shape_of(parameter) for name, parameter in zip(names, parameters, strict=True)}
-
-    def named(layout: Layout, views: list[Tensor]) -> dict[str, Tensor]:
-        return {segment.name: view for segment, view in zip(layout.segments, views, strict=True)}
+        return dict(zip(names, map(shape_of, parameters), strict=True))
 
     # The state keeps the parameters, so that no other tensor gets the address of one of them.
-    return _average(state, bucket, tuple(map(id, parameters)), shapes, named)
+    return _average(state, bucket, tuple(map(id, parameters)), shapes)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a whole bucket as one square matrix, like torch's hook of the same name.
 
     Use ``powerSGD_hook`` unless the model consists of many tiny tensors. Rows that cut across tensors have no low-rank
-    structure, so accuracy is much lower at every rank. Biases and norms are compressed with everything else.
+    structure, so accuracy is much lower at every rank.
 
     A bucket of L elements is viewed as a matrix with rows of ⌈√L⌉ elements. torch pads an incomplete last row with
-    zeros. This hook averages it exactly instead, and copies nothing. Error and basis belong to the bucket, so its
-    boundaries must not change.
+    zeros. This hook averages it exactly instead. Error and basis belong to the bucket, so its boundaries must not
+    change.
 
     Raises:
         TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
@@ -87,18 +82,12 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         rows = numel // columns
         return {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
 
-    def named(layout: Layout, views: list[Tensor]) -> dict[str, Tensor]:  # noqa: ARG001
-        return {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
-
-    return _average(state, bucket, (index, numel), shapes, named)
+    return _average(state, bucket, (index, numel), shapes, whole=True)
 
 
 def _check_bucket(bucket: object) -> None:
-    """Refuse what DDP's Python reducer gives a hook in place of a bucket: one parameter's gradient and the parameter.
-
-    It does not say which parameter is a step's last, and leaves out those without a gradient on this worker, so that
-    workers would not agree on where a step ends.
-    """
+    """Refuse what DDP's Python reducer gives a hook in place of a bucket: a pair of gradient and parameter."""
+    # It does not say which parameter is a step's last, and leaves out those without a gradient on this worker.
     if isinstance(bucket, tuple):
         raise TypeError(
             'with torch._dynamo.config.optimize_ddp = "python_reducer", DDP gives communication hooks single gradients '
@@ -108,21 +97,15 @@ def _check_bucket(bucket: object) -> None:
 
 
 def _average(
-    state: PowerSGDState,
-    bucket: GradBucket,
-    key: Hashable,
-    shapes: Shapes,
-    named: Callable[[Layout, list[Tensor]], dict[str, Tensor]],
+    state: PowerSGDState, bucket: GradBucket, key: Hashable, shapes: Shapes, *, whole: bool = False
 ) -> torch.futures.Future[torch.Tensor]:
-    """Pass a bucket to the engine. ``named`` returns the layout's tensors, given views of the gradients."""
-    engine, buffer, last = state._engine, bucket.buffer(), bucket.is_last()
-    parameters = bucket.parameters()
+    """Pass a bucket to the engine, as its parameters or as a ``whole``."""
+    engine, buffer, last, parameters = state._engine, bucket.buffer(), bucket.is_last(), bucket.parameters()
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
-    check_owner(engine)
+    state._check_owner()
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
     begun = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
-    layout = begun.layout
     # DDP waits for the Future instead of the stream.
     with state._on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
@@ -144,27 +127,29 @@ def _average(
         else:
             if step == state.config.start_iter == 0 and first:
                 torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
-            held = [place for place, _ in views]
-            places = named(layout, held)
-            state._unused.note_views(held, parameters)
+            held, segments = [place for place, _ in views], begun.layout.segments
+            if state._unused is not None:
+                state._unused.note_views(held, parameters)
+            if whole:
+                held = [buffer[s.offset : s.offset + s.numel].view(s.shape) for s in segments]
             # This copies a gradient that is not contiguous, such as one in channels_last.
-            gradients = {s.name: places[s.name].contiguous().view(s.shape) for s in layout.segments}
+            gradients = {s.name: place.contiguous().view(s.shape) for s, place in zip(segments, held, strict=True)}
 
             def done() -> None:
-                for name, gradient in gradients.items():
-                    write_back(gradient, places[name])
+                for gradient, place in zip(gradients.values(), held, strict=True):
+                    write_back(gradient, place)
                 finish()
 
             engine.average(begun, gradients, done=done, join=True)
-            _log(state, engine.buckets.ranked(begun), bucket, step)
+            _log(state, begun, bucket, step)
         if last and state.iter == state.config.start_iter:
             torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
 
 
-def _log(state: PowerSGDState, layout: Layout, bucket: GradBucket, step: int) -> None:
+def _log(state: PowerSGDState, begun: BucketState, bucket: GradBucket, step: int) -> None:
     """Log what torch's hook logs: a bucket's memory when it is compressed for the first time, and statistics."""
-    index = bucket.index()
+    index, layout = bucket.index(), state._ranked(begun)
     new = index not in state._logged
     state._logged.add(index)
     if new and state.config.error_feedback:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.saved_state import Size
 from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.gradients import real_shape
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
@@ -20,16 +17,18 @@ Record = list[list[tuple[str, tuple[int, ...]]]]
 
 
 class ParameterNames:
-    """Names parameters as the module does, or numbers them in the order of the first backward pass."""
+    """Names parameters as the module does, or numbers them in the order of the first backward pass.
+
+    ``names`` is {parameter: name}, of the parameters seen so far if they are numbered.
+    """
 
     def __init__(self, module: nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel):
             module = module.module
         self._module = module
-        self._names: dict[Tensor, str] = {}
+        self.names: dict[Tensor, str] = {}
         if module is not None:
-            self._names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
-        self._seen: set[str] = set()
+            self.names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
         self._buckets: Record = []
         self._expected: Record = []
 
@@ -42,27 +41,22 @@ class ParameterNames:
     @property
     def device(self) -> torch.device | None:
         """Device of the parameters. None if they are numbered."""
-        return next((parameter.device for parameter in self._names), None) if self._module is not None else None
+        return None if self._module is None else next((parameter.device for parameter in self.names), None)
 
-    def of(self, index: int, parameters: Iterable[Tensor]) -> tuple[str, ...]:
+    def of(self, index: int, parameters: Sequence[Tensor]) -> list[str]:
         """Return the names of a bucket's parameters."""
-        parameters = list(parameters)
-        if self._module is None and any(parameter not in self._names for parameter in parameters):
+        if any(parameter not in self.names for parameter in parameters):
+            if self._module is not None:
+                raise self._unknown(self._module, parameters)
             self._number(index, parameters)
-        try:
-            names = tuple(self._names[parameter] for parameter in parameters)
-        except KeyError:
-            raise self._unknown(parameters) from None
-        if not self._seen.issuperset(names):
-            self._seen.update(names)
+        names = [self.names[parameter] for parameter in parameters]
+        if not {name for bucket in self._buckets for name, _ in bucket}.issuperset(names):
             self._buckets.append([(n, shape_of(p)) for n, p in zip(names, parameters, strict=True)])
         return names
 
-    def _unknown(self, parameters: list[Tensor]) -> RuntimeError:
-        """Return the error for a bucket with a parameter that the module did not have when the state was made."""
-        assert self._module is not None
-        now: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
-        added = [now[parameter] for parameter in parameters if parameter in now and parameter not in self._names]
+    def _unknown(self, module: nn.Module, parameters: Sequence[Tensor]) -> RuntimeError:
+        now: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        added = [now[parameter] for parameter in parameters if parameter in now and parameter not in self.names]
         if added:
             return RuntimeError(
                 f"the parameter {added[0]!r} was added to the model after PowerSGDState was created; create the state "
@@ -73,8 +67,8 @@ class ParameterNames:
             "give the model that DistributedDataParallel wraps"
         )
 
-    def _number(self, index: int, parameters: list[Tensor]) -> None:
-        names = [str(len(self._names) + position) for position in range(len(parameters))]
+    def _number(self, index: int, parameters: Sequence[Tensor]) -> None:
+        names = [str(len(self.names) + position) for position in range(len(parameters))]
         if self._expected:
             shapes = [shape_of(parameter) for parameter in parameters]
             saved = self._expected[index] if index < len(self._expected) else []
@@ -85,44 +79,26 @@ class ParameterNames:
                     "and when loading, so that parameters have names"
                 )
             names = [name for name, _ in saved]
-        self._names.update(zip(parameters, names, strict=True))
+        self.names.update(zip(parameters, names, strict=True))
 
     def shapes(self) -> dict[str, tuple[int, ...]] | None:
         """Return the shapes of all trainable parameters by name. None if parameters are numbered."""
         if self._module is None:
             return None
-        return {name: shape_of(parameter) for parameter, name in self._names.items() if parameter.requires_grad}
-
-    def sizes(self, config: PowerSGDConfig) -> dict[str, Size] | None:
-        """Return (n, m, rank) of the same parameters."""
-        shapes = self.shapes()
-        return None if shapes is None else sizes(shapes, config)
+        return {name: shape_of(parameter) for parameter, name in self.names.items() if parameter.requires_grad}
 
     def known(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all trainable parameters, or of the parameters seen so far if they are numbered."""
+        """Return the same, or the shapes of parameters in ``record`` if they are numbered."""
         shapes = self.shapes()
-        return self.seen() if shapes is None else shapes
-
-    def seen(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of parameters whose gradients have come so far, here or before a loaded state was saved."""
-        return {name: shape for bucket in self.record() for name, shape in bucket}
+        return {name: shape for bucket in self.record() for name, shape in bucket} if shapes is None else shapes
 
     def record(self) -> Record:
-        """Return the buckets of the first backward pass."""
+        """Return the buckets of the first backward pass, here or before a loaded state was saved."""
         return self._buckets or self._expected
 
-    def check(
-        self, state: Mapping[str, Any], *, strict: bool = True, rename: Mapping[str, str] | None = None
-    ) -> Record:
-        """Compare the record in a saved state with this model. Arguments as for ``PowerSGDState.load_state_dict``.
-
-        Returns:
-            The record with this model's names.
-
-        Raises:
-            ValueError: It is not a record, or it does not fit the model.
-        """
-        buckets = parsed(state["buckets"])
+    def check(self, record: Any, *, strict: bool, rename: Mapping[str, str]) -> Record:
+        """Return the record of a saved state with this model's names. ValueError if it does not fit the model."""
+        buckets = parsed(record)
         if self._module is None:
             if rename:
                 raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
@@ -132,8 +108,8 @@ class ParameterNames:
                     "module= when saving and when loading"
                 )
             return buckets
-        buckets = [[((rename or {}).get(name, name), shape) for name, shape in bucket] for bucket in buckets]
-        known = {name: shape_of(parameter) for parameter, name in self._names.items()}
+        buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
+        known = {name: shape_of(parameter) for parameter, name in self.names.items()}
         saved = {name: shape for bucket in buckets for name, shape in bucket}
         if strict and not saved.keys() <= known.keys():
             raise ValueError(
@@ -148,10 +124,6 @@ class ParameterNames:
             )
         return [[(name, shape) for name, shape in bucket if known.get(name) == shape] for bucket in buckets]
 
-    def by_parameter(self) -> dict[Tensor, str]:
-        """Return {parameter: name}, so far if parameters are numbered."""
-        return self._names
-
     def expect(self, record: Record) -> None:
         """Number the parameters as in a saved record."""
         if not self._buckets:
@@ -159,11 +131,7 @@ class ParameterNames:
 
 
 def parsed(record: Any) -> Record:
-    """Check a record, and restore tuples that a file may have turned into lists.
-
-    Raises:
-        ValueError: It is not a record.
-    """
+    """Return a record with tuples, which a file may have turned into lists. ValueError if it is not a record."""
     try:
         parsed: Record = [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
         if all(_is_parameter(*parameter) for bucket in parsed for parameter in bucket):

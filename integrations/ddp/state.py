@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, overload
 
@@ -11,19 +12,20 @@ from torch import Tensor, nn
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import AUTO, NodeGroup
-from powersgd_triton.config import PowerSGDConfig, RankFunction, whole_number
-from powersgd_triton.core.loading import load, save
+from powersgd_triton.config import PowerSGDConfig, whole_number
+from powersgd_triton.core.loading import claim, load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.ddp import pickles
-from powersgd_triton.integrations.ddp.arguments import check_group, configured, setting
+from powersgd_triton.integrations.ddp.arguments import FIELDS, SIGNATURE, check_group, parsed, setting, torchs_logger
 from powersgd_triton.integrations.ddp.names import ParameterNames, Record
-from powersgd_triton.integrations.ddp.pickles import torchs_logger
 from powersgd_triton.integrations.ddp.unused import UnusedParameters
 from powersgd_triton.integrations.ddp.views import BucketViews
 from powersgd_triton.integrations.names import plain_name, uncompiled
+from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
+
+logger = logging.getLogger("powersgd_triton.integrations.ddp")
 
 
 class PowerSGDState(Handle):
@@ -40,11 +42,7 @@ class PowerSGDState(Handle):
         matrix_approximation_rank: Number of columns of the factors, or a function (name, shape) → rank. Omit it if
             ``compression=`` or ``bytes_per_step=`` is among the options.
         start_powerSGD_iter: Number of first steps with exact averaging. May be 0 or 1.
-        min_compression_rate: Compress a tensor only if it shrinks by more than this factor.
-        use_error_feedback: Add what a step did not send to the next gradient.
-        warm_start: Start from the last step's Q.
-        orthogonalization_epsilon: A column is replaced by a random direction if at most that share of its norm (and at
-            least 2⁻²²) is left after projection. It is not added to norms. 0 is safe for every input.
+        min_compression_rate, use_error_feedback, warm_start, orthogonalization_epsilon: See ``PowerSGDConfig``.
         random_seed: Seed of the first Q and of replacement directions.
         compression_stats_logging_frequency: Number of steps between two log messages with statistics.
         batch_tensors_with_same_shape: Use batched operations for tensors of the same shape, without copying them.
@@ -52,13 +50,15 @@ class PowerSGDState(Handle):
             ``find_unused_parameters=True``, so that the error keeps what DDP discards of parameters that no worker
             used. Without ``module=``, parameters are numbered in the order of the first backward pass, and a checkpoint
             fits only the same bucket boundaries.
-        node_group: "auto", or groups of the workers that share a node: gradients are then summed within the node, and
-            only their sum is compressed. See docs/cluster.md.
+        node_group: See ``Compressor``.
         options: Further fields of ``PowerSGDConfig``, if no configuration is given.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or is out of range.
     """
+
+    __signature__ = SIGNATURE
+    _unused: UnusedParameters | None = None
 
     matrix_approximation_rank = setting("matrix_approximation_rank")
     start_powerSGD_iter = setting("start_powerSGD_iter")
@@ -80,86 +80,42 @@ class PowerSGDState(Handle):
     ) -> None: ...
 
     @overload
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int | RankFunction | PowerSGDConfig = ...,
-        start_powerSGD_iter: int = ...,
-        min_compression_rate: float = ...,
-        use_error_feedback: bool = ...,
-        warm_start: bool = ...,
-        orthogonalization_epsilon: float = ...,
-        random_seed: int = ...,
-        compression_stats_logging_frequency: int = ...,
-        batch_tensors_with_same_shape: bool = ...,
-        *,
-        module: nn.Module | None = ...,
-        node_group: NodeGroup = ...,
-        **options: Any,
-    ) -> None: ...
+    def __init__(self, process_group: dist.ProcessGroup | None, *hyperparameters: Any, **named: Any) -> None: ...
 
-    @configured
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int | RankFunction | PowerSGDConfig = 1,
-        start_powerSGD_iter: int = 1_000,
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 0,
-        random_seed: int = 0,
-        compression_stats_logging_frequency: int = 10_000,
-        batch_tensors_with_same_shape: bool = False,
-        *,
-        module: nn.Module | None = None,
-        node_group: NodeGroup = None,
-        **options: Any,
-    ) -> None:
-        # From ``configured``, which has also set torch's arguments to the configuration's values.
-        config: PowerSGDConfig = options["config"]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        config, given = parsed(positional, keywords)
         torchs_logger.info(
-            "PowerSGD config: matrix_approximation_rank = %s; start_powerSGD_iter = %s; "
-            "min_compression_rate = %s; orthogonalization_epsilon = %s; use_error_feedback = %s; warm_start = %s; "
-            "random_seed = %s; compression_stats_logging_frequency = %s; batch_tensors_with_same_shape = %s",
-            matrix_approximation_rank,
-            start_powerSGD_iter,
-            min_compression_rate,
-            orthogonalization_epsilon,
-            use_error_feedback,
-            warm_start,
-            random_seed,
-            compression_stats_logging_frequency,
-            batch_tensors_with_same_shape,
+            "PowerSGD config: matrix_approximation_rank = %(matrix_approximation_rank)s; "
+            "start_powerSGD_iter = %(start_powerSGD_iter)s; min_compression_rate = %(min_compression_rate)s; "
+            "orthogonalization_epsilon = %(orthogonalization_epsilon)s; use_error_feedback = %(use_error_feedback)s; "
+            "warm_start = %(warm_start)s; random_seed = %(random_seed)s; "
+            "compression_stats_logging_frequency = %(compression_stats_logging_frequency)s; "
+            "batch_tensors_with_same_shape = %(batch_tensors_with_same_shape)s",
+            {**given, **{name: getattr(config, field) for name, field in FIELDS.items()}},
         )
-        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.compression_stats_logging_frequency = max(1, given["compression_stats_logging_frequency"])
         self.next_stats_report = 0
         # A compiled DDP model is one.
-        module = uncompiled(module)
+        module = uncompiled(given["module"])
         names = ParameterNames(module)
         if config.planned and names.shapes() is None:
             raise ValueError(
                 "a budget (compression or bytes_per_step) is divided among all parameters of the model: "
                 "give PowerSGDState the model as module="
             )
-        self._set_up(config, names, process_group, node_group)
-        self._unused = UnusedParameters(self._engine, module, names.by_parameter())
+        self._set_up(config, names, given["process_group"], given["node_group"])
+        if UnusedParameters.are_discarded(module):
+            self._unused = UnusedParameters(self._residuals, self._step, module, names.names)
 
     def _set_up(
-        self,
-        config: PowerSGDConfig,
-        names: ParameterNames,
-        process_group: dist.ProcessGroup | None,
-        node_group: NodeGroup,
+        self, config: PowerSGDConfig, names: ParameterNames, group: dist.ProcessGroup | None, node_group: NodeGroup
     ) -> None:
-        communicator = Communicator(process_group, node_group=node_group)
+        communicator = Communicator(group, node_group=node_group)
         # Without ``module=`` the model is not known before its gradients come.
         super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, names.device))
-        self._names = names
+        self._names, self._views = names, BucketViews()
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
-        self._views = BucketViews()
-        self._unused = UnusedParameters(self._engine, None, {})
         # Indices of the buckets whose memory was logged.
         self._logged: set[int] = set()
 
@@ -173,14 +129,12 @@ class PowerSGDState(Handle):
         check_group(group)
         if group is not self.process_group:
             if self._communicator.node_group != self._automatic_nodes:
-                pickles.logger.warning(
-                    "the groups given as node_group belong to another process group; sums take one level"
-                )
+                logger.warning("the groups given as node_group belong to another process group; sums take one level")
             self._engine.connect(Communicator(group, node_group=self._automatic_nodes))
 
     @property
     def _automatic_nodes(self) -> NodeGroup:
-        """What another group can use of ``node_group``, and a pickle can contain: groups were made for this one."""
+        """What another group can use of ``node_group``: groups that a user gave were made for this one."""
         node_group = self._communicator.node_group
         return node_group if node_group == AUTO else None
 
@@ -196,33 +150,41 @@ class PowerSGDState(Handle):
     @property
     def total_numel_before_compression(self) -> int:
         """Number of elements of all gradients in compressed steps so far."""
-        return self._engine.numel[0]
+        return self.compression_stats()[1]
 
     @property
     def total_numel_after_compression(self) -> int:
         """Number of elements sent for these gradients."""
-        return self._engine.numel[1]
+        return self.compression_stats()[2]
 
     def report(self) -> RankReport:
-        """Return a report on which parameters are compressed, at which ranks, and the bytes of a step. ``print`` it.
-
-        Without ``module=`` it contains the parameters whose gradients have come so far.
-        """
+        """See ``Handle.report``. Without ``module=`` it has the parameters whose gradients have come so far."""
         return self._report(self._names.known())
 
     def error(self) -> dict[str, Tensor]:
         """See ``Handle.error``."""
-        self._unused()
+        self._take_back()
         return super().error()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the mean error over workers, Q and the step. Collective: call it on all workers.
+    def _take_back(self) -> None:
+        if self._unused is not None:
+            self._unused()
 
-        The result consists of plain tensors and numbers. Any worker's result can be loaded on all workers at any world
-        size, since only the mean error enters the trajectory. Statistics are not included.
-        """
-        pickles.check_owner(self._engine)
-        self._unused()
+    def _check_owner(self) -> None:
+        """Drop a pickle's error unless this is the worker that pickled it. Call it before the error is used."""
+        owner = claim(self._engine)
+        if owner is not None:
+            logger.warning(
+                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds "
+                "only the error of the worker that wrote it, so its error is dropped. Save state_dict() instead, which "
+                "holds the mean error.",
+                *(*owner, self._communicator.index, self._communicator.world_size),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Handle.state_dict``. Statistics are not included."""
+        self._check_owner()
+        self._take_back()
         return {**save(self._engine), "buckets": self._names.record()}
 
     def load_state_dict(
@@ -230,21 +192,8 @@ class PowerSGDState(Handle):
     ) -> LoadReport:
         """Continue from a saved state of any world size, bucket size and rank. Collective: call it on all workers.
 
-        When a parameter is no longer compressed, its remaining error is added to its next gradient.
-
-        Args:
-            state_dict: Result of ``state_dict``, or the path of a file that ``checkpoint.save`` has written. With a
-                path, a file that one worker cannot read is an error on all workers.
-            strict: Refuse a state that has matrices of other parameters, or lacks matrices of these. Otherwise load
-                what fits.
-            rename: {parameter's name in the state: name in the module given as ``module=``}.
-
-        Returns:
-            What was used of the state, and what was not. Without ``module=``, the rest is matched in the first step.
-
-        Raises:
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
-            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
+        Arguments, result and errors are those of ``Compressor.load_state_dict``. Without ``module=``, parameters are
+        compared with those of the state in the first step.
         """
         rename = {plain_name(old): plain_name(new) for old, new in (rename or {}).items()}
         expected: Record = []
@@ -254,23 +203,18 @@ class PowerSGDState(Handle):
             if not isinstance(saved, Mapping) or "buckets" not in saved:
                 raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
             check_version(saved.get("format_version"))
-            record = self._names.check(saved, strict=strict, rename=rename)
+            record = self._names.check(saved["buckets"], strict=strict, rename=rename)
             expected[:] = record
-            # A state with matrices but without a record comes from batched_powerSGD_hook, which does not know
-            # parameters.
-            known = record or saved.get("matrices") == {}
-            return saved, self._names.sizes(self.config) if known else None
+            # A state with matrices but without a record is of batched_powerSGD_hook, which does not know parameters.
+            shapes = self._names.shapes() if record or saved.get("matrices") == {} else None
+            return saved, None if shapes is None else sizes(shapes, self.config)
 
         report = load(self._engine, read, strict=strict, rename=rename)
         self._names.expect(expected)
         return report
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but the process group, with this worker's own error. Prefer ``state_dict``.
-
-        Raises:
-            ValueError: The state has a budget and does not know its buckets yet.
-        """
+        """Return everything but the process group, with this worker's own error. Prefer ``state_dict``."""
         if self.config.planned and not self._names.record():
             raise ValueError("a PowerSGDState with a budget can be pickled after its first step, when it has buckets")
         torchs_logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
@@ -292,24 +236,25 @@ class PowerSGDState(Handle):
         """Return a copy with its own errors, bases and plan, and the same process group, module and loss scale."""
         copied: PowerSGDState = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._set_up(self._engine.plan.given, self._names.copy(), self.process_group, self._communicator.node_group)
-        copied._restore(self._content())
+        content = self._content()
+        copied._set_up(content["config"], self._names.copy(), self.process_group, self._communicator.node_group)
+        copied._restore(content)
         if self._step.loss_scale is not None:
             copied.attach(self._step.loss_scale.source)
         return copied
 
     def _content(self) -> dict[str, Any]:
-        self._unused()
+        self._take_back()
         return {
-            **pickles.saved(self._engine, self._names.record()),
+            **own_state(self._engine),
+            "buckets": self._names.record(),
             "node_group": self._automatic_nodes,
             "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
             "next_stats_report": self.next_stats_report,
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        self._engine.plan.begin(self._names.known())
-        pickles.restore(self._engine, saved)
+        restore(self._engine, saved, self._names.known())
         self.compression_stats_logging_frequency = saved["compression_stats_logging_frequency"]
         self.next_stats_report = saved["next_stats_report"]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.ops.bucket import Product
+from powersgd_triton.ops.step import Step
 
 
 class UnusedParameters:
@@ -17,21 +20,14 @@ class UnusedParameters:
     DDP knows these parameters when the backward pass is done. Its reducer is locked while it calls a communication
     hook, so the counts are read before the next forward pass, and before the errors are read or saved.
 
-    A pickle or a copy of the DDP model contains this object as a hook of the model. There it does nothing.
-
     Args:
-        engine: Engine whose errors keep what DDP discards.
-        module: The module given to ``PowerSGDState``.
+        residuals, step: Of the engine whose errors keep what DDP discards.
+        module: The DDP model.
         names: {parameter: name}.
     """
 
-    def __init__(self, engine: Engine, module: nn.Module | None, names: dict[Tensor, str]) -> None:
-        self._places: dict[str, int] = {}
-        if not isinstance(module, DistributedDataParallel) or not module.find_unused_parameters or module.static_graph:
-            return
-        if not hasattr(module.reducer, "_get_local_used_map"):
-            return
-        self._engine, self._reducer, self._names = engine, module.reducer, names
+    def __init__(self, residuals: Residuals, step: Step, module: Any, names: Mapping[Tensor, str]) -> None:
+        self._residuals, self._step, self._reducer, self._names = residuals, step, module.reducer, names
         # Products that were looked at. Each belongs to one step, and only the counts of that step decide about it.
         self._seen: list[Product] = []
         # Parameters whose gradients are views of the bucket. DDP cannot discard what is written there.
@@ -39,38 +35,41 @@ class UnusedParameters:
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
         module.register_forward_pre_hook(self)
 
+    @staticmethod
+    def are_discarded(module: nn.Module | None) -> bool:
+        """Return whether DDP looks for unused parameters of a module, and this version tells which they are."""
+        if not isinstance(module, DistributedDataParallel) or not module.find_unused_parameters or module.static_graph:
+            return False
+        return hasattr(module.reducer, "_get_local_used_map")
+
     def __call__(self, *_: Any) -> None:
         """Take back what the last step has sent of unused parameters, unless that was done."""
-        if not self._places:
-            return
-        step, residuals = self._engine.step, self._engine.residuals
         # Whether an open step is applied is not known, and its backward pass may not be done.
-        buckets = [b for b in residuals.buckets() if b.applied is not None and not step.decides(b.applied)]
+        buckets = [b for b in self._residuals.buckets() if b.applied is not None and not self._step.decides(b.applied)]
         fresh = [bucket for bucket in buckets if not any(bucket.product is seen for seen in self._seen)]
         if fresh:
-            with residuals.streams.everywhere():
+            with self._residuals.streams.everywhere():
                 counts = self._reducer._get_local_used_map()
                 # On the CPU the host may look. Usually some worker uses each parameter.
                 if counts.device.type != "cpu" or not counts.all():
+                    unused = (counts == 0).unbind()
+                    kept = {name: unused[place] for name, place in self._places.items() if name not in self._views}
                     for bucket in fresh:
-                        bucket.take_back(self._kept(counts))
+                        bucket.take_back(kept)
         self._seen = [bucket.product for bucket in buckets]
 
     def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
         """Note which gradients of a bucket are views of it in this step."""
-        if not self._places:
-            return
         for place, parameter in zip(places, parameters, strict=True):
-            gradient = parameter.grad
+            gradient, name = parameter.grad, self._names[parameter]
             if gradient is not None and gradient.data_ptr() == place.data_ptr():
-                self._views.add(self._names[parameter])
+                self._views.add(name)
             else:
-                self._views.discard(self._names[parameter])
-
-    def _kept(self, counts: Tensor) -> dict[str, Tensor]:
-        """Return {name: scalar bool, whether DDP discarded the average}."""
-        unused = (counts == 0).unbind()
-        return {name: unused[place] for name, place in self._places.items() if name not in self._views}
+                self._views.discard(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UnusedParameters, (None, None, {})
+        # A pickle or a copy of the DDP model contains this hook. There it does nothing.
+        return functools.partial, (_nothing,)
+
+
+def _nothing(*_: Any) -> None: ...

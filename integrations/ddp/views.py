@@ -11,20 +11,16 @@ from torch import Tensor
 from powersgd_triton.integrations.memory_order import Strides, memory_order, strides_of
 
 MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Memory formats other than contiguous, by the number of dimensions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """How one gradient lies in DDP's bucket.
 
-    Attributes:
-        bucket: Strides of the gradient in the bucket, see ``strides_of``.
-        own: Strides of a view that DDP would make now.
-        parameter: The parameter's strides when this was found out.
-        is_view: Whether ``parameter.grad`` is a view of the bucket (``gradient_as_bucket_view=True``).
-        shown: Whether ``parameter.grad`` showed it.
-        final: Whether it holds until the parameter's strides change.
+    ``bucket`` are its strides there, and ``own`` those of a view that DDP would make now. ``parameter`` are the
+    parameter's when this was found out. ``is_view`` says whether ``parameter.grad`` is a view of the bucket
+    (``gradient_as_bucket_view=True``), ``shown`` whether it showed ``bucket``, and ``final`` whether all this holds
+    until the parameter's strides change.
     """
 
     bucket: Strides
@@ -39,10 +35,10 @@ class BucketViews:
     """Finds each gradient in DDP's buckets.
 
     DDP makes a view for each parameter when it builds its buckets, and again when it rebuilds them after the first
-    step. A view has the parameter's strides if the parameter is dense, else it is contiguous. So a gradient's elements
-    are in the order in which the parameter lies in memory. If ``model.to(memory_format=…)`` changes the parameter
-    later, its view stays as it was until the buckets are rebuilt. But DDP reads the hook's result with the parameter's
-    present strides, unless gradients are views of the buckets (``gradient_as_bucket_view=True``).
+    step. A view has the parameter's strides if the parameter is dense, else it is contiguous. If
+    ``model.to(memory_format=…)`` changes the parameter later, its view stays as it was until the buckets are rebuilt.
+    But DDP reads the hook's result with the parameter's present strides, unless gradients are views of the buckets
+    (``gradient_as_bucket_view=True``).
 
     A hook does not see these views (``bucket.gradients()`` ignores strides). It sees ``parameter.grad``, which is the
     view itself or has the same values.
@@ -55,9 +51,6 @@ class BucketViews:
         """Return two views of each gradient: of what the bucket holds, and of what DDP will read. Usually they are one.
 
         A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
-
-        Raises:
-            RuntimeError: The bucket does not have as many elements as its parameters, or a gradient is not in it.
         """
         numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
         if sum(numels) != buffer.numel():
@@ -69,7 +62,7 @@ class BucketViews:
 
     def _view(self, piece: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
         if parameter.dim() < 2:
-            view = piece.view(parameter.shape) if not parameter.is_complex() else piece.view(*parameter.shape, 2)
+            view = piece.view(*parameter.shape, 2) if parameter.is_complex() else piece.view(parameter.shape)
             return view, view
         place = self._places.get(parameter)
         if place is None or not place.final or place.parameter != parameter.stride():
@@ -79,15 +72,10 @@ class BucketViews:
 
 
 def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
-    """Find out how a gradient lies in the bucket. The host may wait for the device.
-
-    Raises:
-        RuntimeError: The gradient is not in the bucket.
-    """
+    """Find out how a gradient lies in the bucket. The host may wait for the device."""
     gradient = parameter.grad
-    likely = [strides_of(parameter.shape, order) for order in memory_orders(parameter)]
-    own = likely[0]
-    likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), *likely]))
+    own, *others = _likely_strides(parameter)
+    likely = list(dict.fromkeys([*([] if before is None else [before.bucket]), own, *others]))
 
     def place(strides: Strides, *, shown: bool, final: bool, is_view: bool = False) -> Place:
         is_view |= before is not None and before.is_view
@@ -119,16 +107,15 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
 
 
 def _strided(piece: Tensor, parameter: Tensor, strides: Strides) -> Tensor:
-    """Return a gradient with these strides in its part of the bucket."""
     if parameter.is_complex():
         return piece.as_strided((*parameter.shape, 2), (*(2 * stride for stride in strides), 1))
     return piece.as_strided(parameter.shape, strides)
 
 
-def memory_orders(parameter: Tensor) -> list[tuple[int, ...]]:
-    """Return orders that a parameter's gradient may have in a bucket: its own, that of the shape, and channels_last."""
+def _likely_strides(parameter: Tensor) -> list[Strides]:
+    """Return strides that a gradient may have in a bucket: the parameter's, those of its shape, and channels_last."""
     like = [parameter, torch.empty(parameter.shape, device="meta")]
     if parameter.dim() in MEMORY_FORMATS:
         memory_format = MEMORY_FORMATS[parameter.dim()]
         like.append(torch.empty(parameter.shape, device="meta", memory_format=memory_format))
-    return [memory_order(tensor) for tensor in like]
+    return [strides_of(parameter.shape, memory_order(tensor)) for tensor in like]

@@ -1,10 +1,4 @@
-"""FSDP2 (``fully_shard``): compression across replicas (HSDP), or across the workers that hold shards (1-D).
-
-from powersgd_triton.integrations.fsdp2 import apply_powersgd
-mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-fully_shard(model, mesh=mesh)
-powersgd = apply_powersgd(model, PowerSGDConfig(rank=4))
-"""
+"""FSDP2 (``fully_shard``): compression across replicas (HSDP), or across the workers that hold shards (1-D)."""
 
 from __future__ import annotations
 
@@ -18,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.fsdp2.seams import all_reduces_itself, guard, take_over_all_reduce
+from powersgd_triton.integrations.fsdp2.seams import guard, take_over_all_reduce
 from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, custom_reduce_scatter
 from powersgd_triton.integrations.fsdp2.units import Unit, find_units, worker_groups
 from powersgd_triton.planning.tuning import refuse_auto
@@ -62,7 +56,10 @@ def apply_powersgd(
     def prepare() -> tuple[tuple[list[Unit], HybridShardState | FullShardState], Facts, Facts]:
         if not isinstance(config, PowerSGDConfig):
             raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
-        _check_torch("set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook")
+        method = "set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook"
+        if not hasattr(FSDPModule, method):
+            missing = f"FSDPModule.{method} does not exist in torch {torch.__version__}"
+            raise RuntimeError(f"{missing}; install a newer version")
         units = find_units(model, replicas)
         if replicas is None:
             refuse_auto(config, "a sharded model without replicas")
@@ -83,14 +80,8 @@ def apply_powersgd(
         return state
     state.make_replicas_equal()
     for unit in units:
-        if all_reduces_itself(unit.parameter_group):
-            take_over_all_reduce(unit.parameter_group)
+        take_over_all_reduce(unit.parameter_group)
         hook = functools.partial(state._all_reduce, unit)
         unit.module.set_all_reduce_hook(hook)
         guard(unit, "_all_reduce_hook", hook)
     return state
-
-
-def _check_torch(method: str) -> None:
-    if not hasattr(FSDPModule, method):
-        raise RuntimeError(f"FSDPModule.{method} does not exist in torch {torch.__version__}; install a newer version")

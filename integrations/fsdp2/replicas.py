@@ -42,11 +42,6 @@ def broadcast_from_first(model: nn.Module, group: dist.ProcessGroup) -> None:
             write_back(sent, tensor)
 
 
-def on_meta(model: nn.Module) -> bool:
-    """Return whether a parameter or a buffer has no memory yet."""
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 @torch.no_grad()
 def unequal_tensors(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Return the names of parameters and buffers whose bits differ between workers of the group."""

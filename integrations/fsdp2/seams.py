@@ -14,10 +14,7 @@ TORCH_VERSIONS = ((2, 9), (2, 15))
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Raise RuntimeError if the all-reduce over a mesh's replicate dimension was not replaced in this version before.
-
-    ``mesh_info`` is private, so that another release may give it another meaning.
-    """
+    """Raise RuntimeError in versions in which ``mesh_info``, which is private, may have another meaning."""
     release = tuple(map(int, version.split(".")[:2]))
     oldest, newest = TORCH_VERSIONS
     if not oldest <= release <= newest:
@@ -30,24 +27,23 @@ def check_torch(version: str = torch.__version__) -> None:
 
 def replicas_of(parameter_group: Any) -> dist.ProcessGroup | None:
     """Return the workers over which the mesh of a parameter group replicates. None if it does not."""
-    found: dist.ProcessGroup | None = getattr(parameter_group.mesh_info, "replicate_process_group", None)
-    return found
+    return getattr(parameter_group.mesh_info, "replicate_process_group", None)
 
 
 def shards_of(parameter_group: Any) -> dist.ProcessGroup | None:
     """Return the workers over which a parameter group is sharded. None after ``replicate()``."""
-    found: dist.ProcessGroup | None = getattr(parameter_group.mesh_info, "shard_process_group", None)
-    return found
+    return getattr(parameter_group.mesh_info, "shard_process_group", None)
 
 
 def take_over_all_reduce(parameter_group: Any) -> None:
-    """Leave the all-reduce over the mesh's replicate dimension to the all-reduce hook.
+    """Leave the all-reduce over the mesh's replicate dimension, if there is one, to the all-reduce hook.
 
     FSDP all-reduces a parameter group's gradients itself if the group's ``mesh_info`` is a ``DDPMeshInfo``. Otherwise
-    its hook gets what the reduce-scatter returned. So give the group a copy of ``mesh_info`` of another class. Each
-    parameter has its own reference to the original ``mesh_info``, which stays. Placements of parameters and gradients,
-    and therefore checkpoints, are those of the two-dimensional mesh.
+    its hook gets what the reduce-scatter returned. So give the group a copy of another class. Parameters have their own
+    reference to the original, so that placements, and therefore checkpoints, are those of the two-dimensional mesh.
     """
+    if not all_reduces_itself(parameter_group):
+        return
     # Imported here, because later versions of torch may lack them.
     from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
@@ -68,15 +64,10 @@ def all_reduces_itself(parameter_group: Any) -> bool:
 
 
 def guard(unit: Any, attribute: str, ours: Any) -> None:
-    """Raise an error in the backward pass that writes gradients of a unit which were not averaged by this package.
+    """Raise an error in a backward pass that writes gradients of a unit without having called ``ours``.
 
     The error comes before the optimizer uses the gradients. Backward passes that write no gradients are not checked:
-    they leave out communication, or do not use the unit.
-
-    Args:
-        unit: A ``Unit``.
-        attribute: Attribute of the unit's parameter group through which FSDP calls this package.
-        ours: Its value.
+    they leave out communication, or do not use the unit. ``attribute`` of the unit's parameter group is ``ours``.
     """
     parameter_group = unit.parameter_group
     original = parameter_group.post_backward
@@ -104,13 +95,12 @@ def guard(unit: Any, attribute: str, ours: Any) -> None:
 
 
 def _versions(parameter_group: Any) -> list[int | None]:
-    """Return a number for each sharded gradient, which changes when FSDP writes or adds to it. None without one."""
+    """Return a number for each sharded gradient, which changes when FSDP writes or adds to it."""
     gradients = [parameter.sharded_param.grad for parameter in parameter_group.fsdp_params]
     return [None if gradient is None else gradient.to_local()._version for gradient in gradients]
 
 
 def _described(found: Any) -> str:
-    """Return a name for a function or an object that was set in place of ours."""
     function = found.func if isinstance(found, functools.partial) else found
     owner = function if hasattr(function, "__qualname__") else type(function)
     return f"{owner.__module__}.{owner.__qualname__}"

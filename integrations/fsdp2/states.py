@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,11 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, on_meta, unequal_tensors
+from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, unequal_tensors
 from powersgd_triton.integrations.fsdp2.units import Unit
+from powersgd_triton.integrations.saved_shards import placed
 from powersgd_triton.integrations.sharded import ShardedHandle
-from powersgd_triton.integrations.whole_parameters import WholeParameters, contiguous_stride, group_of_its_own
-from powersgd_triton.layout.layout import Layout, matrix_shape
+from powersgd_triton.integrations.whole_parameters import WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
 from powersgd_triton.schemes import new_engine
 
@@ -28,9 +29,9 @@ from powersgd_triton.schemes import new_engine
 class HybridShardState(ShardedHandle):
     """Compresses each worker's shard of the gradients across replicas. ``apply_powersgd`` creates it.
 
-    Gradient accumulation works as with FSDP's own HSDP. ``model.set_requires_gradient_sync(False)`` for all but the
-    last micro-batch skips communication. ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums
-    (one fp32 shard of the gradients) until a backward pass with ``True``.
+    Gradients accumulate as with FSDP's own HSDP: ``model.set_requires_gradient_sync(False)`` skips communication, and
+    ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums (one fp32 shard of the gradients) until
+    a backward pass with ``True``.
     """
 
     def __init__(
@@ -43,22 +44,21 @@ class HybridShardState(ShardedHandle):
     ) -> None:
         communicator = Communicator(replicate_group, shard_groups)
         engine = new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units))
-        super().__init__(engine, Shards(units, shard_groups))
-        self._model, self._group = model, replicate_group
+        super().__init__(engine, shard_groups)
+        self._model, self._group, self._units = model, replicate_group, units
         # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
         self._equal = False
 
     def make_replicas_equal(self) -> None:
         """Give all replicas the parameters and buffers of the first one, now or when they have values. Collective."""
-        if not on_meta(self._model):
+        if not any(tensor.is_meta for tensor in (*self._model.parameters(), *self._model.buffers())):
             broadcast_from_first(self._model, self._group)
             self._equal = True
             return
 
-        # Values exist at the latest when the first training step begins, and no gradient depends on them before. After
-        # its forward pass it would be too late: gradients would belong to other parameters. An evaluation is left out,
-        # since a single replica may do it.
+        # Values exist when the first training step begins. After its forward pass it would be too late: gradients would
+        # belong to other parameters. An evaluation is left out, since a single replica may do it.
         def before_first_step(module: nn.Module, _args: Any) -> None:
             if module.training or torch.is_grad_enabled():
                 broadcast_from_first(module, self._group)
@@ -69,17 +69,21 @@ class HybridShardState(ShardedHandle):
         handle = self._model.register_forward_pre_hook(torch.compiler.disable(before_first_step), prepend=True)
 
     def check_replicas(self) -> None:
-        """Compare parameters and buffers of all replicas, bit by bit. Collective.
-
-        Raises:
-            RuntimeError: Replicas differ. The message names the tensors.
-        """
+        """Compare parameters and buffers of all replicas, bit by bit. Collective. RuntimeError if replicas differ."""
         names = unequal_tensors(self._model, self._group)
         if names:
             raise RuntimeError(
                 f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "
                 "apply_powersgd and stay so if every worker loads the same checkpoint and takes the same steps"
             )
+
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        parameter: DTensor = next(u.parameters[name].sharded_param for u in self._units if name in u.parameters)
+        rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
+        # Without the padding that makes shards equal.
+        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type).contiguous()
+        shape = real_shape(parameter.shape, parameter.dtype)
+        return placed(local, parameter.device_mesh, parameter.placements, shape)
 
     def load_state_dict(self, state_dict: StateDict, *, rename: Mapping[str, str] | None = None) -> LoadReport:
         """Continue from a saved state. Discard gradients of micro-batches that have not been averaged yet."""
@@ -88,7 +92,7 @@ class HybridShardState(ShardedHandle):
         return report
 
     def forget(self) -> None:
-        """Set all errors to zero, and discard gradients of micro-batches that have not been averaged yet."""
+        """See ``Handle.forget``. Discard gradients of micro-batches that have not been averaged yet."""
         super().forget()
         self._unreduced.clear()
 
@@ -131,120 +135,56 @@ class HybridShardState(ShardedHandle):
             self._note_overflow(output)
 
     def _average(self, unit: Unit, buffer: Tensor) -> None:
-        engine = self._engine
-        bucket = _begin(engine, unit, buffer.device, padded=True)
-        layout = bucket.layout
+        bucket = _begin(self._engine, unit, buffer.device, padded=True)
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
-        if not engine.compressing or layout.numel != buffer.numel():
-            engine.average_exactly(buffer)
-            return
-        engine.average(bucket, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments})
+        if not self._engine.compressing or bucket.layout.numel != buffer.numel():
+            self._engine.average_exactly(buffer)
+        else:
+            segments = bucket.layout.segments
+            views = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in segments}
+            self._engine.average(bucket, views)
 
 
-class Shards:
-    """The sharding in which each worker compresses its own shard, with the padding that makes shards equal.
-
-    Args:
-        units: Units of the model.
-        groups: Process groups of the workers that hold the shards of one replica: those of FSDP, then those of tensor
-            parallelism, which splits parameters before FSDP does.
-    """
-
-    def __init__(self, units: list[Unit], groups: list[dist.ProcessGroup]) -> None:
-        self._units, self._groups = units, groups
-
-    def place(self, name: str, error: Tensor) -> DTensor:
-        parameter = next(unit.parameters[name] for unit in self._units if name in unit.parameters)
-        rows, *columns = real_shape(parameter.to_local().shape, parameter.dtype)
-        local = error.view(-1, *columns)[:rows].to(parameter.device_mesh.device_type)
-        shape = torch.Size(real_shape(parameter.shape, parameter.dtype))
-        return DTensor.from_local(
-            local.contiguous(), parameter.device_mesh, parameter.placements, run_check=False,
-            shape=shape, stride=contiguous_stride(shape),
-        )  # fmt: skip
-
-    def fetch(self, error: DTensor) -> Tensor:
-        return error.to_local()
-
-    def take(self, name: str, rows: Tensor) -> Tensor:
-        n, m = matrix_shape(shapes(self._units, padded=True)[name])
-        matrix = rows.new_zeros(n, m)
-        matrix[: rows.shape[0]] = rows.reshape(-1, m)
-        return matrix
-
-    def shard(self) -> tuple[int, int]:
-        # In the order of ``gather``. Parts of rows that are split by tensor parallelism, too, are then in order.
-        index, number = 0, 1
-        for group in reversed(self._groups):
-            workers = dist.get_world_size(group)
-            index, number = index * workers + dist.get_rank(group), number * workers
-        return index, number
-
-    def gather(self, factors: Any) -> list[Any]:
-        gathered = [factors]
-        for group in self._groups:
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, gathered, group=group)
-            gathered = [factors for part in parts for factors in part]
-        return gathered
-
-
-class FullShardState(ShardedHandle):
+class FullShardState(WholeHandle):
     """Compresses whole gradients, of which each worker keeps its shard. ``apply_powersgd`` creates it."""
 
     replaces_reduce_scatter = True
 
     def __init__(self, config: PowerSGDConfig, units: list[Unit], group: dist.ProcessGroup) -> None:
-        mesh = units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh
-
-        def whole_shapes() -> dict[str, tuple[int, ...]]:
-            return shapes(units, padded=False)
-
-        self._whole = WholeParameters(group, mesh, whole_shapes)
-        super().__init__(new_engine(config, Communicator(group), whole_shapes, buckets=len(units)), self._whole)
-        self._group, self._device_type = group, mesh.device_type
-        # For each layout of whole parameters, that of this worker's rows.
-        self._padded: dict[Layout, Layout] = {}
-
-    def use_own_group(self) -> None:
-        """Sum factors in a process group of the state's own, if all workers take part. Collective."""
-        self._engine.connect(Communicator(group_of_its_own(self._group, self._device_type)))
+        engine = new_engine(config, Communicator(group), lambda: shapes(units, padded=False), buckets=len(units))
+        super().__init__(engine, group, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh)
 
     @torch.no_grad()
     def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
-        """Write this worker's shard of the averages to ``output``.
+        """Write this worker's shard of the averages to ``output``. ``sent`` has one for each worker.
 
-        ``sent`` is [workers, shard]. A shard has the rows of each parameter that belong to one worker, padded.
+        A shard has the rows of each parameter that belong to one worker, padded.
         """
         unit.calls += 1
         whole_output, whole_sent = output, sent
         output, sent = as_real(output), as_real(sent)
-        worker, workers = self._whole.worker, self._whole.workers
+        worker, workers = self._worker, self._workers
         bucket = _begin(self._engine, unit, output.device, padded=False)
-        layout = bucket.layout
-        padded = self._padded.get(layout)
-        if padded is None:
-            padded = self._padded[layout] = Layout.build(unit.shapes(padded=True), self.config, compress=False)
+        parts = list(unit.shapes(padded=True).values())
+        numels = [math.prod(shape) for shape in parts]
         if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 f"expected a sum or a mean over workers, but FSDP asks for {how['op']}; if you use "
                 "set_gradient_divide_factor, call set_force_sum_reduction_for_comms(True) on the same modules"
             )
-        if not self._engine.compressing or padded.numel != output.numel():
+        if not self._engine.compressing or sum(numels) != output.numel():
             default(output_tensor=whole_output, input_tensor=whole_sent, **how)
             return
-        shards = sent.view(workers, -1)
-        memory = sent.new_empty(layout.numel)
+        memory = sent.new_empty(bucket.layout.numel)
         gradients: dict[str, Tensor] = {}
         ranges: dict[str, tuple[int, Tensor]] = {}
-        for whole, part in zip(layout.segments, padded.segments, strict=True):
+        shards, own = sent.view(workers, -1).split(numels, dim=1), output.split(numels)
+        for whole, shape, columns, mine in zip(bucket.layout.segments, parts, shards, own, strict=True):
             gradient = gradients[whole.name] = memory[whole.offset : whole.offset + whole.numel].view(whole.shape)
-            columns = shards[:, part.offset : part.offset + part.numel]
-            gradient.copy_(columns.reshape(-1, *part.shape[1:])[: whole.shape[0]])
+            gradient.copy_(columns.reshape(-1, *shape[1:])[: whole.shape[0]])
             # Shards are cut between complex numbers, so count the rows of a shard and not those of the parameter.
-            first, behind = (min(index * part.shape[0], whole.shape[0]) for index in (worker, worker + 1))
-            width = part.numel // part.shape[0]
-            mine = output[part.offset : part.offset + part.numel]
+            first, behind = (min(index * shape[0], whole.shape[0]) for index in (worker, worker + 1))
+            width = math.prod(shape[1:])
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
         self._engine.average(bucket, gradients, ranges=ranges)
@@ -253,7 +193,7 @@ class FullShardState(ShardedHandle):
 
 
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of all trainable parameters: of this worker's padded shards, or of whole parameters."""
+    """Return {name: shape} of the trainable parameters of all units. See ``Unit.shapes``."""
     return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from powersgd_triton.integrations.fsdp2.replicas import reshard
 from powersgd_triton.integrations.fsdp2.seams import check_torch, replicas_of, shards_of
@@ -22,14 +21,10 @@ TWO_MESHES = (
 
 
 class Unit:
-    """Parameters whose gradients FSDP reduces in one message.
+    """Parameters of one module whose gradients FSDP reduces in one message.
 
-    Attributes:
-        module: Module to which ``fully_shard`` or ``replicate`` was applied.
-        where: The module's name, for messages.
-        parameter_group: FSDP's object for these parameters.
-        shard_group: Process group of the reduce-scatter. None if the parameters are replicated only.
-        calls: Number of times that FSDP asked this package to average the unit's gradients.
+    ``parameter_group`` is FSDP's object for them. ``shard_group`` has the workers of the reduce-scatter; None if there
+    is none. ``calls`` counts how often FSDP asked this package to average them.
     """
 
     def __init__(self, module: FSDPModule, where: str, parameter_group: Any, names: dict[int, str]) -> None:
@@ -40,25 +35,18 @@ class Unit:
         self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
 
     @property
-    def parameters(self) -> dict[str, DTensor]:
-        """The trainable parameters by name."""
-        return {
-            name: parameter.sharded_param
-            for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True)
-            if parameter.sharded_param.requires_grad
-        }
+    def parameters(self) -> dict[str, Any]:
+        """FSDP's objects for the trainable parameters by name."""
+        named = zip(self._names, self.parameter_group.fsdp_params, strict=True)
+        return {name: parameter for name, parameter in named if parameter.sharded_param.requires_grad}
 
     def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of whole parameters.
-
-        With tensor parallelism, "whole" is this worker's part of a parameter, which FSDP shards.
-        """
-        found = {}
+        """Return {name: shape} of this worker's padded rows of the trainable parameters, or of what FSDP shards."""
+        found: dict[str, tuple[int, ...]] = {}
         workers = dist.get_world_size(self.shard_group) if padded and self.shard_group is not None else 1
-        for name, parameter in zip(self._names, self.parameter_group.fsdp_params, strict=True):
-            if parameter.sharded_param.requires_grad:
-                rows, *columns = parameter._orig_size
-                found[name] = real_shape((-(-rows // workers), *columns), parameter.sharded_param.dtype)
+        for name, parameter in self.parameters.items():
+            rows, *columns = parameter._orig_size
+            found[name] = real_shape((-(-rows // workers), *columns), parameter.sharded_param.dtype)
         return found
 
 
@@ -67,23 +55,19 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
+    # Older versions of torch have one.
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return list(groups)
+    return list(filter(None, [state._fsdp_param_group] if groups is None else groups))
 
 
 def worker_groups(
     model: nn.Module, replicate_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
-    """Return the process groups of which all workers of the model are made.
+    """Return the process groups of which all workers of the model are made. ValueError if FSDP2 has no part of it.
 
     Returns:
         The replicas: ``replicate_group``, or else those of the mesh's replicate dimension. None without replicas. And
         the workers that hold different shards: over which FSDP shards, then those of tensor parallelism.
-
-    Raises:
-        ValueError: No module is sharded or replicated by FSDP2.
     """
     groups = [group for module in model.modules() for group in _parameter_groups(module)]
     if not groups:
@@ -109,16 +93,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
-    """Return the model's units that have parameters.
-
-    Args:
-        model: The root module.
-        replicate_group: The replicas. None without replicas.
-
-    Raises:
-        ValueError: A unit is sharded in a way that is not supported.
-        RuntimeError: The model's mesh has a replicate dimension, and torch is of another version than those tried.
-    """
+    """Return the model's units that have parameters. An error if one is sharded in a way that is not supported."""
     reshard(model)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     units: list[Unit] = []
@@ -130,10 +105,9 @@ def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> l
                 f"{where} has {len(groups)} parameter groups, sharded on different meshes by shard_placement_fn; "
                 "apply fully_shard to submodules instead, so that each uses only one mesh"
             )
-        for group in groups:
-            if not any(unit.parameter_group is group for unit in units):
-                _check(group, where, names, replicate_group)
-                units.append(Unit(module, where, group, names))
+        if groups and not any(unit.parameter_group is groups[0] for unit in units):
+            _check(groups[0], where, names, replicate_group)
+            units.append(Unit(module, where, groups[0], names))
     if len({None if unit.shard_group is None else _ranks(unit.shard_group) for unit in units}) > 1:
         raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
     return units
@@ -160,11 +134,9 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
                 f"parameter {name!r} is placed as {placements}; without replicas only FSDP may shard it. "
                 f"For tensor parallelism use replicas: {TWO_MESHES}"
             )
-    if replicate_group is not None:
-        _check_replicas(group, where, _ranks(replicate_group))
-
-
-def _check_replicas(group: Any, where: str, replicas: Iterable[int]) -> None:
+    if replicate_group is None:
+        return
+    replicas = _ranks(replicate_group)
     native, shards = replicas_of(group), shards_of(group)
     if native is not None:
         check_torch()

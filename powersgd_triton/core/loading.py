@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import saved_facts
+from powersgd_triton.core.facts import Tensors, saved_facts
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 
 logger = logging.getLogger("powersgd_triton")
@@ -94,3 +94,31 @@ def checked(
     report = saved.compare(known, complete=tensors is not None, strict=strict, feedback=feedback)
     with residuals.streams.on(*{part.device for parts in saved.matrices.values() for part in parts.values()}):
         return saved.used(report, strict=strict, owner=owner), report
+
+
+# Of one worker, as in a pickle ----------------------------------------------------------------------------------------
+
+
+def own_state(engine: Engine) -> dict[str, Any]:
+    """Return everything with this worker's own error. Not collective, since a worker may pickle alone."""
+    state = engine.residuals.save(engine.step, lambda error: error)
+    before, after = engine.numel
+    return {
+        "config": engine.plan.given,
+        "core": state.to_dict(engine.config),
+        "worker": state.owner or (engine.communicator.index, engine.communicator.world_size),
+        "total_numel_before_compression": before,
+        "total_numel_after_compression": after,
+    }
+
+
+def restore(engine: Engine, saved: Mapping[str, Any], tensors: Tensors) -> None:
+    """Load the result of ``own_state`` into an engine with its configuration. The next step compares the workers."""
+    engine.plan.begin(tensors)
+    adopt(engine, *checked(engine, saved["core"], None, owner=saved["worker"]))
+    engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
+
+
+def claim(engine: Engine) -> tuple[int, int] | None:
+    """Drop a restored error of another worker. Return that worker's (index, world size), or None. See ``Residuals``."""
+    return engine.residuals.claim(lambda: (engine.communicator.index, engine.communicator.world_size))
