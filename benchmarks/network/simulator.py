@@ -30,7 +30,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.network.stand_ins import META, CountedEngine, CountedWorker
 from benchmarks.network.traffic import Traffic
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.demo.collectives import Call
+from powersgd_triton.demo.measure import Call
 from powersgd_triton.planning.cost import Network
 from powersgd_triton.shapes import MODELS as KNOWN_MODELS
 from powersgd_triton.shapes import Shapes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.demo.collectives import Call
+from powersgd_triton.demo.measure import Call
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.shares import Shares
 from powersgd_triton.layout.wire_format import WirePlan
