@@ -95,11 +95,7 @@ class RankPlan:
         return self.config.compression != AUTO
 
     def begin(self, tensors: Mapping[str, Sequence[int]]) -> None:
-        """Make the first plan for a model's tensors, {name: shape}, before anything was measured.
-
-        Raises:
-            ValueError: The budget is too small for the tensors.
-        """
+        """Make the first plan for a model's tensors, {name: shape}. ValueError: the budget is too small for them."""
         if self.config.planned:
             ranks = starting_ranks(tensors, self.config, self._workers, self.buckets) if self.compresses else {}
             self.tensors = {name: tuple(shape) for name, shape in tensors.items()}
@@ -122,7 +118,7 @@ class RankPlan:
     def settle(self, fields: Mapping[str, Any]) -> None:
         """Replace fields of the configuration by what was chosen from measured times. A compression of None is exact.
 
-        Ranks above a new limit fall to it. The next plan gives the bytes to other matrices.
+        Ranks above a new limit fall to it.
 
         Raises:
             ValueError: The budget is too small. Nothing was changed.
@@ -138,10 +134,7 @@ class RankPlan:
         self.settled = dict(fields)
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
-        """Plan for a number of workers from now on. The ranks stay if they were measured and fit the budget.
-
-        ``buckets`` is the number of buckets of a step. None leaves it, and without any number buckets are joined.
-        """
+        """Plan for a number of workers, and of buckets if given. The ranks stay if they were measured and fit."""
         if buckets is not None:
             self.buckets = buckets
         if workers == self._workers:
@@ -179,8 +172,7 @@ class RankPlan:
     def end_step(self, iteration: int, buckets: Sequence[Bucket], communicator: Communicator) -> None:
         """Adopt a plan from the measurement of the last step, or measure this step if it is time. Collective.
 
-        A measurement averages one number for each matrix over the workers. The host does not wait for the step that has
-        just ended.
+        The host does not wait for the step that has just ended.
         """
         if self._replan():
             # The factors in the buckets still have the ranks of the previous plan.
@@ -192,8 +184,7 @@ class RankPlan:
 
     def _replan(self) -> bool:
         """Make and adopt a plan from the pending measurement. Return whether there was one."""
-        spectra = self._measured()
-        self.pending = None
+        spectra, self.pending = self._measured(), None
         found = {name: spectrum.demand for name, spectrum in spectra.items() if math.isfinite(spectrum.demand)}
         total = sum(found.values())
         if not (math.isfinite(total) and total > 0):
@@ -209,7 +200,6 @@ class RankPlan:
         return True
 
     def _measured(self) -> dict[str, Spectrum]:
-        """Return the pending measurement. The host waits until it has arrived."""
         return self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
 
     def kept_columns(self, name: str, before: int, after: int) -> list[int]:

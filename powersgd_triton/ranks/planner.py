@@ -18,8 +18,7 @@ class Spectrum:
     """Energies of a matrix in one step, averaged over W workers.
 
     Attributes:
-        columns: ‖q̄_k‖² of each column of the averaged factor whose partner is orthonormal, that is the energy of Ĝ in
-            each direction.
+        columns: Energy of Ĝ in each direction: ‖q̄_k‖² of the averaged factor whose partner is orthonormal.
         total: mean_w ‖M_w‖².
     """
 
@@ -65,7 +64,8 @@ def sent_bytes(
 ) -> float:
     """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed.
 
-    With more than two ``workers`` this includes the most that cutting the messages into parts may add.
+    With more than two ``workers`` this includes the most that cutting the messages into parts may add. ``buckets`` is
+    the number of buckets of a step; None if they are joined.
     """
     whole = sum(
         matrix_bytes(*matrix_shape(shape), ranks[name], config) if name in ranks else 4 * math.prod(shape)
@@ -75,15 +75,12 @@ def sent_bytes(
 
 
 def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int, buckets: int | None) -> float:
-    """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment.
-
-    ``buckets`` of a step each have their messages. None means that they are joined until parts have ``SMALL_PART``
-    bytes, which limits the number of cuts.
-    """
+    """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment."""
     width = wire_format(config)
     if width.bits == 32 or workers < 3 or not rank:
         return 0.0
     messages = workers * 2 * factors_sent(config)
+    # Buckets are joined until parts have ``SMALL_PART`` bytes, which limits the number of cuts.
     cuts = messages * buckets if buckets is not None else messages + whole / SMALL_PART
     return cuts * (width.factor_bytes(2, rank) + ALIGNMENT)
 
@@ -91,18 +88,10 @@ def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int, bu
 def starting_ranks(
     tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
 ) -> dict[str, int]:
-    """Return the first plan: the largest common rank that the budget allows.
+    """Return the first plan, {name: rank} of all compressed matrices: the largest common rank that the budget allows.
 
-    The remaining bytes give one more column each to the first matrices that they suffice for.
-
-    Args:
-        tensors: {name: shape} of all tensors of the model.
-        config: Configuration with a budget.
-        workers: Number of workers that average with each other.
-        buckets: Number of buckets of a step. None if they are joined.
-
-    Returns:
-        {name: rank} of all compressed matrices.
+    The remaining bytes give one more column each to the first matrices that they suffice for. The arguments are those
+    of ``sent_bytes``.
 
     Raises:
         ValueError: The budget is too small.
@@ -143,22 +132,16 @@ def allot(
     workers: int = 1,
     buckets: int | None = None,
 ) -> dict[str, int]:
-    """Return the ranks that minimize the sum of ‖M‖² / φ over all matrices under the budget.
+    """Return {name: rank} of all compressed matrices: the ranks that minimize the sum of ‖M‖² / φ under the budget.
 
-    Columns are allotted one by one, each to the matrix that gains the most for its bytes; see ``Spectrum.demand``.
-    Measurements of a matrix are valid near its current rank only, so a plan changes a rank by at most a third
-    (rounded), or by one column if that is more.
+    Columns are allotted one by one, each to the matrix that gains the most for its bytes. Measurements of a matrix are
+    valid near its current rank only, so a plan changes a rank by at most a third (rounded), or by one column if that is
+    more.
 
     Args:
-        tensors: {name: shape} of all tensors of the model.
         ranks: Current ranks. A matrix without a measurement keeps its rank.
         demands: {name: ``Spectrum.demand``} of the measured matrices.
-        config: Configuration with a budget.
-        workers: Number of workers that average with each other.
-        buckets: Number of buckets of a step. None if they are joined.
-
-    Returns:
-        {name: rank} of all compressed matrices.
+        tensors, config, workers, buckets: As in ``sent_bytes``.
     """
     largest = largest_ranks(tensors, config)
     columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
