@@ -174,14 +174,14 @@ class PowerSGDConfig:
             raise ValueError("algorithm 'alternating' starts from the last step's factors and requires warm_start=True")
         if self.wire_dtype is None and self.planned and self.compression != AUTO:
             self._set("wire_dtype", PLANNED_WIRE_DTYPE)
-        for name, choices in DTYPES.items():
+        for name, names in DTYPES.items():
             value = getattr(self, name)
             if value is not None:
                 given = str(value).removeprefix("torch.")
                 # Kept as a name, so that configurations compare equal and can be written as JSON.
                 self._set(name, ALIASES.get(given, given))
-                if getattr(self, name) not in choices:
-                    raise ValueError(f"{name} must be None, {', '.join(choices[:-1])} or {choices[-1]}; got {value!r}")
+                if getattr(self, name) not in names:
+                    raise ValueError(f"{name} must be None, {', '.join(names[:-1])} or {names[-1]}; got {value!r}")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
