@@ -27,8 +27,8 @@ class WireFormat:
     Attributes:
         name: Name of a torch dtype, int4, int2 or ternary.
         bits: Bits of an entry, or of as many entries as ``blocks`` says.
-        scaled: Whether each 128 entries of a column share a bf16 scale.
-            The scale is not fp16, in which scales of columns below 1e-6 would have few bits or be zero.
+        scaled: Whether each 128 entries of a column share a scale. It is bf16, since in fp16 scales of columns below
+            1e-6 would have few bits or be zero.
         levels: Largest magnitude of a block in units of its scale.
         blocks: Number of blocks that share their bytes: each byte holds a ternary code of each of them.
     """
@@ -157,14 +157,8 @@ class WirePlan:
     ) -> WirePlan:  # fmt: skip
         """Divide a message [factors | exact elements] among the workers, in chunks of the smallest possible size.
 
-        A chunk may end at any row of a matrix. A block of 128 rows that is cut has scales on either side of the cut.
-
-        Args:
-            width: Format of the factors.
-            factors: (count, rows, rank) of adjacent matrices.
-            bypass_numel: Number of exact elements after the factors.
-            itemsize: Bytes of an exact element.
-            workers: Number of workers.
+        ``factors`` are the (count, rows, rank) of adjacent matrices. A chunk may end at any row of a matrix. A block of
+        128 rows that is cut has scales on either side of the cut.
         """
         total = sum(count * width.factor_bytes(rows, rank) for count, rows, rank in factors) + itemsize * bypass_numel
         mean = -(-total // workers)
