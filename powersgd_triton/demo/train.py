@@ -67,9 +67,6 @@ class Arm:
         """Parse an arm: 'allreduce', 'allreduce+bf16', 'torch:4', 'ours:32+alternating', 'ours:20x' or 'ours:auto'.
 
         A number is a rank, 20x is a budget of 20 times fewer bytes, and auto chooses one from measured times.
-
-        Raises:
-            ValueError: The text is not an arm.
         """
         found = re.fullmatch(r"(\w+)(?::(?:([1-9]\d*)|([1-9]\d*(?:\.\d+)?x|auto)))?((?:\+\w+)*)", text)
         modes = tuple(found[4].split("+")[1:]) if found else ()
@@ -226,15 +223,13 @@ def distribute(
 
         return engine, engine, update_engine
     if settings.parallelism == "ddp":
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+        replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         state, hook = communication(arm, model)
-        wrapped.register_comm_hook(state, timer.timed(hook))
-        replica: nn.Module = wrapped
-        validated: nn.Module = model
+        replica.register_comm_hook(state, timer.timed(hook))
     else:
-        replica = validated = parallelism.shard(model, settings.parallelism, arm.options, device)
+        replica = model = parallelism.shard(model, settings.parallelism, arm.options, device)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
-    return replica, validated, stepping(optimizer, settings)
+    return replica, model, stepping(optimizer, settings)
 
 
 def stepping(
@@ -264,13 +259,8 @@ def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
         # 2 is the smallest start that torch allows. Without an epsilon, a zero gradient becomes NaN.
-        incumbent = torch_powersgd.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=arm.options["rank"],
-            start_powerSGD_iter=2,
-            orthogonalization_epsilon=1e-8,
-        )
-        return incumbent, torch_powersgd.powerSGD_hook
+        start = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": 1e-8}
+        return torch_powersgd.PowerSGDState(None, arm.options["rank"], **start), torch_powersgd.powerSGD_hook
     options = dict(arm.options)
     if "node_group" in options:
         device = next(model.parameters()).device
