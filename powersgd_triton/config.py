@@ -24,10 +24,7 @@ AUTO = "auto"
 BACKENDS = (AUTO, "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
 ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-DTYPES = {
-    "wire_dtype": ("float32", "bfloat16", "float16", "int8", "int4"),
-    "error_dtype": ("float32", "bfloat16"),
-}
+DTYPES = {"wire_dtype": ("float32", "bfloat16", "float16", "int8", "int4"), "error_dtype": ("float32", "bfloat16")}
 """The fields that are dtypes, with the names that they may have."""
 RANK_LIMITS = ("max_rank", "max_overhead")
 """The fields that go with a budget only."""

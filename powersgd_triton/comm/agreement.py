@@ -26,10 +26,7 @@ class DisagreementError(RuntimeError):
 
 
 def together(
-    call: str,
-    act: Callable[[], tuple[T, Facts, Facts]],
-    communicator: Communicator,
-    device: torch.device | None = None,
+    call: str, act: Callable[[], tuple[T, Facts, Facts]], communicator: Communicator, device: torch.device | None = None
 ) -> T:
     """Run code that may fail on one worker only, and compare facts. Unless all agree, all raise an error. Collective.
 

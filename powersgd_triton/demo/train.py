@@ -259,8 +259,8 @@ def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
         # 2 is the smallest start that torch allows. Without an epsilon, a zero gradient becomes NaN.
-        start = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": 1e-8}
-        return torch_powersgd.PowerSGDState(None, arm.options["rank"], **start), torch_powersgd.powerSGD_hook
+        incumbent = torch_powersgd.PowerSGDState(None, arm.options["rank"], 2, orthogonalization_epsilon=1e-8)
+        return incumbent, torch_powersgd.powerSGD_hook
     options = dict(arm.options)
     if "node_group" in options:
         device = next(model.parameters()).device

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, FORMATS, SCALE_BYTES, WireFormat
@@ -157,27 +157,14 @@ class Layout:
     parts: tuple[Layout, ...] = ()
 
     @classmethod
-    def build(
-        cls,
-        shapes: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]],
-        config: PowerSGDConfig,
-        *,
-        compress: bool = True,
-    ) -> Layout:
-        """Lay out tensors contiguously in the given order. With ``compress=False`` all are bypass tensors.
-
-        Raises:
-            ValueError: A name occurs twice.
-        """
-        items = shapes.items() if isinstance(shapes, Mapping) else shapes
-        segments, offset = dict[str, Segment](), 0
-        for name, shape in items:
-            if name in segments:
-                raise ValueError(f"tensor names must be unique; {name!r} occurs twice")
+    def build(cls, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, *, compress: bool = True) -> Layout:
+        """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
+        segments, offset = list[Segment](), 0
+        for name, shape in shapes.items():
             rank = compressed_rank(shape, config, name) if compress else 0
-            segments[name] = Segment(name, tuple(shape), offset, rank)
-            offset += segments[name].numel
-        return cls(tuple(segments.values()), config.batch_by_shape)
+            segments.append(Segment(name, tuple(shape), offset, rank))
+            offset += segments[-1].numel
+        return cls(tuple(segments), config.batch_by_shape)
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:

@@ -72,9 +72,7 @@ class ComputeTime:
 
 
 def time_compute(
-    config: PowerSGDConfig,
-    buckets: Sequence[Mapping[str, Sequence[int]]],
-    device: torch.device,
+    config: PowerSGDConfig, buckets: Sequence[Mapping[str, Sequence[int]]], device: torch.device
 ) -> ComputeTime:
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
 
