@@ -66,9 +66,11 @@ class Job:
         planned = starting_ranks(self.tensors, config, self.network.workers, buckets)
         return [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
 
-    def messages(self, layouts: Sequence[Layout], config: PowerSGDConfig, *, joined: bool) -> list[float]:
+    def messages(self, layouts: Sequence[Layout], config: PowerSGDConfig) -> list[float]:
         """Return the seconds in which the factors of each bucket travel; see ``factor_seconds``."""
-        return factor_seconds(layouts, config, self.network, two_levels=self.two_levels, joined=joined, late=self.late)
+        return factor_seconds(
+            layouts, config, self.network, two_levels=self.two_levels, joined=self.joined, late=self.late
+        )
 
     def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
         """Predict a step with a configuration, given the time that it computes. ValueError: its budget is too small."""
@@ -77,7 +79,7 @@ class Job:
         numel = sum(segment.numel for layout in layouts for segment in layout.compressed)
         columns = sum(s.rank * s.numel for layout in layouts for s in layout.compressed) / max(1, numel)
         own = time(columns) if ranks else 0.0
-        seconds = step_seconds(self.compute, own, self.messages(layouts, config, joined=self.joined))
+        seconds = step_seconds(self.compute, own, self.messages(layouts, config))
         return Prediction(config, ranks, sent_bytes(self.tensors, ranks, config), seconds, own / seconds)
 
 
