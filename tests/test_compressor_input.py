@@ -127,7 +127,6 @@ def test_the_first_step_decides_the_dtype_unless_it_is_refused():
         (PowerSGDConfig(), {"w": torch.ones(4, 4).to_sparse()}, None, TypeError, "'w'.*dense"),
         (PowerSGDConfig(), SHAPES, object(), RuntimeError, "init_process_group"),
     ],
-    ids=str,
 )
 def test_bad_arguments_at_construction(config: Any, tensors: Any, group: Any, error: type[Exception], says: str):
     with pytest.raises(error, match=says):
