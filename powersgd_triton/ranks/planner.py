@@ -12,6 +12,9 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import compressed_rank, factors_sent, matrix_bytes, matrix_shape, wire_format
 from powersgd_triton.layout.wire_format import ALIGNMENT
 
+Tensors = Mapping[str, Sequence[int]]
+"""{name: shape}."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Spectrum:
@@ -47,7 +50,7 @@ class Spectrum:
         return sum(weakest) / len(weakest) * wait * wait * rank * rank
 
 
-def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> float:
+def budget(tensors: Tensors, config: PowerSGDConfig) -> float:
     """Return the bytes that a step may send for tensors {name: shape}."""
     if config.bytes_per_step is not None:
         return float(config.bytes_per_step)
@@ -56,11 +59,7 @@ def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> floa
 
 
 def sent_bytes(
-    tensors: Mapping[str, Sequence[int]],
-    ranks: Mapping[str, int],
-    config: PowerSGDConfig,
-    workers: int = 1,
-    buckets: int | None = None,
+    tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
 ) -> float:
     """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed.
 
@@ -86,7 +85,7 @@ def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int, bu
 
 
 def starting_ranks(
-    tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
+    tensors: Tensors, config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
 ) -> dict[str, int]:
     """Return the first plan, {name: rank} of all compressed matrices: the largest common rank that the budget allows.
 
@@ -125,7 +124,7 @@ def starting_ranks(
 
 
 def allot(
-    tensors: Mapping[str, Sequence[int]],
+    tensors: Tensors,
     ranks: Mapping[str, int],
     demands: Mapping[str, float],
     config: PowerSGDConfig,
@@ -171,7 +170,7 @@ def allot(
     return planned
 
 
-def largest_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, int]:
+def largest_ranks(tensors: Tensors, config: PowerSGDConfig) -> dict[str, int]:
     """Return {name: largest rank} of the matrices that are worth compressing."""
     largest = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
     return {name: rank for name, rank in largest.items() if rank}
