@@ -31,8 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import digits
 from benchmarks.markdown import markdown_table
 from powersgd_triton.demo import train as demo
-from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
-from powersgd_triton.demo.text import read_corpus, sample_batch
+from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
 from powersgd_triton.demo.workers import process_group, run_workers
 from powersgd_triton.layout.wire_format import DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference

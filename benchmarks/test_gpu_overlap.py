@@ -17,7 +17,7 @@ from benchmarks.results_file import Results, Row
 from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.timing import Clock
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.planning.trial import _Echo
+from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.shapes import Shapes
 
@@ -27,7 +27,7 @@ RANK = 4
 CYCLES = 10_000_000
 
 
-class Late(_Echo):
+class Late(StandIn):
     """Collectives of one process that stands for two, in order on a stream of their own. Each takes a time."""
 
     def __init__(self, sleep: Sleep) -> None:

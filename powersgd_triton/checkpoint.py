@@ -30,15 +30,12 @@ SAFETENSORS = ".safetensors"
 
 
 def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a saved state to a file. Call it on one worker.
-
-    The new file replaces the old one in one move: an interrupted call leaves the old file unchanged.
+    """Write a saved state to a file. Call it on one worker. An interrupted call leaves an old file unchanged.
 
     Args:
-        state_dict: Result of ``state_dict()`` of any state of this package except those for
-            ``torch.distributed.checkpoint``.
-        path: File in an existing folder. With the suffix .safetensors the file has that format, which requires the
-            package safetensors. Otherwise it is written by ``torch.save``.
+        state_dict: Result of ``state_dict()`` of any state but those for ``torch.distributed.checkpoint``.
+        path: File in an existing folder. With the suffix .safetensors it has that format, which requires the package
+            safetensors. Otherwise it is written by ``torch.save``.
 
     Raises:
         TypeError: The state has values that are neither tensors nor plain values.
@@ -97,8 +94,7 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
         for part, tensor in parts.items()
     }
     rest = {key: value for key, value in state_dict.items() if key != "matrices"}
-    rest["matrices"] = list(matrices)
-    return tensors, json.loads(json.dumps(rest))
+    return tensors, json.loads(json.dumps({**rest, "matrices": list(matrices)}))
 
 
 def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +125,6 @@ def unpickled(content: bytes) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -138,11 +133,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _check_sizes(tensors: Iterable[Tensor], available: int) -> None:
-    """Raise ValueError if tensors would take more memory than a file has bytes, for example expanded ones."""
+    """Check that tensors, for example expanded ones, take no more memory than a file has bytes."""
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
             raise ValueError(f"it has a tensor that is not dense: {tensor.layout}")
-        available -= tensor.numel() * tensor.element_size()
+        available -= tensor.nbytes
         if available < 0:
             raise ValueError(f"its tensors claim more bytes than the file has; one is {tuple(tensor.shape)}")
 

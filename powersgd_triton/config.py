@@ -23,18 +23,9 @@ DEFAULT_MAX_RANK = 64
 AUTO = "auto"
 BACKENDS = (AUTO, "triton", "torch")
 ALGORITHMS = ("standard", "alternating")
-WIRE_DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-    "int8": "int8",
-    "int4": "int4",
-}
+ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+DTYPES = {"wire_dtype": ("float32", "bfloat16", "float16", "int8", "int4"), "error_dtype": ("float32", "bfloat16")}
+"""The fields that are dtypes, with the names that they may have."""
 RANK_LIMITS = ("max_rank", "max_overhead")
 """The fields that go with a budget only."""
 CODES = ("ternary", "int2", "int4", "int8")
@@ -42,14 +33,6 @@ NOT_WITH_CODES = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_
 """Fields that say how factors are made or sent, or how errors are kept. Codes have no factors and errors in fp32."""
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0, "explore_every": 0}
 """The integer fields, with the smallest value of each."""
-
-ERROR_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
 
 
 def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") -> int:
@@ -165,7 +148,7 @@ class PowerSGDConfig:
         self._check_codes()
         self._check_rank()
         for name, minimum in INTEGERS.items():
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
+            self._set(name, whole_number(name, getattr(self, name), minimum))
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
@@ -186,24 +169,21 @@ class PowerSGDConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.algorithm == "alternating" and not self.warm_start:
             raise ValueError("algorithm 'alternating' starts from the last step's factors and requires warm_start=True")
-        if self.wire_dtype is not None:
-            name = str(self.wire_dtype).removeprefix("torch.")
-            if name not in WIRE_DTYPES:
-                raise ValueError(
-                    f"wire_dtype must be None, float32, bfloat16, float16, int8 or int4; got {self.wire_dtype!r}"
-                )
-            object.__setattr__(self, "wire_dtype", WIRE_DTYPES[name])
-        elif self.planned and self.compression != AUTO:
-            object.__setattr__(self, "wire_dtype", PLANNED_WIRE_DTYPE)
-        if self.error_dtype is not None:
-            name = str(self.error_dtype).removeprefix("torch.")
-            if name not in ERROR_DTYPES:
-                raise ValueError(f"error_dtype must be None, float32 or bfloat16; got {self.error_dtype!r}")
-            # Kept as a name, so that configurations compare equal and can be written as JSON.
-            object.__setattr__(self, "error_dtype", str(ERROR_DTYPES[name]).removeprefix("torch."))
+        if self.wire_dtype is None and self.planned and self.compression != AUTO:
+            self._set("wire_dtype", PLANNED_WIRE_DTYPE)
+        for name, names in DTYPES.items():
+            value = getattr(self, name)
+            if value is not None:
+                given = str(value).removeprefix("torch.")
+                # Kept as a name, so that configurations compare equal and can be written as JSON.
+                self._set(name, ALIASES.get(given, given))
+                if getattr(self, name) not in names:
+                    raise ValueError(f"{name} must be None, {', '.join(names[:-1])} or {names[-1]}; got {value!r}")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_codes(self) -> None:
-        """Validate the codes; raises as ``__post_init__`` does."""
         if self.codes is None:
             return
         if self.codes not in CODES:
@@ -216,7 +196,6 @@ class PowerSGDConfig:
                 )
 
     def _check_rank(self) -> None:
-        """Validate the rank or the budget; raises as ``__post_init__`` does."""
         given = [name for name in ("rank", "compression", "bytes_per_step") if getattr(self, name) is not None]
         if len(given) > 1:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
@@ -227,19 +206,17 @@ class PowerSGDConfig:
             if not (math.isfinite(self.compression) and self.compression >= 1):
                 raise ValueError(f"compression must be finite and at least 1; got {self.compression}")
         if self.bytes_per_step is not None:
-            object.__setattr__(self, "bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
+            self._set("bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
         if self.max_rank is not None:
-            object.__setattr__(self, "max_rank", whole_number("max_rank", self.max_rank, 1))
+            self._set("max_rank", whole_number("max_rank", self.max_rank, 1))
         if not given and self.codes is None:
-            object.__setattr__(self, "rank", DEFAULT_RANK)
+            self._set("rank", DEFAULT_RANK)
         if self.planned and self.max_rank is None:
-            object.__setattr__(self, "max_rank", DEFAULT_MAX_RANK)
+            self._set("max_rank", DEFAULT_MAX_RANK)
         for name in RANK_LIMITS:
             if not self.planned and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} limits planned ranks: give it with compression or bytes_per_step; got "
-                    + (f"rank={self.rank!r}" if self.codes is None else f"codes={self.codes!r}")
-                )
+                got = f"rank={self.rank!r}" if self.codes is None else f"codes={self.codes!r}"
+                raise ValueError(f"{name} limits planned ranks: give it with compression or bytes_per_step; got {got}")
         if self.max_overhead is not None:
             _check_number("max_overhead", self.max_overhead)
             if not 0 < self.max_overhead < 1:
@@ -247,8 +224,7 @@ class PowerSGDConfig:
         if self.planned and not self.error_feedback:
             raise ValueError(f"{given[0]} plans ranks from the error buffers: it needs error_feedback=True")
         if self.rank is not None and not callable(self.rank):
-            kind = "an int or a function (name, shape) → int"
-            object.__setattr__(self, "rank", whole_number("rank", self.rank, 1, kind))
+            self._set("rank", whole_number("rank", self.rank, 1, "an int or a function (name, shape) → int"))
 
     @property
     def planned(self) -> bool:

@@ -20,6 +20,7 @@ from powersgd_triton.ops.backends import select_backend
 
 STEPS = 8
 SHAPES = {"weight": (64, 48), "bias": (64,)}
+CONFIG = PowerSGDConfig(rank=4)
 PASSED = """\
 All checks passed (one process, small matrices).
 Not checked: communication between workers, the adapters, and speed."""
@@ -50,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
     for name, version, fine in versions():
         print(f"  {name:<16} {version}")
         broken += not fine
-    devices = compute_devices()
     print("\nDevices")
+    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
     for device in devices:
         print(f"  {device!s:<16} {_describe(device)}")
     print(f"\nDistributed backends\n  {', '.join(distributed_backends()) or 'none'}")
@@ -69,11 +70,8 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
 def versions() -> Iterator[tuple[str, str, bool]]:
     """Yield (name, version or problem, whether it is fine) for this package and its dependencies."""
     yield "powersgd_triton", powersgd_triton.__version__, True
-    yield (
-        "python",
-        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        sys.version_info >= (3, 10),
-    )
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield "python", python, sys.version_info >= (3, 10)
     cuda = torch.version.cuda or torch.version.hip
     yield "torch", f"{torch.__version__}{f' (built for {cuda})' if cuda else ''}", True
     for package in ("numpy", "triton"):
@@ -82,18 +80,10 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     yield "deepspeed", _installed("deepspeed") or "not installed", True
 
 
-def compute_devices() -> list[torch.device]:
-    """Return the CPU and all CUDA devices."""
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-
-
 def distributed_backends() -> list[str]:
     """Return the names of the backends that this build of torch.distributed supports."""
-    if not dist.is_available():
-        return []
-    return [
-        name for name in dist.Backend.backend_list if name not in HIDDEN_BACKENDS and dist.is_backend_available(name)
-    ]
+    known = dist.Backend.backend_list if dist.is_available() else []
+    return [name for name in known if name not in HIDDEN_BACKENDS and dist.is_backend_available(name)]
 
 
 def checks(device: torch.device) -> Iterator[Check]:
@@ -106,13 +96,13 @@ def checks(device: torch.device) -> Iterator[Check]:
 
 
 def _backend(device: torch.device) -> Iterator[Check]:
-    name, reason = select_backend(PowerSGDConfig(), device)
+    name, reason = select_backend(CONFIG, device)
     yield Check("backend 'auto'", True, f"{name}: {reason}")
 
 
 def _ordinary_steps(device: torch.device) -> Iterator[Check]:
     """Check that factors are orthonormal, Σ Ĝ + E = Σ G, and one worker's exact averages are its own gradients."""
-    compressor = _compressor()
+    compressor = Compressor(CONFIG, SHAPES)
     gradient_sum = torch.zeros(SHAPES["weight"], dtype=torch.float64)
     average_sum = gradient_sum.clone()
     skew, scale, exact_off = 0.0, 0.0, 0.0
@@ -128,26 +118,24 @@ def _ordinary_steps(device: torch.device) -> Iterator[Check]:
     lost = _largest(average_sum + error - gradient_sum) / scale
     yield Check("orthonormal factors", skew <= ORTHONORMAL_TOLERANCE, f"max|PᵀP − I| = {skew:.1e} in {STEPS} steps")
     yield Check("nothing lost", lost <= CONSERVATION_TOLERANCE, f"max|ΣĜ + E − ΣG| = {lost:.1e} of max|M|")
-    yield Check(
-        "exact average of tensors that are not compressed", exact_off == 0, f"max|difference| = {exact_off:.1e}"
-    )
+    exact = "exact average of tensors that are not compressed"
+    yield Check(exact, exact_off == 0, f"max|difference| = {exact_off:.1e}")
 
 
 def _zero_gradient(device: torch.device) -> Iterator[Check]:
     """Check that a zero gradient gives zeros, and that the next nonzero gradient arrives."""
-    compressor = _compressor()
+    compressor = Compressor(CONFIG, SHAPES)
     zero = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
     during = [_step(compressor, zero)[0] for _ in range(2)]
     after = _step(compressor, _gradients(0, device))[0]
     fine = all(not averaged["weight"].any() for averaged in during) and _finite(after) and bool(after["weight"].any())
-    yield Check(
-        "zero gradient", fine, "zeros, and gradients after it" if fine else "nonzero, or no gradient after it, or NaN"
-    )
+    seen = "zeros, and gradients after it" if fine else "nonzero, or no gradient after it, or NaN"
+    yield Check("zero gradient", fine, seen)
 
 
 def _non_finite_gradient(device: torch.device) -> Iterator[Check]:
     """Check that an infinite element makes this step's result NaN and does not affect the next step."""
-    compressor = _compressor()
+    compressor = Compressor(CONFIG, SHAPES)
     _step(compressor, _gradients(0, device))
     infinite = _gradients(1, device)
     infinite["weight"][3, 5] = torch.inf
@@ -156,10 +144,6 @@ def _non_finite_gradient(device: torch.device) -> Iterator[Check]:
     recovered = _finite(_step(compressor, _gradients(2, device))[0])
     yield Check("non-finite gradient", seen, "reaches the optimizer as NaN" if seen else "is hidden from the optimizer")
     yield Check("step after it", recovered, "finite" if recovered else "not finite")
-
-
-def _compressor() -> Compressor:
-    return Compressor(PowerSGDConfig(rank=4), SHAPES)
 
 
 def _step(compressor: Compressor, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -25,7 +25,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.choice import TOLERANCE, WIDTHS, Job, Prediction, budgets, choose
-from powersgd_triton.planning.cost import Network, factor_seconds, joined_buckets, measure_network, step_seconds
+from powersgd_triton.planning.cost import Network, joined_buckets, measure_network, step_seconds
 from powersgd_triton.planning.trial import RANKS, ComputeTime, synchronize, time_compute
 from powersgd_triton.ranks.report import RankReport, aligned
 from powersgd_triton.shapes import MODELS
@@ -139,18 +139,12 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
     found, step = made if isinstance(made, tuple) else (made, None)
     if not isinstance(found, nn.Module):
         raise ValueError(f"{model} must return a torch.nn.Module or (module, step); got {type(found).__name__}")
-    trained = [
-        (name, tuple(parameter.shape)) for name, parameter in found.named_parameters() if parameter.requires_grad
-    ]
+    trained = [(name, tuple(p.shape)) for name, p in found.named_parameters() if p.requires_grad]
     tensors = dict(reversed(trained))
     if step_ms is not None:
         return tensors, step_ms / 1e3
     if step is None:
         raise ValueError(f"--step-ms is missing, and {model} returns no function that takes a step")
-    return tensors, _time(step, device)
-
-
-def _time(step: Step, device: torch.device) -> float:
     seconds = []
     for _ in range(2 + STEPS):
         synchronize(device)
@@ -158,15 +152,13 @@ def _time(step: Step, device: torch.device) -> float:
         step()
         synchronize(device)
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
+    return tensors, statistics.median(seconds[2:])
 
 
 def ddp_buckets(tensors: Tensors, cap: int = DEFAULT_CAP) -> list[dict[str, tuple[int, ...]]]:
-    """Return the buckets, {name: shape}, that DDP makes of fp32 gradients, last layer first.
+    """Return the buckets that DDP makes of fp32 gradients {name: shape}, last layer first.
 
-    Args:
-        tensors: Gradients {name: shape}, last layer first.
-        cap: ``bucket_cap_mb``. The default stands for what DDP does without it.
+    The default of ``cap``, which is ``bucket_cap_mb``, stands for what DDP does without it.
     """
     buckets: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
@@ -189,14 +181,14 @@ def cap_seconds(job: Job, config: PowerSGDConfig) -> dict[int, float]:
         tried = dataclasses.replace(job, buckets=ddp_buckets(job.tensors, cap))
         layouts = joined_buckets(tried.layouts(config), config, job.network.workers)
         numels = list(itertools.accumulate(layout.numel for layout in layouts))
-        options = {"two_levels": job.two_levels, "joined": False, "late": job.late}
-        messages = factor_seconds(layouts, config, job.network, **options)
-        found[cap] = step_seconds(job.compute, 0.0, messages, [numel / numels[-1] for numel in numels])
+        filled = [numel / numels[-1] for numel in numels]
+        # Joining them once more changes nothing.
+        found[cap] = step_seconds(job.compute, 0.0, job.messages(layouts, config), filled)
     return found
 
 
 def best_cap(seconds: Mapping[int, float]) -> int:
-    """Return DDP's default if it takes about as long as the fastest. Else the nearest to it that does."""
+    """Return DDP's default, or the nearest to it, of those that take about as long as the fastest."""
     good = [cap for cap in seconds if seconds[cap] <= (1 + TOLERANCE) * min(seconds.values())]
     return min(good, key=lambda cap: abs(math.log(cap / DEFAULT_CAP)))
 
@@ -230,10 +222,7 @@ def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
 def predictions(
     job: Job, config: PowerSGDConfig, device: torch.device
 ) -> tuple[list[tuple[str, Prediction]], Prediction]:
-    """Return named predictions, and the one that is recommended: a budget, or an all-reduce.
-
-    What compression computes is measured on ``device``.
-    """
+    """Return named predictions, and the recommended one. What compression computes is measured on ``device``."""
     rows = [("all-reduce, fp32", job.exact(4)), ("all-reduce, bf16", job.exact(2))]
     times: dict[str, ComputeTime] = {}
     for width in (*WIDTHS, "int8"):
@@ -245,8 +234,6 @@ def predictions(
     alternating = PowerSGDConfig(rank=4, algorithm="alternating")
     rows.append(("rank 4, alternating", job.compressed(alternating, time_compute(alternating, job.buckets, device))))
     found = budgets(job, config, {width: times[width] for width in WIDTHS})
-    if config.max_overhead is not None:
-        found = [prediction for prediction in found if prediction.overhead <= config.max_overhead]
     rows += [(f"compression={p.config.compression:g}, {p.config.wire_dtype}", p) for p in found if p.config is not None]
     return rows, choose(min((row for _, row in rows[:2]), key=lambda row: row.seconds), found)
 
@@ -271,12 +258,11 @@ def table(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:
 
 
 def recommendation(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:
-    """Return one sentence."""
+    """Return one or two sentences."""
     exact, half = rows[0][1], rows[1][1]
     if chosen.config is None:
-        return (
-            f"Recommended: do not compress. No budget is more than {TOLERANCE:.0%} faster than the all-reduce in bf16."
-        )
+        than = f"more than {TOLERANCE:.0%} faster than the all-reduce in bf16"
+        return f"Recommended: do not compress. No budget is {than}."
     options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
     return (
         f"Recommended: PowerSGDConfig({options}). A step is predicted to be {exact.seconds / chosen.seconds:.1f}x as "
@@ -286,8 +272,8 @@ def recommendation(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -
 
 def section(config: PowerSGDConfig) -> dict[str, Any]:
     """Return the fields of a budget that differ from the defaults."""
-    default = PowerSGDConfig(compression=config.compression)
-    fields = {name: value for name, value in config.to_dict().items() if value != default.to_dict()[name]}
+    default = PowerSGDConfig(compression=config.compression).to_dict()
+    fields = {name: value for name, value in config.to_dict().items() if value != default[name]}
     return {"compression": config.compression, **fields}
 
 

@@ -50,11 +50,7 @@ def vision_transformer(layers: int, width: int, patch: int, image: int = 224, cl
 
 def llama(layers: int, width: int, hidden: int) -> Shapes:
     """Layers of Llama (Touvron et al. 2023) without embeddings: four projections, a gated MLP, two norms."""
-    layer: Shapes = [
-        *[(width, width)] * 4,
-        *[(hidden, width), (hidden, width), (width, hidden)],
-        *[(width,), (width,)],
-    ]
+    layer: Shapes = [*[(width, width)] * 4, *[(hidden, width), (hidden, width), (width, hidden)], *[(width,), (width,)]]
     return layer[::-1] * layers
 
 

@@ -41,8 +41,7 @@ from benchmarks.network.turns import Row
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.demo.measure import HookTimer
-from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
-from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
+from powersgd_triton.demo.model import CONTEXT, GPT, Corpus, next_token_loss, read_corpus, sample_batch
 from powersgd_triton.demo.train import BATCH_PER_WORKER, ONE_BUCKET_MB, Arm, Settings, distribute
 from powersgd_triton.plan import ddp_buckets
 from powersgd_triton.planning.choice import Job

@@ -31,7 +31,7 @@ from benchmarks.network.stand_ins import META, Counted, CountedWorker
 from benchmarks.network.traffic import Traffic
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.demo.collectives import Call
+from powersgd_triton.demo.measure import Call
 from powersgd_triton.planning.cost import Network
 from powersgd_triton.shapes import MODELS as KNOWN_MODELS
 from powersgd_triton.shapes import Shapes

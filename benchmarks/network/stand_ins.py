@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.scheme import Task
-from powersgd_triton.demo.collectives import Call
+from powersgd_triton.demo.measure import Call
 from powersgd_triton.layout.shares import Shares
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import Wire
+from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes.low_rank import LowRank
 
 META = torch.device("meta")
@@ -46,26 +46,14 @@ class _Collectives:
         return noted
 
 
-class CountedWorker(Communicator):
+class CountedWorker(StandIn):
     """One of several workers, the others of which do the same."""
 
     def __init__(self, index: int, workers: int, calls: list[tuple[bool, Call]], *, inside: bool = False) -> None:
         def note(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((inside, Call.of(name, args, kwargs, workers, index)))
 
-        super().__init__(collectives=_Collectives(note))
-        self._index, self._workers = index, workers
-
-    @property
-    def world_size(self) -> int:
-        return self._workers
-
-    @property
-    def index(self) -> int:
-        return self._index
-
-    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
-        return tensor.expand(self._workers, *tensor.shape)
+        super().__init__(workers, index, _Collectives(note))
 
 
 class _Unwritten:

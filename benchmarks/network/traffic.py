@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from powersgd_triton.demo.collectives import Call
+from powersgd_triton.demo.measure import Call
 from powersgd_triton.planning.cost import Network
 
 KINDS = {"all_reduce": ALL_REDUCE, "all_to_all_single": ALL_TO_ALL}

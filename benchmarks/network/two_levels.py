@@ -25,7 +25,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.network import programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton.demo import model as text_model
-from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
+from powersgd_triton.demo.model import Corpus, read_corpus, sample_batch
 from powersgd_triton.demo.train import Arm, communication
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 

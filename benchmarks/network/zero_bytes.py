@@ -8,6 +8,7 @@ benchmarks/results/zero-bytes.json.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
@@ -94,11 +95,12 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from powersgd_triton.demo.collectives import counting
+    from powersgd_triton.demo.measure import counting
 
     torch.set_num_threads(1)
     # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
-    with counting() as sent:
+    sent = collections.Counter[str]()
+    with counting(lambda call: sent.update({call.name: call.sent})):
         dist.init_process_group("gloo")
         rows = [_train(arm, stage, task["steps"], sent) for stage in task["stages"] for arm in task["arms"]]
         dist.destroy_process_group()
@@ -111,9 +113,8 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
     import torch.distributed as dist
     from deepspeed.comm.comm import comms_logger
 
-    from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
-    from powersgd_triton.demo.text import read_corpus, sample_batch
-    from powersgd_triton.demo.zero import make_engine
+    from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
+    from powersgd_triton.demo.parallelism import make_engine
 
     torch.manual_seed(0)
     corpus = read_corpus()
@@ -149,7 +150,7 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
 
 def _logged_bytes(logged: Mapping[str, Mapping[int, list[Any]]]) -> float:
     """Return the bytes in the dictionary of DeepSpeed's logger, {collective: {bytes of its message: [times, …]}}."""
-    from powersgd_triton.demo.collectives import RING
+    from powersgd_triton.demo.measure import RING
 
     sizes = {name: sum(size * record[0] for size, record in records.items()) for name, records in logged.items()}
     return float(sum(round(size * RING[name][2](WORKERS)) for name, size in sizes.items() if name in RING))

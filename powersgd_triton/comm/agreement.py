@@ -15,12 +15,8 @@ from powersgd_triton.comm.communicator import Communicator
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]
-SHOWN = 3
-"""Number of differences that an error lists for each worker."""
-
-LONGEST = 2000
-"""Number of characters of an exception that other workers are told."""
-
+SHOWN, LONGEST = 3, 2000
+"""Differences that an error lists for each worker, and characters of an exception that other workers are told."""
 CALL, FAILED = "call", "failed"
 """Facts about what a worker is doing, and about its exception: [whether it is a ValueError, its text]."""
 
@@ -30,26 +26,20 @@ class DisagreementError(RuntimeError):
 
 
 def together(
-    call: str,
-    act: Callable[[], tuple[T, Facts, Facts]],
-    communicator: Communicator,
-    device: torch.device | None = None,
+    call: str, act: Callable[[], tuple[T, Facts, Facts]], communicator: Communicator, device: torch.device | None = None
 ) -> T:
     """Run code that may fail on one worker only, and compare facts. Unless all agree, all raise an error. Collective.
 
     Use it for code before a collective: the other workers would wait for a worker that raised an exception. It sends 40
-    bytes a worker if all agree.
+    bytes a worker if all agree. If another worker fails, the result of ``act`` is discarded. Otherwise it is returned.
 
     Args:
         call: What is done. Workers that do different things at the same time disagree.
         act: Returns (result, common, replicated). Both are facts {name: value} that JSON can express. Common facts must
             be equal on all workers. Replicated facts must be equal on the workers of the communicator's group only,
-            since these workers compress the same tensors. If another worker fails, the result is discarded.
+            since these workers compress the same tensors.
         communicator: Collectives of the workers that average with each other, with the ``others``.
         device: Device of the gradients, if it is known. See ``Communicator.gather``.
-
-    Returns:
-        The result of ``act``.
 
     Raises:
         Exception: What ``act`` raised on this worker.
@@ -86,17 +76,17 @@ def together(
 
 def _compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None) -> None:
     if not communicator.others:
-        error = _difference(_found({**common, **replicated}, [communicator], device))
+        error = _difference({**common, **replicated}, [communicator], device)
     else:
-        inside = _difference(_found(replicated, [communicator], device))
+        inside = _difference(replicated, [communicator], device)
         # The other groups must learn of a difference too, so that all workers raise an error.
         common = {**common, "replicas": None if inside is None else str(inside)}
-        error = _difference(_found(common, [communicator, *communicator.others], device)) or inside
+        error = _difference(common, [communicator, *communicator.others], device) or inside
     if error is not None:
         raise error
 
 
-def _found(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, Facts]:
+def _collected(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, Facts]:
     """Return the facts of all workers, {worker: facts}. Empty if they are equal."""
     text = json.dumps(facts, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:24]), dtype=torch.int64)
@@ -121,8 +111,9 @@ def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch
     return table
 
 
-def _difference(found: Mapping[int, Facts]) -> Exception | None:
+def _difference(own: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> Exception | None:
     """Return an error that names the workers that failed, or those that differ from the majority, and in what."""
+    found = _collected(own, communicators, device)
     if not found:
         return None
     failures = {worker: facts[FAILED] for worker, facts in found.items() if facts[FAILED]}

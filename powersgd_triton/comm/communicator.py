@@ -22,10 +22,9 @@ class Communicator:
         group: Process group. None uses the default group, or a single process if no group is initialized.
         others: Groups of further workers that compress the same model, from the inside out. Together with ``group``
             they contain all workers. With HSDP, for example, these are the workers that hold the other shards.
-        collectives: Module with the collective functions: ``torch.distributed``, or one with functions of the same
-            names, such as ``deepspeed.comm``, which logs collectives.
-        node_group: Groups of the workers that share a node and its network card, so that sums take two levels; see
-            ``nodes.NodeGroup``.
+        collectives: ``torch.distributed``, or a module with functions of the same names, such as ``deepspeed.comm``,
+            which logs them.
+        node_group: Groups of the workers that share a node and its network card; see ``nodes.NodeGroup``.
 
     Attributes:
         inside: Collectives of the workers of this node. None without two levels, and before ``form_nodes``.
@@ -51,11 +50,10 @@ class Communicator:
             )
         if ready and dist.get_rank(group) < 0:
             raise RuntimeError("this process is not a member of the given process group")
-        self.group = group
-        self.others = tuple(Communicator(other) for other in others)
-        self._collectives = collectives
+        # Refuses what cannot be one.
         given_groups(node_group)
-        self.node_group = node_group
+        self.group, self.node_group, self._collectives = group, node_group, collectives
+        self.others = tuple(Communicator(other) for other in others)
         self.inside: Communicator | None = None
         self.across: Communicator = self
         # The default group in which nodes were formed. Other groups end with it.
@@ -120,11 +118,10 @@ class Communicator:
 
         With ``sizes``, ``sent`` is flat and has a row of ``sizes[w]`` elements for each worker.
         """
-        splits: dict[str, Any] = {}
+        options: dict[str, Any] = {"group": self.group, "async_op": True}
         if sizes is not None:
-            splits = {"input_split_sizes": list(sizes), "output_split_sizes": [sizes[self.index]] * len(sizes)}
-        collectives = self._collectives
-        work: dist.Work = collectives.all_to_all_single(received, sent, group=self.group, async_op=True, **splits)
+            options |= {"input_split_sizes": list(sizes), "output_split_sizes": [sizes[self.index]] * len(sizes)}
+        work: dist.Work = self._collectives.all_to_all_single(received, sent, **options)
         return work
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
@@ -147,10 +144,9 @@ class Communicator:
             dist.all_reduce(tensor.view(-1), op=dist.ReduceOp.MIN, group=self.group)
 
     def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """Return every worker's ``tensor`` as [workers, …]. All must have the same shape and dtype.
+        """Return every worker's ``tensor`` on the CPU, as [workers, …]. All must have the same shape and dtype.
 
-        The tensors are on the CPU. If the group has no backend for the CPU, they travel from ``device``, by default the
-        current one, and the host waits for it.
+        See ``travel_device`` for ``device``. If they do not travel from the CPU, the host waits for the device.
         """
         if self.world_size == 1:
             return tensor.unsqueeze(0)
@@ -166,9 +162,9 @@ class Communicator:
 
 
 def travel_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
-    """Return the device from which a tensor on the CPU travels in a group: the CPU, if the group has a backend for it.
+    """Return the device from which a tensor on the CPU travels in a group: the CPU, ``device``, or the current one.
 
-    Otherwise it is ``device``, or the current one if the group has no backend for ``device``.
+    It is the first of them for which the group has a backend.
     """
     # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
     types = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
@@ -181,10 +177,9 @@ def travel_device(group: dist.ProcessGroup | None, device: torch.device | None =
 
 def wait(work: Work) -> None:
     """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error."""
-    if work is None:
-        return
     try:
-        work.wait()
+        if work is not None:
+            work.wait()
     except RuntimeError as error:
         reasons = "a worker was lost, raised an exception, or alone saved or loaded a state"
         raise type(error)(f"a sum over the workers failed, for example because {reasons} ({error})") from error

@@ -40,12 +40,8 @@ def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int)
     An all-reduce sends the message as it is. The others send narrow factors, and as many bytes as an all-reduce of the
     narrow message would. With an all-gather, each of two workers sends its whole message, and both compute the sum.
     With an all-to-all, each worker owns a part of the message. All send it this part, and it sends the sum to all.
-
-    Args:
-        numel, itemsize: Elements of the message, and bytes of each.
-        config: Configuration with the factors' format. With a budget, bytes count more than latency.
-        workers: Number of workers.
     """
+    # With a budget, bytes count more than latency.
     if wire_format(config).bits == 32 or workers == 1 or numel == 0:
         return ALL_REDUCE
     if workers == 2:

@@ -51,11 +51,7 @@ def given_groups(node_group: NodeGroup) -> Groups | None:
 
 
 def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None:
-    """Check that two levels have the same workers as ``group``.
-
-    Raises:
-        ValueError: They have not, or new groups would need workers that do not take part.
-    """
+    """Check that two levels have the same workers as ``group``. ValueError: they do not, or others would be needed."""
     if node_group is None:
         return
     everyone = set(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -83,11 +79,11 @@ def place_of(groups: Groups) -> torch.Tensor:
 
 
 def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.Tensor) -> Groups:
-    """Check that the groups that workers have given fit together, so that they sum the same rows. Return them.
+    """Check that the groups that workers of ``group`` have given fit together, so that they sum the same rows.
 
     Args:
         group: Process group of all workers.
-        groups: The groups of this worker.
+        groups: The groups of this worker, which are returned.
         places: [workers, 2], the result of ``place_of`` of each worker.
 
     Raises:
@@ -111,11 +107,7 @@ def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.
 
 
 def own_node() -> torch.Tensor:
-    """Return [this worker, first worker of its node, workers of the node] as torchrun says it; 0 if it does not.
-
-    Raises:
-        ValueError: What it says is impossible.
-    """
+    """Return [this worker, first worker of its node, workers of the node] as torchrun says it; 0 if it does not."""
     size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
     worker = dist.get_rank()
     if not size or not index:
@@ -128,10 +120,7 @@ def own_node() -> torch.Tensor:
 def make_groups(group: dist.ProcessGroup | None, nodes: torch.Tensor, device: torch.device) -> Groups | None:
     """Make the groups of all nodes. Collective. None if nodes have different sizes, or are not several of several.
 
-    Args:
-        group: Process group of all workers.
-        nodes: [workers, 3], the result of ``own_node`` of each worker.
-        device: Device of the gradients.
+    ``nodes`` [workers, 3] has the result of ``own_node`` of each worker.
     """
     found: dict[int, list[int]] = {}
     for worker, first, _ in nodes.tolist():

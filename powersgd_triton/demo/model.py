@@ -1,17 +1,23 @@
-"""A character-level GPT, of 0.8 M parameters at its default width."""
+"""The demo's training: a character-level GPT, of 0.8 M parameters at its default width, and the text that it learns.
+
+The text: sources of Python's standard library and the topics of its help, one token for each byte.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import sysconfig
+from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from powersgd_triton.demo.text import VOCABULARY
-
-LAYERS = 4
-WIDTH = 128
-HEADS = 4
-CONTEXT = 64
+LAYERS, WIDTH, HEADS, CONTEXT = 4, 128, 4, 64
+VOCABULARY = 128
+MAX_BYTES = 6_000_000
+TRAINING_SHARE = 0.95
 
 
 class Attention(nn.Module):
@@ -65,3 +71,36 @@ class GPT(nn.Module):
 def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats per token."""
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokens (ASCII codes, int64) for training and for validation."""
+
+    training: Tensor
+    validation: Tensor
+
+
+def read_corpus() -> Corpus:
+    """Read the text, ordered by file name. All workers of one Python installation get the same text.
+
+    Raises:
+        RuntimeError: This Python installation lacks the sources of its library.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = {file.stem: file.read_bytes() for file in library.glob("*.py")}
+    # Use the topics as pydoc shows them instead of the source with their string literals.
+    texts["pydoc_data"] = "\n".join(topic for _, topic in sorted(topics.items())).encode()
+    text = b"".join(text for _, text in sorted(texts.items()))[:MAX_BYTES]
+    if len(text) < 1_000_000:
+        raise RuntimeError(f"expected at least 1 MB of Python sources in the standard library; found {len(text)} bytes")
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp_(max=VOCABULARY - 1)
+    boundary = int(len(tokens) * TRAINING_SHARE)
+    return Corpus(tokens[:boundary], tokens[boundary:])
+
+
+def sample_batch(tokens: Tensor, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return random excerpts as (inputs, next tokens), both [size, context]."""
+    starts = torch.randint(len(tokens) - context, (size, 1), generator=generator)
+    excerpts = tokens[starts + torch.arange(context + 1)]
+    return excerpts[:, :-1], excerpts[:, 1:]

@@ -1,7 +1,12 @@
-"""Ways to distribute the demo's model: replicated, sharded, or both."""
+"""Ways to distribute the demo's model: replicated, sharded, or both, and DeepSpeed at any ZeRO stage."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim.lr_scheduler import LambdaLR
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.demo.model import GPT, Block
@@ -17,16 +23,15 @@ from powersgd_triton.integrations import fsdp1
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 
 REPLICAS = 2
+ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 PARALLELISMS = {
     "ddp": "DistributedDataParallel",
     "fsdp1": "FullyShardedDataParallel",
     "fsdp2": "fully_shard over all workers",
     "hsdp": f"fully_shard in each of {REPLICAS} replicas",
-    **{f"zero{stage}": f"DeepSpeed, ZeRO stage {stage}" for stage in range(4)},
+    **{name: f"DeepSpeed, ZeRO stage {stage}" for name, stage in ZERO_STAGES.items()},
 }
 """{name: description}."""
-
-ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 
 GRADIENT_COLLECTIVES = {
     **dict.fromkeys([*ZERO_STAGES, "fsdp1", "fsdp2"], ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single")),
@@ -35,6 +40,8 @@ GRADIENT_COLLECTIVES = {
 }
 """Collectives that carry gradients between workers, or between replicas. All-gathers carry parameters."""
 
+CONFIGURATION = Path(__file__).with_name("ds_config.json")
+
 
 def check_workers(parallelism: str, workers: int) -> None:
     """Raise ValueError if this number of workers cannot be arranged in this way."""
@@ -42,8 +49,14 @@ def check_workers(parallelism: str, workers: int) -> None:
         raise ValueError(f"hsdp arranges workers in {REPLICAS} replicas; {workers} is not a multiple of {REPLICAS}")
 
 
+def gradient_bytes(model: nn.Module, parallelism: str, workers: int) -> int:
+    """Return the bytes of gradients that a worker would send without compression."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return total * REPLICAS // workers if parallelism == "hsdp" else total
+
+
 def shard(model: GPT, parallelism: str, options: dict[str, Any] | None, device: torch.device) -> Any:
-    """Shard the model in one of these ways. Compress its gradients with the configuration fields in ``options``."""
+    """Shard the model by FSDP or HSDP. Compress its gradients with the configuration fields in ``options``."""
     config = None if options is None else PowerSGDConfig(**options)
     if parallelism == "fsdp1":
         wrapped = FullyShardedDataParallel(
@@ -57,20 +70,48 @@ def shard(model: GPT, parallelism: str, options: dict[str, Any] | None, device: 
         mesh = init_device_mesh(device.type, (workers,))
     else:
         mesh = init_device_mesh(device.type, (REPLICAS, workers // REPLICAS), mesh_dim_names=("replicate", "shard"))
-    module = _fully_sharded(model, mesh)
+    for module in [*model.blocks, model]:
+        fully_shard(module, mesh=mesh)
     if config is not None:
-        apply_powersgd(module, config)
-    return module
-
-
-def gradient_bytes(model: nn.Module, parallelism: str, workers: int) -> int:
-    """Return the bytes of gradients that a worker would send without compression."""
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return total * REPLICAS // workers if parallelism == "hsdp" else total
-
-
-def _fully_sharded(model: GPT, mesh: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        apply_powersgd(model, config)
     return model
+
+
+def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the content of ``ds_config.json`` for a ZeRO stage.
+
+    ``section`` has the fields to change in the section "powersgd". None switches it off.
+    """
+    content: dict[str, Any] = json.loads(CONFIGURATION.read_text(encoding="utf-8"))
+    content["zero_optimization"]["stage"] = stage
+    content["powersgd"].update({"enabled": False} if section is None else section)
+    return content
+
+
+def make_engine(
+    model: nn.Module, config: Mapping[str, Any], device: torch.device, learning_rate_factor: Callable[[int], float]
+) -> Any:
+    """Return a DeepSpeed engine for the model, with compression as configured. The process group must exist.
+
+    Args:
+        model: Model on the CPU or on the device.
+        config: DeepSpeed's configuration.
+        device: Device of this worker.
+        learning_rate_factor: Maps a step's number to the factor of the learning rate.
+    """
+    # Set what a launcher would have set.
+    workers = str(dist.get_world_size())
+    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(device.index or 0), WORLD_SIZE=workers)
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    from powersgd_triton.integrations import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # On the CPU, DeepSpeed would compile this operation before the first step. The demo does not use it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=dict(config),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, learning_rate_factor),
+    )
+    return engine

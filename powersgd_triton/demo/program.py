@@ -10,8 +10,7 @@ import argparse
 import deepspeed
 import torch
 
-from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
-from powersgd_triton.demo.text import read_corpus, sample_batch
+from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import torch
 
 import powersgd_triton
 from powersgd_triton.demo.train import Arm, Result, Settings
+from powersgd_triton.ranks.report import aligned
 
 SMOOTHING = 0.95
 
@@ -31,13 +32,7 @@ def table(results: Mapping[Arm, Result]) -> str:
         ]
         for arm, result in results.items()
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in [header, *rows]
-    ]
+    lines = aligned([header, *rows], "<>>>>>")
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

@@ -55,13 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Train all arms one after the other and report the results."""
     try:
         _check_requirements(arguments.parallelism)
-        settings = Settings(
-            arguments.steps,
-            arguments.workers,
-            _device(arguments.device, arguments.workers),
-            arguments.seed,
-            arguments.parallelism,
-        )
+        device = _device(arguments.device, arguments.workers)
+        settings = Settings(arguments.steps, arguments.workers, device, arguments.seed, arguments.parallelism)
         arms = _arms(arguments, settings)
     except (ValueError, RuntimeError) as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -70,29 +65,17 @@ def run(arguments: argparse.Namespace) -> int:
     backend = "NCCL" if settings.device == "cuda" else "gloo"
     where = f"{settings.workers} workers on {settings.device} ({backend}), {PARALLELISMS[settings.parallelism]}"
     print(f"{where}, {settings.steps} steps", flush=True)
-    results = {arm: train_arm(settings, arm) for arm in arms}
+    results = {arm: train(settings, str(arm), functools.partial(distribute, arm=arm)) for arm in arms}
     report.write_json(arguments.output / "results.json", settings, results)
     report.draw(arguments.output / "loss.png", results)
     print(f"\n{report.table(results)}\n\nwritten: {arguments.output / 'loss.png'}, {arguments.output / 'results.json'}")
     return 0
 
 
-def train_arm(settings: Settings, arm: Arm) -> Result:
-    """Train one arm as ``train`` does."""
-    return train(settings, str(arm), functools.partial(distribute, arm=arm))
-
-
 def train(settings: Settings, title: str, prepare: Prepare) -> Result:
     """Train in new processes. Losses are averaged over workers, other figures are those of worker 0.
 
-    Args:
-        settings: Settings that all arms share.
-        title: Name of the training in its progress bar.
-        prepare: As for ``train_worker``. It must be possible to pickle it.
-
-    Raises:
-        TimeoutError: The workers did not finish in time.
-        torch.multiprocessing.ProcessException: A worker failed.
+    The arguments are those of ``train_worker``; ``prepare`` is pickled. Raises the errors of ``run_workers``.
     """
     task = functools.partial(train_worker, settings=settings, title=title, prepare=prepare)
     results = run_workers(task, settings.workers, timeout=900 + 3 * settings.steps)
@@ -121,11 +104,9 @@ def _device(choice: str, workers: int) -> str:
 
 
 def _check_requirements(parallelism: str) -> None:
-    needed = {
-        "matplotlib": "demo",
-        "tqdm": "demo",
-        **({"deepspeed": "deepspeed"} if parallelism in ZERO_STAGES else {}),
-    }
+    needed = {"matplotlib": "demo", "tqdm": "demo"}
+    if parallelism in ZERO_STAGES:
+        needed["deepspeed"] = "deepspeed"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         extras = ",".join(sorted({needed[name] for name in missing}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import statistics
@@ -19,23 +20,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.config import AUTO
-from powersgd_triton.demo.measure import Hook, HookTimer, Traffic
-from powersgd_triton.demo.model import CONTEXT, GPT, WIDTH, next_token_loss
-from powersgd_triton.demo.parallelism import GRADIENT_COLLECTIVES, ZERO_STAGES, gradient_bytes, shard
-from powersgd_triton.demo.progress import Progress
-from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
+from powersgd_triton.demo import parallelism
+from powersgd_triton.demo.measure import Hook, HookTimer, Traffic, progress
+from powersgd_triton.demo.model import CONTEXT, GPT, WIDTH, Corpus, next_token_loss, read_corpus, sample_batch
 from powersgd_triton.demo.workers import process_group
-from powersgd_triton.demo.zero import configuration, make_engine
 from powersgd_triton.integrations import ddp as ours
 
 BATCH_PER_WORKER = 16
 LEARNING_RATE = 3e-3
 """At the default width. Wider models have a rate inversely proportional to their width."""
 WEIGHT_DECAY = 0.01
-WARMUP_STEPS = 30
-FINAL_LEARNING_RATE = 0.1
-VALIDATION_BATCHES = 20
-VALIDATION_BATCH = 32
+WARMUP_STEPS, FINAL_LEARNING_RATE = 30, 0.1
+VALIDATION_BATCHES, VALIDATION_BATCH = 20, 32
 # One bucket, since torch's hook hangs or aborts with several buckets on gloo.
 ONE_BUCKET_MB = 1024
 METHODS = ("allreduce", "torch", "ours")
@@ -44,11 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "twice": {"iterations": 2},
     "bf16error": {"error_dtype": "bf16"},
     "noexplore": {"explore_every": 0},
-    "fp32": {"wire_dtype": "fp32"},
-    "bf16": {"wire_dtype": "bf16"},
-    "fp16": {"wire_dtype": "fp16"},
-    "int8": {"wire_dtype": "int8"},
-    "int4": {"wire_dtype": "int4"},
+    **{width: {"wire_dtype": width} for width in ("fp32", "bf16", "fp16", "int8", "int4")},
     "pairs": {"node_group": "pairs"},
 }
 """{name of a mode in an arm: arguments of our hook}. With "pairs", each two workers stand for a node."""
@@ -72,13 +64,9 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str, default_rank: int) -> Arm:
-        """Parse an arm: 'allreduce', 'torch' or 'ours', with a rank as in 'ours:4', modes as in 'ours:32+alternating'.
+        """Parse an arm: 'allreduce', 'allreduce+bf16', 'torch:4', 'ours:32+alternating', 'ours:20x' or 'ours:auto'.
 
-        'ours:20x' plans ranks for 20 times fewer bytes, and 'ours:auto' chooses a budget from measured times.
-        'allreduce+bf16' rounds gradients to bf16.
-
-        Raises:
-            ValueError: The text is not an arm.
+        A number is a rank, 20x is a budget of 20 times fewer bytes, and auto chooses one from measured times.
         """
         found = re.fullmatch(r"(\w+)(?::(?:([1-9]\d*)|([1-9]\d*(?:\.\d+)?x|auto)))?((?:\+\w+)*)", text)
         modes = tuple(found[4].split("+")[1:]) if found else ()
@@ -106,9 +94,9 @@ class Arm:
         return {**size, **{name: value for mode in self.modes for name, value in MODES[mode].items()}}
 
     def __str__(self) -> str:
-        rank = [] if self.rank is None else [f"rank {self.rank}"]
-        budget = [] if self.compression is None else [budget_text(self.compression)]
-        return ", ".join([self.method, *rank, *budget, *self.modes])
+        rank = None if self.rank is None else f"rank {self.rank}"
+        budget = None if self.compression is None else budget_text(self.compression)
+        return ", ".join(filter(None, [self.method, rank, budget, *self.modes]))
 
 
 def budget_text(compression: float | str, times: str = "x") -> str:
@@ -176,52 +164,43 @@ class Result:
 def train_worker(worker: int, settings: Settings, title: str, prepare: Prepare, store_path: str) -> Result:
     """Train together with the other workers, which all call this function. Return this worker's figures.
 
-    Args:
-        worker: Index of this process.
-        settings: Settings that all arms share.
-        title: Name of the training in its progress bar.
-        prepare: Decides how the workers average, for example ``distribute`` with an arm.
-        store_path: A file that does not exist yet. The workers find each other through it.
+    ``prepare`` decides how the workers average, for example ``distribute`` with an arm. The other arguments are those
+    of ``process_group`` and ``progress``.
     """
     device = torch.device(settings.device, worker) if settings.device == "cuda" else torch.device(settings.device)
     with process_group(worker, settings.workers, device, store_path):
-        return _train(worker, settings, title, prepare, device)
-
-
-def _train(worker: int, settings: Settings, title: str, prepare: Prepare, device: torch.device) -> Result:
-    corpus = read_corpus()
-    torch.manual_seed(settings.seed)
-    model = GPT(settings.width).to(device)
-    gradients = gradient_bytes(model, settings.parallelism, settings.workers)
-    traffic, timer = Traffic(GRADIENT_COLLECTIVES.get(settings.parallelism)), HookTimer(device)
-    generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
-    losses: list[float] = []
-    bytes_sent: list[float] = []
-    seconds: list[float] = []
-    # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
-    with traffic.counting():
-        replica, validated, update = prepare(model, settings, device, timer)
-        traffic.reset()
-        with Progress(title, settings.steps, shown=worker == 0) as progress:
-            for _ in range(settings.steps):
-                begin = time.perf_counter()
-                inputs, targets = sample_batch(corpus.training, settings.batch, CONTEXT, generator)
-                loss = next_token_loss(replica, inputs.to(device), targets.to(device))
-                update(loss)
-                losses.append(loss.item())
-                seconds.append(time.perf_counter() - begin)
-                bytes_sent.append(traffic.as_all_reduces)
-                progress.update(losses[-1], traffic.as_all_reduces)
-    return Result(
-        losses=losses,
-        bytes_sent=bytes_sent,
-        sent=traffic.sent / settings.steps,
-        received=traffic.received / settings.steps,
-        validation_loss=validation_loss(validated, corpus, device),
-        gradient_bytes=gradients,
-        hook_ms=timer.median_ms(),
-        step_ms=statistics.median(seconds) * 1e3,
-    )
+        corpus = read_corpus()
+        torch.manual_seed(settings.seed)
+        model = GPT(settings.width).to(device)
+        gradients = parallelism.gradient_bytes(model, settings.parallelism, settings.workers)
+        traffic = Traffic(parallelism.GRADIENT_COLLECTIVES.get(settings.parallelism))
+        timer = HookTimer(device)
+        generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
+        losses, bytes_sent, seconds = list[float](), list[float](), list[float]()
+        # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
+        with traffic.counting():
+            replica, validated, update = prepare(model, settings, device, timer)
+            traffic.reset()
+            with progress(title, settings.steps, shown=worker == 0) as show:
+                for _ in range(settings.steps):
+                    begin = time.perf_counter()
+                    inputs, targets = sample_batch(corpus.training, settings.batch, CONTEXT, generator)
+                    loss = next_token_loss(replica, inputs.to(device), targets.to(device))
+                    update(loss)
+                    losses.append(loss.item())
+                    seconds.append(time.perf_counter() - begin)
+                    bytes_sent.append(traffic.as_all_reduces)
+                    show(losses[-1], bytes_sent[-1])
+        return Result(
+            losses=losses,
+            bytes_sent=bytes_sent,
+            sent=traffic.sent / settings.steps,
+            received=traffic.received / settings.steps,
+            validation_loss=validation_loss(validated, corpus, device),
+            gradient_bytes=gradients,
+            hook_ms=timer.median_ms(),
+            step_ms=statistics.median(seconds) * 1e3,
+        )
 
 
 def distribute(
@@ -232,16 +211,11 @@ def distribute(
     arm: Arm,
     bucket_mb: float | None = ONE_BUCKET_MB,
 ) -> Prepared:
-    """Average gradients in an arm's way.
-
-    ``bucket_mb`` is the size of DDP's buckets. None is DDP's default.
-    """
-    if settings.parallelism in ZERO_STAGES:
-
-        def factor(step: int) -> float:
-            return learning_rate_factor(step, settings.steps)
-
-        engine = make_engine(model, configuration(ZERO_STAGES[settings.parallelism], arm.options), device, factor)
+    """Average gradients in an arm's way. ``bucket_mb`` is the size of DDP's buckets, and None its default."""
+    if settings.parallelism in parallelism.ZERO_STAGES:
+        config = parallelism.configuration(parallelism.ZERO_STAGES[settings.parallelism], arm.options)
+        factor = functools.partial(learning_rate_factor, steps=settings.steps)
+        engine = parallelism.make_engine(model, config, device, factor)
 
         def update_engine(loss: Tensor) -> None:
             engine.backward(loss)
@@ -249,22 +223,21 @@ def distribute(
 
         return engine, engine, update_engine
     if settings.parallelism == "ddp":
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+        replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         state, hook = communication(arm, model)
-        wrapped.register_comm_hook(state, timer.timed(hook))
-        replica: nn.Module = wrapped
-        validated: nn.Module = model
+        replica.register_comm_hook(state, timer.timed(hook))
     else:
-        replica = validated = shard(model, settings.parallelism, arm.options, device)
+        replica = model = parallelism.shard(model, settings.parallelism, arm.options, device)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
-    return replica, validated, stepping(optimizer, settings)
+    return replica, model, stepping(optimizer, settings)
 
 
 def stepping(
     optimizer: torch.optim.Optimizer, settings: Settings, then: Callable[[int], None] | None = None
 ) -> Callable[[Tensor], None]:
     """Return a function that takes a training step for a loss. It calls ``then`` with the number of steps so far."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, settings.steps))
+    factor = functools.partial(learning_rate_factor, steps=settings.steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def update(loss: Tensor) -> None:
         optimizer.zero_grad()
@@ -286,12 +259,7 @@ def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
         return None, default_hooks.allreduce_hook
     if arm.method == "torch":
         # 2 is the smallest start that torch allows. Without an epsilon, a zero gradient becomes NaN.
-        incumbent = torch_powersgd.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=arm.options["rank"],
-            start_powerSGD_iter=2,
-            orthogonalization_epsilon=1e-8,
-        )
+        incumbent = torch_powersgd.PowerSGDState(None, arm.options["rank"], 2, orthogonalization_epsilon=1e-8)
         return incumbent, torch_powersgd.powerSGD_hook
     options = dict(arm.options)
     if "node_group" in options:

@@ -23,15 +23,12 @@ T = TypeVar("T")
 
 
 def run_workers(task: Callable[..., T], workers: int, timeout: float) -> list[T]:
-    """Call ``task(worker, store_path=…)`` in new processes.
+    """Call ``task(worker, store_path=…)`` in new processes, and return the results, ordered by worker.
 
     Args:
         task: Function that can be pickled, as its result must be. ``store_path`` is for ``process_group``.
         workers: Number of processes.
         timeout: Seconds until all must be done.
-
-    Returns:
-        The results of the task, ordered by worker.
 
     Raises:
         TimeoutError: The workers were not done in time. They have been killed.
@@ -49,27 +46,19 @@ def run_workers(task: Callable[..., T], workers: int, timeout: float) -> list[T]
                 for process in context.processes:
                     process.kill()
                 raise TimeoutError(f"{workers} workers were not done after {timeout:g} s")
-        return [pickle.loads(_result_file(folder, worker).read_bytes()) for worker in range(workers)]
+        return [pickle.loads(Path(folder, f"result-{worker}").read_bytes()) for worker in range(workers)]
 
 
 def _work(worker: int, task: Callable[..., Any], folder: str) -> None:
-    result = task(worker, store_path=str(Path(folder) / "store"))
-    _result_file(folder, worker).write_bytes(pickle.dumps(result))
-
-
-def _result_file(folder: str, worker: int) -> Path:
-    return Path(folder) / f"result-{worker}"
+    result = task(worker, store_path=str(Path(folder, "store")))
+    Path(folder, f"result-{worker}").write_bytes(pickle.dumps(result))
 
 
 @contextlib.contextmanager
 def process_group(worker: int, workers: int, device: torch.device, store_path: str) -> Iterator[None]:
     """Set up the default process group inside this block. On the CPU, each process uses one thread.
 
-    Args:
-        worker: Index of this process.
-        workers: Number of processes.
-        device: Device of this worker.
-        store_path: A file that does not exist yet. The workers find each other through it.
+    ``store_path`` is a file that does not exist yet, through which the processes find each other.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, FORMATS, SCALE_BYTES, WireFormat
@@ -25,12 +25,7 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     A matrix is compressed only if the bytes of its factors in a step, scales included, times ``min_compression_rate``
     are fewer than the 4 n m bytes of an fp32 tensor. For factors sent once in fp32 that is
     (n + m) · r · min_compression_rate < n · m. If ranks are planned, the result is the largest rank that qualifies, at
-    most ``max_rank``.
-
-    Args:
-        shape: Shape of the tensor.
-        config: Configuration with the rank.
-        name: Name of the tensor, which is passed to the configuration's rank function if it has one.
+    most ``max_rank``. A rank function gets the tensor's ``name``.
 
     Raises:
         TypeError: The rank function returned something other than an int.
@@ -39,33 +34,29 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     if len(shape) < 2 or config.codes is not None:
         return 0
     n, m = matrix_shape(shape)
+
+    def is_worth_it(r: int) -> bool:
+        return matrix_bytes(n, m, r, config) * config.min_compression_rate < 4 * n * m
+
     if config.planned:
-        return _largest_rank(n, m, config)
+        assert config.max_rank is not None
+        # Bisection works because bytes grow with the rank.
+        low, high = 0, min(n, m, config.max_rank)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if is_worth_it(middle) else (low, middle - 1)
+        return low
     wanted = config.rank
     if callable(wanted):
         wanted = whole_number(f"the rank of {name!r}, {tuple(shape)},", wanted(name, tuple(shape)))
     assert wanted is not None
     r = min(wanted, n, m)
-    return r if _is_worth_it(n, m, r, config) else 0
+    return r if is_worth_it(r) else 0
 
 
 def sizes(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, tuple[int, int, int]]:
     """Return {name: (n, m, rank)} for tensors {name: shape}. Rank 0 means that a tensor is not compressed."""
     return {name: (*matrix_shape(shape), compressed_rank(shape, config, name)) for name, shape in shapes.items()}
-
-
-def _largest_rank(n: int, m: int, config: PowerSGDConfig) -> int:
-    """Return the largest rank that saves enough bytes, or 0. Bisection works because bytes grow with the rank."""
-    assert config.max_rank is not None
-    low, high = 0, min(n, m, config.max_rank)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if _is_worth_it(n, m, middle, config) else (low, middle - 1)
-    return low
-
-
-def _is_worth_it(n: int, m: int, r: int, config: PowerSGDConfig) -> bool:
-    return matrix_bytes(n, m, r, config) * config.min_compression_rate < 4 * n * m
 
 
 def matrix_bytes(n: int, m: int, rank: int, config: PowerSGDConfig) -> float:
@@ -166,26 +157,10 @@ class Layout:
     parts: tuple[Layout, ...] = ()
 
     @classmethod
-    def build(
-        cls,
-        shapes: Mapping[str, Sequence[int]] | Iterable[tuple[str, Sequence[int]]],
-        config: PowerSGDConfig,
-        *,
-        compress: bool = True,
-    ) -> Layout:
-        """Lay out tensors contiguously in the given order. With ``compress=False`` all are bypass tensors.
-
-        Raises:
-            ValueError: A name occurs twice.
-        """
-        items = shapes.items() if isinstance(shapes, Mapping) else shapes
-        segments: list[Segment] = []
-        seen: set[str] = set()
-        offset = 0
-        for name, shape in items:
-            if name in seen:
-                raise ValueError(f"tensor names must be unique; {name!r} occurs twice")
-            seen.add(name)
+    def build(cls, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, *, compress: bool = True) -> Layout:
+        """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
+        segments, offset = list[Segment](), 0
+        for name, shape in shapes.items():
             rank = compressed_rank(shape, config, name) if compress else 0
             segments.append(Segment(name, tuple(shape), offset, rank))
             offset += segments[-1].numel
@@ -234,8 +209,7 @@ class Layout:
         for position, segment in enumerate(self.compressed):
             key = (segment.n, segment.m, segment.rank) if self.batch_by_shape else (position,)
             members.setdefault(key, []).append(segment)
-        groups: list[ShapeGroup] = []
-        p_offset = q_offset = 0
+        groups, p_offset, q_offset = list[ShapeGroup](), 0, 0
         for segments in members.values():
             first = segments[0]
             groups.append(ShapeGroup(first.n, first.m, first.rank, tuple(segments), p_offset, q_offset))

@@ -16,8 +16,7 @@ class Shares:
 
     Attributes:
         layout: The whole layout.
-        cuts: Offsets in the flat buffer at which shares begin, followed by the end of the last one. Each offset is the
-            beginning of a row. The first share begins with the first matrix, and the last one ends with the last.
+        cuts: Offsets of the rows at which shares begin, from the first matrix on, and the end of the last matrix.
     """
 
     layout: Layout

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
+
+Factors = Sequence[tuple[int, int, int]]
+"""(number, rows, rank) of adjacent matrices."""
 
 BLOCK = 128
 """Number of consecutive entries of a factor's column that share a scale."""
@@ -29,8 +33,8 @@ class WireFormat:
     Attributes:
         name: Name of a torch dtype, int4, int2 or ternary.
         bits: Bits of an entry, or of as many entries as ``blocks`` says.
-        scaled: Whether each 128 entries of a column share a bf16 scale.
-            The scale is not fp16, in which scales of columns below 1e-6 would have few bits or be zero.
+        scaled: Whether each 128 entries of a column share a scale. It is bf16, since in fp16 scales of columns below
+            1e-6 would have few bits or be zero.
         levels: Largest magnitude of a block in units of its scale.
         blocks: Number of blocks that share their bytes: each byte holds a ternary code of each of them.
     """
@@ -154,36 +158,24 @@ class WirePlan:
     size: int
 
     @classmethod
-    def build(
-        cls, width: WireFormat, factors: Sequence[tuple[int, int, int]], bypass_numel: int, itemsize: int, workers: int
-    ) -> WirePlan:  # fmt: skip
+    def build(cls, width: WireFormat, factors: Factors, bypass_numel: int, itemsize: int, workers: int) -> WirePlan:
         """Divide a message [factors | exact elements] among the workers, in chunks of the smallest possible size.
 
         A chunk may end at any row of a matrix. A block of 128 rows that is cut has scales on either side of the cut.
-
-        Args:
-            width: Format of the factors.
-            factors: (count, rows, rank) of adjacent matrices.
-            bypass_numel: Number of exact elements after the factors.
-            itemsize: Bytes of an exact element.
-            workers: Number of workers.
         """
         total = sum(count * width.factor_bytes(rows, rank) for count, rows, rank in factors) + itemsize * bypass_numel
         mean = -(-total // workers)
         # Wide accesses to the bytes need alignment. In a small chunk it would be a large share of the bytes.
         unit = ALIGNMENT if mean >= LARGE_CHUNK else itemsize
-
-        def divided(units: int) -> list[Chunk] | None:
-            return _divide(width, factors, bypass_numel, itemsize, workers, units * unit)
-
+        divided = functools.partial(_divide, width, factors, bypass_numel, itemsize, workers)
         # The smallest size is a little above the mean, since a cut adds scales.
         least, step = -(-mean // unit) - 1, 1
-        while (chunks := divided(least + step)) is None:
+        while (chunks := divided((least + step) * unit)) is None:
             least, step = least + step, 2 * step
         most = least + step
         while most - least > 1:
             middle = (least + most) // 2
-            found = divided(middle)
+            found = divided(middle * unit)
             least, most, chunks = (middle, most, chunks) if found is None else (least, middle, found)
         # Only now, since most of the tries were in vain.
         return cls(width, tuple(_placed(width, chunk, itemsize) for chunk in chunks), most * unit)
@@ -195,12 +187,7 @@ class WirePlan:
 
 
 def _divide(
-    width: WireFormat,
-    factors: Sequence[tuple[int, int, int]],
-    bypass_numel: int,
-    itemsize: int,
-    workers: int,
-    size: int,
+    width: WireFormat, factors: Factors, bypass_numel: int, itemsize: int, workers: int, size: int
 ) -> list[Chunk] | None:
     """Fill chunks of ``size`` bytes one after the other. None if there are more than ``workers``.
 
@@ -209,10 +196,9 @@ def _divide(
     shapes, done, row, element = iter(factors), 0, 0, 0
     shape = next(shapes, None)
     start, exact = sum(count * rows * rank for count, rows, rank in factors), 0
-    chunks: list[Chunk] = []
+    chunks = list[Chunk]()
     for _ in range(workers):
-        space = size
-        pieces: list[Piece] = []
+        space, pieces = size, list[Piece]()
         while shape is not None:
             count, rows, rank = shape
             whole = 0 if row else min(count - done, space // width.factor_bytes(rows, rank))

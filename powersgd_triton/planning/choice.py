@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from powersgd_triton.comm.exchange import ALL_REDUCE
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.planning.cost import Network, exact_seconds, factor_seconds, step_seconds
+from powersgd_triton.planning.cost import Network, factor_seconds, step_seconds
 from powersgd_triton.planning.trial import ComputeTime
 from powersgd_triton.ranks.planner import sent_bytes, starting_ranks
 
@@ -48,8 +49,8 @@ class Job:
 
     def exact_messages(self, itemsize: int | None = None) -> list[float]:
         """Return the seconds of an all-reduce of each bucket."""
-        numels = [sum(map(math.prod, bucket.values())) for bucket in self.buckets]
-        return exact_seconds(numels, itemsize or self.itemsize, self.network)
+        size, numels = itemsize or self.itemsize, [sum(map(math.prod, bucket.values())) for bucket in self.buckets]
+        return [self.network.sum(ALL_REDUCE, numel * size) for numel in numels]
 
     def exact(self, itemsize: int | None = None) -> Prediction:
         """Predict a step that averages by all-reduces, of elements of ``itemsize`` bytes (default: the gradients')."""
@@ -65,20 +66,20 @@ class Job:
         planned = starting_ranks(self.tensors, config, self.network.workers, buckets)
         return [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
 
-    def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
-        """Predict a step with a configuration, given the time that it computes.
+    def messages(self, layouts: Sequence[Layout], config: PowerSGDConfig) -> list[float]:
+        """Return the seconds in which the factors of each bucket travel; see ``factor_seconds``."""
+        return factor_seconds(
+            layouts, config, self.network, two_levels=self.two_levels, joined=self.joined, late=self.late
+        )
 
-        Raises:
-            ValueError: Its budget is too small.
-        """
+    def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
+        """Predict a step with a configuration, given the time that it computes. ValueError: its budget is too small."""
         layouts = self.layouts(config)
         ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
         numel = sum(segment.numel for layout in layouts for segment in layout.compressed)
         columns = sum(s.rank * s.numel for layout in layouts for s in layout.compressed) / max(1, numel)
-        options = {"two_levels": self.two_levels, "joined": self.joined, "late": self.late}
-        messages = factor_seconds(layouts, config, self.network, **options)
         own = time(columns) if ranks else 0.0
-        seconds = step_seconds(self.compute, own, messages)
+        seconds = step_seconds(self.compute, own, self.messages(layouts, config))
         return Prediction(config, ranks, sent_bytes(self.tensors, ranks, config), seconds, own / seconds)
 
 
@@ -102,14 +103,11 @@ class Prediction:
 
 
 def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) -> list[Prediction]:
-    """Predict steps with several budgets, for each width in ``times``.
+    """Predict steps with several budgets, for each width in ``times``, {width: time that compression computes}.
 
-    Args:
-        job: The job.
-        config: Configuration whose budget and ``wire_dtype`` are replaced.
-        times: {width: time that compression computes}.
+    They replace the budget and ``wire_dtype`` of ``config``, and keep to its ``max_overhead``.
     """
-    found = []
+    found = list[Prediction]()
     for width, time in times.items():
         of_width: list[Prediction] = []
         for compression in COMPRESSIONS:
@@ -124,14 +122,13 @@ def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) 
                 of_width.pop()
             of_width.append(predicted)
         found += of_width
-    return found
+    return [prediction for prediction in found if prediction.overhead <= (config.max_overhead or 1.0)]
 
 
 def choose(exact: Prediction, compressed: Iterable[Prediction]) -> Prediction:
     """Return the step with the highest quality among those that take about as long as the fastest.
 
-    An all-reduce has the highest. Then comes the highest sum of ranks, since all widths end at about the loss of their
-    rank.
+    An all-reduce has the highest, then the highest sum of ranks: all widths end at about the loss of their rank.
     """
     found = [exact, *compressed]
     fastest = min(prediction.seconds for prediction in found)

@@ -18,9 +18,8 @@ from powersgd_triton.comm.nodes import own_node
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, factors_sent, wire_format
 
-PROBES = (1 << 12, 1 << 18, 1 << 21)
-"""Elements of the all-reduces that measure a network."""
-PROBE_ROUNDS = 3
+PROBES, PROBE_ROUNDS = (1 << 12, 1 << 18, 1 << 21), 3
+"""Elements of the all-reduces that measure a network, and how often each is measured."""
 BACKWARD = 2 / 3
 """Share of the backward pass in the compute of a step."""
 
@@ -58,15 +57,11 @@ class Network:
         return dataclasses.replace(self, node_size=1, card=self.card / self.node_size)
 
     def collective(self, kind: str, sent: float) -> float:
-        """Return the seconds of a collective of all workers.
+        """Return the seconds of a collective of all workers, in which each of them sends so many bytes.
 
         It takes 2 (k − 1) messages in a row for an all-reduce of k workers, and k − 1 for an all-gather. Both run on a
         ring that enters and leaves each node once. In an all-to-all, which takes k − 1 too, each worker sends a part
         to each other one directly.
-
-        Args:
-            kind: ``ALL_REDUCE``, ``ALL_GATHER`` or ``ALL_TO_ALL``.
-            sent: Bytes that each worker sends.
         """
         others = self.workers - 1
         if others == 0:
@@ -87,11 +82,6 @@ class Network:
         if kind == ALL_GATHER:
             return self.collective(kind, size * (self.workers - 1))
         return self.collective(ALL_TO_ALL, ring) + self.collective(ALL_GATHER, ring)
-
-
-def exact_seconds(numels: Sequence[int], itemsize: int, network: Network) -> list[float]:
-    """Return the seconds in which each bucket of gradients is averaged by an all-reduce."""
-    return [network.sum(ALL_REDUCE, numel * itemsize) for numel in numels]
 
 
 def factor_seconds(
@@ -187,15 +177,12 @@ def measure_network(communicator: Communicator, device: torch.device) -> Network
     if workers == 1:
         return Network(1)
     if communicator.inside is not None:
-        return _measured(communicator, workers // communicator.inside.world_size, device)
-    # [worker, first worker of its node, workers of the node], with 0 where that is not known.
-    places = communicator.gather(own_node(), device)
-    nodes = len(places[:, 1].unique()) if bool((places[:, 2] > 0).all()) else workers
-    return _measured(communicator, nodes if workers % nodes == 0 else workers, device)
-
-
-def _measured(communicator: Communicator, nodes: int, device: torch.device) -> Network:
-    workers = communicator.world_size
+        nodes = workers // communicator.inside.world_size
+    else:
+        # [worker, first worker of its node, workers of the node], with 0 where that is not known.
+        places = communicator.gather(own_node(), device)
+        nodes = len(places[:, 1].unique()) if bool((places[:, 2] > 0).all()) else workers
+        nodes = nodes if workers % nodes == 0 else workers
     travels = travel_device(communicator.group, device)
     seconds = []
     for numel in PROBES:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
@@ -21,33 +20,40 @@ from powersgd_triton.schemes import new_engine
 RANKS = (4, 16, 64)
 """Ranks at which a step is timed."""
 ROUNDS = 2
-LARGEST = {"cpu": 1 << 24}
-LARGEST_ON_DEVICE = 1 << 26
+LARGEST, LARGEST_ON_CPU = 1 << 26, 1 << 24
 """Elements of a larger model that are timed. A GPU needs many, since each bucket takes some time of the host."""
 SCRATCH = 1 << 27
 """Bytes that fill the caches."""
 
 
-class _Echo(Communicator):
-    """Collectives of one process that stands for two: what it receives is what it sends."""
+class _Echo:
+    """Collectives of a worker that receives what it sends."""
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, **options: Any) -> None: ...
+
+    @staticmethod
+    def all_gather_single(gathered: Tensor, tensor: Tensor, **options: Any) -> None:  # noqa: ARG004
+        gathered.view(-1, tensor.numel()).copy_(tensor)
+
+
+class StandIn(Communicator):
+    """One of several workers that all do the same, without the others."""
+
+    def __init__(self, workers: int = 2, index: int = 0, collectives: Any = _Echo) -> None:
+        super().__init__(collectives=collectives)
+        self._workers, self._index = workers, index
 
     @property
     def world_size(self) -> int:
-        return 2
+        return self._workers
 
     @property
     def index(self) -> int:
-        return 0
-
-    def all_reduce(self, tensor: Tensor) -> dist.Work | None:  # noqa: ARG002
-        return None
-
-    def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work | None:  # type: ignore[override]
-        gathered.copy_(tensor.expand_as(gathered))
-        return None
+        return self._index
 
     def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
-        return tensor.expand(2, *tensor.shape)
+        return tensor.expand(self._workers, *tensor.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +72,7 @@ class ComputeTime:
 
 
 def time_compute(
-    config: PowerSGDConfig,
-    buckets: Sequence[Mapping[str, Sequence[int]]],
-    device: torch.device,
+    config: PowerSGDConfig, buckets: Sequence[Mapping[str, Sequence[int]]], device: torch.device
 ) -> ComputeTime:
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
 
@@ -78,7 +82,7 @@ def time_compute(
     """
     matrices = [_matrices(bucket) for bucket in buckets]
     whole = {name: shape for bucket in matrices for name, shape in bucket.items()}
-    part = sample(whole, LARGEST.get(device.type, LARGEST_ON_DEVICE))
+    part = sample(whole, LARGEST_ON_CPU if device.type == "cpu" else LARGEST)
     if not part:
         return ComputeTime((0.0,) * len(RANKS))
     timed = [bucket for bucket in matrices if bucket] if part == whole else [part]
@@ -92,17 +96,14 @@ def time_compute(
     fields |= {"start_iter": 0, "check_every": 0, "min_compression_rate": 0.0}
     seconds = []
     for rank in RANKS:
-        tried = new_engine(dataclasses.replace(config, rank=rank, **fields), _Echo(), lambda: part, device)
+        tried = new_engine(dataclasses.replace(config, rank=rank, **fields), StandIn(), lambda: part, device)
         rounds = [_time_steps(tried, gradients, device, scratch) for _ in range(1 + ROUNDS)]
         seconds.append(min(rounds[1:]) * _numel(whole) / _numel(part))
     return ComputeTime(tuple(seconds))
 
 
 def sample(matrices: Mapping[str, tuple[int, ...]], largest: int) -> Mapping[str, tuple[int, ...]]:
-    """Return all matrices, or as many of each shape as have at most ``largest`` elements together.
-
-    If one of each shape has more, all get about as many elements, by fewer rows.
-    """
+    """Return all matrices, or as many of each shape, or rows of one of each, as have ``largest`` elements together."""
     if _numel(matrices) <= largest:
         return matrices
     names: dict[tuple[int, ...], list[str]] = {}

@@ -52,10 +52,7 @@ class Tuning:
         return "the host measures the first steps" if self._plan.measures else None
 
     def end_step(self) -> None:
-        """Note that a step has ended. Settle everything after the last measured one. The host waits for the device.
-
-        Collective after the last measured step, in which nothing may differ between workers.
-        """
+        """Note that a step has ended. Settle everything after the last measured one, which is collective."""
         step, plan, config, device = self._engine.step, self._plan, self._plan.config, self._engine.buckets.device
         if step.ended == 1 or step.iteration != self._iteration + 1:
             # The workers have changed, or a state was loaded.
@@ -97,8 +94,6 @@ class Tuning:
         job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
         found = budgets(job, config, times)
-        if config.max_overhead is not None:
-            found = [prediction for prediction in found if prediction.overhead <= config.max_overhead]
         best = choose(exact, found)
         # Workers with other shards may have chosen something else. The first of all choices is an all-reduce.
         choices: list[tuple[Any, Any]] = [(None, None), *itertools.product(widths, COMPRESSIONS)]

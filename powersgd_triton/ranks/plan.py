@@ -22,16 +22,11 @@ logger = logging.getLogger("powersgd_triton")
 
 
 class Measurement:
-    """Energies of the matrices of some buckets, copied to the host without waiting.
+    """Energies of the matrices of buckets on one device, after a step. They are copied to the host without waiting."""
 
-    Args:
-        buckets: Buckets on one device that have been in a step.
-    """
-
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
-        self._ranks: list[tuple[str, int]] = []
-        totals: list[Tensor] = []
-        columns: list[Tensor] = []
+    def __init__(self, buckets: Iterable[Bucket], communicator: Communicator) -> None:
+        self._ranks = list[tuple[str, int]]()
+        totals, columns = list[Tensor](), list[Tensor]()
         for bucket in buckets:
             # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.
             zero = torch.zeros((), dtype=torch.float64, device=bucket.P_hat.device)
@@ -44,18 +39,11 @@ class Measurement:
                 self._ranks += [(segment.name, group.rank) for segment in group.segments]
                 totals += [squares.get(segment.name, zero) for segment in group.segments]
             columns += [energy.flatten() for energy in _column_energies(bucket)]
-        self.totals = torch.stack(totals)
-        """This worker's ‖M_w‖² of each matrix. Average it over the workers before ``send``."""
-        self._columns = torch.cat(columns)
-        self._copy: HostCopy | None = None
-
-    def send(self) -> None:
-        """Start copying to the host, without waiting."""
-        self._copy = HostCopy(torch.cat([self.totals, self._columns]))
+        # All workers have the columns of the average. Of ‖M_w‖², each has its own.
+        self._copy = HostCopy(torch.cat([communicator.mean(torch.stack(totals)), *columns]))
 
     def spectra(self) -> dict[str, Spectrum]:
         """Return what was measured. The host waits until the copy is done."""
-        assert self._copy is not None
         numbers = self._copy.numbers()
         totals, columns = numbers[: len(self._ranks)], iter(numbers[len(self._ranks) :])
         return {
@@ -83,6 +71,7 @@ class RankPlan:
         given: The configuration as it was given.
         config: The configuration in force. It differs once ``settle`` was called.
         buckets: Number of buckets of a step, if they are not joined.
+        tensors: All tensors that are known, {name: shape}.
         settled: What ``settle`` got. None before.
         ranks: {name: rank}.
         spectra: {name: Spectrum} of the last measurement. Empty before the first one.
@@ -94,7 +83,7 @@ class RankPlan:
         self.config, self.given, self._workers = config, config, 1
         self.settled: dict[str, Any] | None = None
         self.buckets: int | None = None
-        self._tensors: dict[str, tuple[int, ...]] = {}
+        self.tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
         self.spectra: dict[str, Spectrum] = {}
         self.demands: dict[str, float] = {}
@@ -106,14 +95,10 @@ class RankPlan:
         return self.config.compression != AUTO
 
     def begin(self, tensors: Mapping[str, Sequence[int]]) -> None:
-        """Make the first plan for a model's tensors, {name: shape}, before anything was measured.
-
-        Raises:
-            ValueError: The budget is too small for the tensors.
-        """
+        """Make the first plan for a model's tensors, {name: shape}. ValueError: the budget is too small for them."""
         if self.config.planned:
             ranks = starting_ranks(tensors, self.config, self._workers, self.buckets) if self.compresses else {}
-            self._tensors = {name: tuple(shape) for name, shape in tensors.items()}
+            self.tensors = {name: tuple(shape) for name, shape in tensors.items()}
             self._adopt(ranks)
             if ranks and set(ranks.values()) == {self.config.max_rank}:
                 sent, allowed = sent_bytes(tensors, ranks, self.config), budget(tensors, self.config)
@@ -133,42 +118,39 @@ class RankPlan:
     def settle(self, fields: Mapping[str, Any]) -> None:
         """Replace fields of the configuration by what was chosen from measured times. A compression of None is exact.
 
-        Ranks above a new limit fall to it. The next plan gives the bytes to other matrices.
+        Ranks above a new limit fall to it.
 
         Raises:
             ValueError: The budget is too small. Nothing was changed.
         """
         if fields.get("compression", 1) is not None:
             config = dataclasses.replace(self.config, **fields, max_overhead=None)
-            largest = largest_ranks(self._tensors, config)
+            largest = largest_ranks(self.tensors, config)
             ranks = {name: min(rank, largest[name]) for name, rank in self.ranks.items()}
             if "compression" in fields:
-                ranks = starting_ranks(self._tensors, config, self._workers, self.buckets)
+                ranks = starting_ranks(self.tensors, config, self._workers, self.buckets)
             self.config = config
             self._adopt(ranks)
         self.settled = dict(fields)
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
-        """Plan for a number of workers from now on. The ranks stay if they were measured and fit the budget.
-
-        ``buckets`` is the number of buckets of a step. None leaves it, and without any number buckets are joined.
-        """
+        """Plan for a number of workers, and of buckets if given. The ranks stay if they were measured and fit."""
         if buckets is not None:
             self.buckets = buckets
         if workers == self._workers:
             return
         self._workers = workers
-        if self.config.planned and self._tensors and not (self.demands and self._fits(self.ranks)):
-            self.begin(self._tensors)
+        if self.config.planned and self.tensors and not (self.demands and self._fits(self.ranks)):
+            self.begin(self.tensors)
 
     def _fits(self, ranks: Mapping[str, int]) -> bool:
-        sent = sent_bytes(self._tensors, ranks, self.config, self._workers, self.buckets)
-        return sent <= budget(self._tensors, self.config)
+        sent = sent_bytes(self.tensors, ranks, self.config, self._workers, self.buckets)
+        return sent <= budget(self.tensors, self.config)
 
     def layout(self, layout: Layout) -> Layout:
         """Return a bucket's layout with the ranks in force."""
         if self.config.planned:
-            self._tensors |= {s.name: s.shape for s in layout.segments if s.name not in self._tensors}
+            self.tensors |= {s.name: s.shape for s in layout.segments if s.name not in self.tensors}
         return self._ranked(layout)
 
     def layout_of(self, tensors: Mapping[str, Sequence[int]]) -> Layout:
@@ -182,21 +164,15 @@ class RankPlan:
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
 
     @property
-    def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """All tensors that are known, {name: shape}."""
-        return self._tensors
-
-    @property
     def mean_rank(self) -> float:
         """Mean rank of an element of the compressed matrices."""
-        numels = {name: math.prod(self._tensors[name]) for name in self.ranks}
+        numels = {name: math.prod(self.tensors[name]) for name in self.ranks}
         return sum(rank * numels[name] for name, rank in self.ranks.items()) / max(1, sum(numels.values()))
 
     def end_step(self, iteration: int, buckets: Sequence[Bucket], communicator: Communicator) -> None:
         """Adopt a plan from the measurement of the last step, or measure this step if it is time. Collective.
 
-        A measurement averages one number for each matrix over the workers. The host does not wait for the step that has
-        just ended.
+        The host does not wait for the step that has just ended.
         """
         if self._replan():
             # The factors in the buckets still have the ranks of the previous plan.
@@ -204,15 +180,11 @@ class RankPlan:
         steps, every = iteration - self.config.start_iter, self.config.replan_every
         buckets = [bucket for bucket in buckets if bucket.average and bucket.layout.compressed]
         if self.config.planned and steps > 0 and every > 0 and steps % every == 0 and buckets:
-            measurement = Measurement(buckets)
-            communicator.mean(measurement.totals)
-            measurement.send()
-            self.pending = measurement
+            self.pending = Measurement(buckets, communicator)
 
     def _replan(self) -> bool:
         """Make and adopt a plan from the pending measurement. Return whether there was one."""
-        spectra = self._measured()
-        self.pending = None
+        spectra, self.pending = self._measured(), None
         found = {name: spectrum.demand for name, spectrum in spectra.items() if math.isfinite(spectrum.demand)}
         total = sum(found.values())
         if not (math.isfinite(total) and total > 0):
@@ -220,7 +192,7 @@ class RankPlan:
         for name, demand in found.items():
             # Averaged, since energies vary from step to step. Shares, since gradients and loss scales change in size.
             self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
-        ranks = allot(self._tensors, self.ranks, self.demands, self.config, self._workers, self.buckets)
+        ranks = allot(self.tensors, self.ranks, self.demands, self.config, self._workers, self.buckets)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have a new rank", changed, len(ranks))
         self.spectra |= {name: spectra[name] for name in found}
@@ -228,7 +200,6 @@ class RankPlan:
         return True
 
     def _measured(self) -> dict[str, Spectrum]:
-        """Return the pending measurement. The host waits until it has arrived."""
         return self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
 
     def kept_columns(self, name: str, before: int, after: int) -> list[int]:
@@ -241,47 +212,33 @@ class RankPlan:
     @property
     def planned_from(self) -> dict[str, Any]:
         """What the next ranks depend on, as far as the host knows it."""
-        measured = self.pending is not None
-        return {
-            "demands": self.demands,
-            "something was measured": measured,
-            "workers": self._workers,
-            "settled": self.settled,
-        }
+        known = {"demands": self.demands, "workers": self._workers, "settled": self.settled}
+        return {**known, "something was measured": self.pending is not None}
 
     def _adopt(self, ranks: dict[str, int]) -> None:
+        # Buckets are laid out anew for a new dictionary.
         if ranks != self.ranks:
             self.ranks = ranks
 
-    # Checkpoints ------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return the ranks, and what they and the next ranks are planned from, as plain numbers."""
-        return {
-            **({} if self.settled is None else {"settled": dict(self.settled)}),
-            "ranks": dict(self.ranks),
-            "demands": dict(self.demands),
-            **{
-                # No plan is made from a measurement of a step that was not finite.
-                key: {
-                    name: [s.total, *s.columns]
-                    for name, s in spectra.items()
-                    if math.isfinite(s.total + sum(s.columns))
-                }
-                for key, spectra in (("spectra", self.spectra), ("pending", self._measured()))
-            },
-        }
+        saved: dict[str, Any] = {} if self.settled is None else {"settled": dict(self.settled)}
+        saved |= {"ranks": dict(self.ranks), "demands": dict(self.demands)}
+        for key, spectra in (("spectra", self.spectra), ("pending", self._measured())):
+            # No plan is made from a measurement of a step that was not finite.
+            finite = {name: s for name, s in spectra.items() if math.isfinite(s.total + sum(s.columns))}
+            saved[key] = {name: [s.total, *s.columns] for name, s in finite.items()}
+        return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of ``state_dict``.
 
-        Matrices that it does not contain start with the rank of the first plan. If the saved ranks exceed this model's
-        budget, all matrices do.
+        Matrices that it lacks start with the rank of the first plan, and all do if the saved ranks exceed the budget.
         """
         if not self.config.planned:
             return
         self.config, self.settled = self.given, None
-        self.begin(self._tensors)
+        self.begin(self.tensors)
         settled = saved.get("settled") or {}
         # What another configuration has settled does not count.
         if settled and self.given.measures and ("compression" in settled) == (not self.compresses):
@@ -291,7 +248,7 @@ class RankPlan:
             except ValueError as error:
                 logger.info("PowerSGD measures again: %s", error)
         self.demands, self.spectra, self.pending = {}, {}, None
-        largest = largest_ranks(self._tensors, self.config)
+        largest = largest_ranks(self.tensors, self.config)
         ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
         if ranks and self._fits(self.ranks | ranks):
             self._adopt(self.ranks | ranks)

@@ -12,14 +12,16 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import compressed_rank, factors_sent, matrix_bytes, matrix_shape, wire_format
 from powersgd_triton.layout.wire_format import ALIGNMENT
 
+Tensors = Mapping[str, Sequence[int]]
+"""{name: shape}."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Spectrum:
     """Energies of a matrix in one step, averaged over W workers.
 
     Attributes:
-        columns: ‖q̄_k‖² of each column of the averaged factor whose partner is orthonormal, that is the energy of Ĝ in
-            each direction.
+        columns: Energy of Ĝ in each direction: ‖q̄_k‖² of the averaged factor whose partner is orthonormal.
         total: mean_w ‖M_w‖².
     """
 
@@ -48,7 +50,7 @@ class Spectrum:
         return sum(weakest) / len(weakest) * wait * wait * rank * rank
 
 
-def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> float:
+def budget(tensors: Tensors, config: PowerSGDConfig) -> float:
     """Return the bytes that a step may send for tensors {name: shape}."""
     if config.bytes_per_step is not None:
         return float(config.bytes_per_step)
@@ -57,15 +59,12 @@ def budget(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> floa
 
 
 def sent_bytes(
-    tensors: Mapping[str, Sequence[int]],
-    ranks: Mapping[str, int],
-    config: PowerSGDConfig,
-    workers: int = 1,
-    buckets: int | None = None,
+    tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
 ) -> float:
     """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed.
 
-    With more than two ``workers`` this includes the most that cutting the messages into parts may add.
+    With more than two ``workers`` this includes the most that cutting the messages into parts may add. ``buckets`` is
+    the number of buckets of a step; None if they are joined.
     """
     whole = sum(
         matrix_bytes(*matrix_shape(shape), ranks[name], config) if name in ranks else 4 * math.prod(shape)
@@ -75,34 +74,23 @@ def sent_bytes(
 
 
 def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int, buckets: int | None) -> float:
-    """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment.
-
-    ``buckets`` of a step each have their messages. None means that they are joined until parts have ``SMALL_PART``
-    bytes, which limits the number of cuts.
-    """
+    """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment."""
     width = wire_format(config)
     if width.bits == 32 or workers < 3 or not rank:
         return 0.0
     messages = workers * 2 * factors_sent(config)
+    # Buckets are joined until parts have ``SMALL_PART`` bytes, which limits the number of cuts.
     cuts = messages * buckets if buckets is not None else messages + whole / SMALL_PART
     return cuts * (width.factor_bytes(2, rank) + ALIGNMENT)
 
 
 def starting_ranks(
-    tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
+    tensors: Tensors, config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
 ) -> dict[str, int]:
-    """Return the first plan: the largest common rank that the budget allows.
+    """Return the first plan, {name: rank} of all compressed matrices: the largest common rank that the budget allows.
 
-    The remaining bytes give one more column each to the first matrices that they suffice for.
-
-    Args:
-        tensors: {name: shape} of all tensors of the model.
-        config: Configuration with a budget.
-        workers: Number of workers that average with each other.
-        buckets: Number of buckets of a step. None if they are joined.
-
-    Returns:
-        {name: rank} of all compressed matrices.
+    The remaining bytes give one more column each to the first matrices that they suffice for. The arguments are those
+    of ``sent_bytes``.
 
     Raises:
         ValueError: The budget is too small.
@@ -136,29 +124,23 @@ def starting_ranks(
 
 
 def allot(
-    tensors: Mapping[str, Sequence[int]],
+    tensors: Tensors,
     ranks: Mapping[str, int],
     demands: Mapping[str, float],
     config: PowerSGDConfig,
     workers: int = 1,
     buckets: int | None = None,
 ) -> dict[str, int]:
-    """Return the ranks that minimize the sum of ‖M‖² / φ over all matrices under the budget.
+    """Return {name: rank} of all compressed matrices: the ranks that minimize the sum of ‖M‖² / φ under the budget.
 
-    Columns are allotted one by one, each to the matrix that gains the most for its bytes; see ``Spectrum.demand``.
-    Measurements of a matrix are valid near its current rank only, so a plan changes a rank by at most a third
-    (rounded), or by one column if that is more.
+    Columns are allotted one by one, each to the matrix that gains the most for its bytes. Measurements of a matrix are
+    valid near its current rank only, so a plan changes a rank by at most a third (rounded), or by one column if that is
+    more.
 
     Args:
-        tensors: {name: shape} of all tensors of the model.
         ranks: Current ranks. A matrix without a measurement keeps its rank.
         demands: {name: ``Spectrum.demand``} of the measured matrices.
-        config: Configuration with a budget.
-        workers: Number of workers that average with each other.
-        buckets: Number of buckets of a step. None if they are joined.
-
-    Returns:
-        {name: rank} of all compressed matrices.
+        tensors, config, workers, buckets: As in ``sent_bytes``.
     """
     largest = largest_ranks(tensors, config)
     columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
@@ -188,7 +170,7 @@ def allot(
     return planned
 
 
-def largest_ranks(tensors: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, int]:
+def largest_ranks(tensors: Tensors, config: PowerSGDConfig) -> dict[str, int]:
     """Return {name: largest rank} of the matrices that are worth compressing."""
     largest = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
     return {name: rank for name, rank in largest.items() if rank}

@@ -72,18 +72,11 @@ class RankReport:
         node_workers: int = 1,
     ) -> RankReport:
         """Build the report for a layout's tensors and their measured ``spectra``, {name: spectrum}."""
-        rows = [
-            ReportedTensor(
-                segment.name,
-                segment.shape,
-                segment.rank,
-                matrix_bytes(segment.n, segment.m, segment.rank, config)
-                if segment.rank
-                else whole_bytes(segment.numel, config),
-                spectra[segment.name].share if segment.rank and segment.name in spectra else None,
-            )
-            for segment in layout.segments
-        ]
+        rows = []
+        for s in layout.segments:
+            size = matrix_bytes(s.n, s.m, s.rank, config) if s.rank else whole_bytes(s.numel, config)
+            share = spectra[s.name].share if s.rank and s.name in spectra else None
+            rows.append(ReportedTensor(s.name, s.shape, s.rank, size, share))
         allowed = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
         limits: dict[str, Any] = {"budget": allowed, "max_rank": config.max_rank}
         return cls(tuple(rows), exchanges or {}, node_workers, codes=config.codes, **limits)

@@ -18,7 +18,7 @@ from benchmarks.network.traffic import Traffic
 from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.demo import model as text_model
-from powersgd_triton.demo.collectives import Call, counting
+from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.cost import Network, factor_seconds
 from tests.support.distributed import run

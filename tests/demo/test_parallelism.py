@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from powersgd_triton.__main__ import main
-from powersgd_triton.demo import train, zero
+from powersgd_triton.demo import parallelism as parallelisms
+from powersgd_triton.demo import train
 
 REFUSED = {
     "hsdp --workers 3": "hsdp arranges workers in 2 replicas; 3 is not a multiple of 2",
@@ -56,14 +57,14 @@ def test_every_parallelism_trains_with_fewer_bytes(parallelism: str, tmp_path: P
 
 def test_deepspeeds_configuration_is_that_of_the_other_demos() -> None:
     for stage in range(4):
-        made = zero.configuration(stage, {"rank": 4, "algorithm": "alternating"})
+        made = parallelisms.configuration(stage, {"rank": 4, "algorithm": "alternating"})
         assert made["zero_optimization"] == {"stage": stage}
         assert made["powersgd"] == {"enabled": True, "rank": 4, "algorithm": "alternating"}
         assert made["train_micro_batch_size_per_gpu"] == train.BATCH_PER_WORKER
         assert made["optimizer"]["params"]["lr"] == train.LEARNING_RATE
         assert made["optimizer"]["params"]["weight_decay"] == train.WEIGHT_DECAY
         assert not made["gradient_clipping"]
-    assert not zero.configuration(0, None)["powersgd"]["enabled"]
+    assert not parallelisms.configuration(0, None)["powersgd"]["enabled"]
 
 
 def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

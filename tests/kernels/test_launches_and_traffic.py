@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 
 from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients
 
@@ -31,11 +32,11 @@ MOST_OF_A_STEP = 0.1
 WORKERS = 4
 
 
-class Among(Communicator):
+class Among(StandIn):
     """One of four workers that all send the same; it copies past torch, so that nothing is counted."""
 
-    world_size = WORKERS
-    index = 1
+    def __init__(self) -> None:
+        super().__init__(WORKERS, index=1)
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
         np.multiply(tensor.numpy(), WORKERS, out=tensor.numpy())
@@ -50,9 +51,6 @@ class Among(Communicator):
         gathered.numpy()[:] = 0
         gathered.numpy()[self.index] = tensor.numpy()
         return None  # type: ignore[return-value]
-
-    def gather(self, tensor: Tensor, _device: torch.device | None = None) -> Tensor:
-        return torch.stack([tensor] * WORKERS)
 
 
 def steps(

@@ -261,7 +261,7 @@ class Fleet:
 
     def layout(self, names: tuple[str, ...], compress: bool) -> Layout:
         if (names, compress) not in self._layouts:
-            shapes = [(name, self.shapes[name]) for name in names]
+            shapes = {name: self.shapes[name] for name in names}
             self._layouts[names, compress] = Layout.build(shapes, self.config, compress=compress)
         plans = [engine.plan.layout(self._layouts[names, compress]) for engine in self.engines]
         assert all(plan.segments == plans[0].segments for plan in plans), "workers have different plans"
