@@ -23,7 +23,7 @@ from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
-from powersgd_triton.layout.layout import sizes
+from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport
@@ -93,9 +93,13 @@ class Handle:
         engine, buckets = self._engine, self._engine.buckets.in_use()
         found = exchanges(buckets, engine.config, engine.communicator)
         report = RankReport.of(
-            engine.plan.layout_of(tensors), engine.config, engine.plan.spectra, found, engine.communicator.share[1]
+            self._layout(tensors), engine.config, engine.plan.spectra, found, engine.communicator.share[1]
         )
         return dataclasses.replace(report, zeroed=sum(int(count.sum()) for b in buckets for count in b.zeroed))
+
+    def _layout(self, tensors: Tensors) -> Layout:
+        """Return the layout of tensors with the ranks in force."""
+        return self._engine.plan.layout_of(tensors)
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.

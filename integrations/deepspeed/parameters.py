@@ -24,7 +24,7 @@ from torch import Tensor
 from powersgd_triton.comm.agreement import fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
@@ -32,16 +32,13 @@ GATHER = "all_gather_dp_groups"
 """DeepSpeed's function that gathers parameters. The modules of both optimizers import it under this name."""
 
 
-class ParameterSeam:
-    """The all-gather of parameters in the optimizer's step.
+class ParameterOverride:
+    """Overrides the all-gather of parameters in the optimizer's step.
 
     Args:
         engine: A ``DeepSpeedEngine`` for which ``why_not_differences`` finds no reason.
-        config: Configuration of the compression, for the backend.
+        config: Configuration of the compression, for the backend and ``check_every``.
         width: Format of the differences, a key of ``DIFFERENCES``.
-
-    Attributes:
-        width: Format of the differences.
     """
 
     def __init__(self, engine: Any, config: PowerSGDConfig, width: str) -> None:
@@ -177,14 +174,7 @@ class ParameterSeam:
 
 
 class Group:
-    """A parameter group of the optimizer.
-
-    Attributes:
-        rows: v [workers, elements of a partition].
-        own: This owner's row of it.
-        masters: This owner's w.
-        communicator: The workers.
-    """
+    """A parameter group: v as ``rows`` [workers, numel of a partition], this owner's ``own`` row, its masters w."""
 
     def __init__(self, flat: Tensor, masters: Tensor, workers: dist.ProcessGroup) -> None:
         # DeepSpeed's collectives, so that its communication logger counts the messages.
