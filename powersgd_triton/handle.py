@@ -47,10 +47,12 @@ class Handle:
     Attributes:
         saved_with_model: Whether the framework's own checkpoints contain the state, as DeepSpeed's do.
         replaces_reduce_scatter: Whether gradients would be reduce-scattered without compression, not all-reduced.
+        no_loss_scale: Why errors cannot follow a loss scale. Empty if they can.
     """
 
     saved_with_model = False
     replaces_reduce_scatter = False
+    no_loss_scale = ""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
@@ -107,8 +109,10 @@ class Handle:
         Call it once, before training. It does not synchronize with the device.
 
         Raises:
-            TypeError: ``scaler`` is neither a scaler nor a function.
+            TypeError: ``scaler`` is neither a scaler nor a function, or there is nothing to scale, as in local steps.
         """
+        if self.no_loss_scale:
+            raise TypeError(f"{self.no_loss_scale}; got {scaler!r}")
         self._step.loss_scale = LossScale(scaler)
 
     def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:

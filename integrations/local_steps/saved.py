@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.checkpoint import load as load_file
+from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.core.saved_state import listing
 
 KEY = "local_steps"
@@ -104,7 +105,14 @@ def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str,
     return {**{key: value for key, value in state.items() if key != KEY}, "matrices": engine}, this
 
 
-def without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def write(state: Mapping[str, Any], common: Path, own: Path, *, first: bool) -> None:
+    """Write this worker's parts of a saved state to a file. The ``first`` worker writes what all share to another."""
+    save_file(_without(state, COMMON), own)
+    if first:
+        save_file(_without(state, OWN), common)
+
+
+def _without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """Return a saved state without some parts of its tensors."""
     dropped = set(keys)
     matrices = {name: {k: parts[k] for k in parts.keys() - dropped} for name, parts in state["matrices"].items()}
@@ -161,13 +169,3 @@ def with_errors(engine: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
         if "own_error" in parts:
             matrices.setdefault(name, {})["error"] = parts["own_error"]
     return {**engine, "matrices": matrices}
-
-
-def start(this: SavedRound, name: str, dtype: torch.dtype, *, own: bool) -> Tensor:
-    """Return the local parameters with which a worker goes on: its own, or θ − the mean changes."""
-    parts = this.parts[name]
-    if own and "own" in parts:
-        return parts["own"]
-    shared = parts["shared"]
-    # As θ was rounded into the parameters when the round began.
-    return shared.to(dtype).to(shared.dtype) - parts["changes"] if "changes" in parts else shared

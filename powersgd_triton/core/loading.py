@@ -28,6 +28,11 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
 
 
+def settle(engine: Engine) -> None:
+    """Turn error buffers into E, so that a run that loads E goes on with the same bits."""
+    engine.residuals.materialize(engine.step, engine.residuals.buckets())
+
+
 def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> LoadReport:
     """Continue from a saved state. Collective. Unless all workers load the same, none of them does.
 
