@@ -33,10 +33,10 @@ from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.stub_driver import stub_driver
 from powersgd_triton import plan
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.kernels import launcher, table
 from powersgd_triton.ops import backends
 from powersgd_triton.ops.triton_backend import TritonBackend
+from powersgd_triton.schemes import new_engine
 from powersgd_triton.shapes import Shapes
 
 WORKERS = 4
@@ -51,7 +51,7 @@ class Training:
         buckets = plan.ddp_buckets({str(number): shape for number, shape in enumerate(shapes)})
         self._buckets, self.buckets = buckets, len(buckets)
         self._shapes = {name: shape for bucket in buckets for name, shape in bucket.items()}
-        self.engine = Engine(config, CountedWorker(0, WORKERS, []), lambda: self._shapes)
+        self.engine = new_engine(config, CountedWorker(0, WORKERS, []), lambda: self._shapes)
         # What is not used is not in memory: nothing writes here.
         self._homes = [[torch.zeros(_numel(bucket)) for bucket in buckets] for _ in range(2)]
         self._steps = 0

@@ -15,10 +15,12 @@ from torch import Tensor
 import powersgd_triton.kernels
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Average
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.schemes import new_engine
+from powersgd_triton.schemes.low_rank import LowRankAverage
 
 PHASES = (
     *["compensate_project", "pack P", "orthogonalize P", "backproject", "pack Q", "orthogonalize Q", "explore"],
@@ -67,15 +69,16 @@ class Problem:
         self.gradients = dict(gradients)
         shapes = {name: tuple(tensor.shape) for name, tensor in gradients.items()}
         self.layout = Layout.build(shapes, config)
-        self.engine = Engine(config, Communicator(), lambda: shapes)
+        self.engine = new_engine(config, Communicator(), lambda: shapes)
 
     def step(self, out: Mapping[str, Tensor]) -> Backend:
         """One step; ``out`` gets the averages, and may be the gradients."""
         found: list[Backend] = []
 
-        def write(backend: Backend) -> None:
-            backend.reconstruct(out, None)
-            found.append(backend)
+        def write(average: Average) -> None:
+            assert isinstance(average, LowRankAverage)
+            average.write(out, None)
+            found.append(average.backend)
 
         device = next(iter(self.gradients.values())).device
         layout = self.engine.begin("all", lambda: self.layout.shapes, device, last=True)

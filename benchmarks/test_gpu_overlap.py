@@ -17,8 +17,8 @@ from benchmarks.results_file import Results, Row
 from benchmarks.shapes import GRADIENT_SETS
 from benchmarks.timing import Clock
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.planning.trial import _Echo
+from powersgd_triton.schemes import new_engine
 from powersgd_triton.shapes import Shapes
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ class Training:
         ]
         self.gradients = [{name: tensor.clone() for name, tensor in bucket.items()} for bucket in self._fresh]
         names = {name: shape for bucket in self._shapes for name, shape in bucket.items()}
-        self._engine = Engine(PowerSGDConfig(rank=RANK), self.network, lambda: names, device)
+        self._engine = new_engine(PowerSGDConfig(rank=RANK), self.network, lambda: names, device)
         self.backward = 0.0
 
     @property
@@ -108,11 +108,11 @@ class Training:
             last = number == self.buckets - 1 if self._overlapping else None
             layout = engine.begin(number, lambda shapes=shapes: shapes, self._device, last=last)  # type: ignore[misc]
             # The backward pass does not wait for the averages, as with DDP.
-            with engine.memory.streams.on(self._device, join=False):
+            with engine.residuals.streams.on(self._device, join=False):
                 engine.average(layout, bucket)
         engine.finish()
         # The optimizer does.
-        with engine.memory.streams.everywhere():
+        with engine.residuals.streams.everywhere():
             pass
 
 

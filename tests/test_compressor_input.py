@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
@@ -21,10 +20,6 @@ def with_one(name: str, tensor: Any) -> Callable[[Named], Any]:
     return lambda given: {**given, name: tensor}
 
 
-def without(name: str) -> Callable[[Named], Any]:
-    return lambda given: {key: tensor for key, tensor in given.items() if key != name}
-
-
 def flat(given: Named) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in given.values()])
 
@@ -32,40 +27,22 @@ def flat(given: Named) -> Tensor:
 # Wrong gradients, the exception, and what its message must name: what was expected, and what came.
 BAD: dict[str, tuple[Callable[[Named], Any], type[Exception], tuple[str, ...]]] = {
     "integers": (with_one("linear", torch.ones(24, 18, dtype=torch.int64)), TypeError, ("linear", "float", "int64")),
-    "booleans": (with_one("bias", torch.ones(18, dtype=torch.bool)), TypeError, ("bias", "float", "bool")),
     "complex": (with_one("bias", torch.ones(18, dtype=torch.complex64)), TypeError, ("bias", "float", "complex64")),
     "other shape": (with_one("linear", torch.ones(24, 17)), ValueError, ("linear", "(24, 18)", "(24, 17)")),
-    "transposed": (with_one("linear", torch.ones(18, 24)), ValueError, ("linear", "(24, 18)", "(18, 24)")),
     "other shape, same size": (with_one("conv", torch.ones(8, 27)), ValueError, ("conv", "(8, 3, 3, 3)", "(8, 27)")),
     "other dtype": (with_one("linear", torch.ones(24, 18).half()), TypeError, ("linear", "float32", "float16")),
     "other device": (with_one("twin", torch.ones(24, 18, device="meta")), ValueError, ("twin", "cpu", "meta")),
-    "all on another device": (
-        lambda given: {name: tensor.to("meta") for name, tensor in given.items()},
-        ValueError,
-        ("cpu", "meta"),
-    ),
     "sparse": (with_one("linear", torch.ones(24, 18).to_sparse()), TypeError, ("linear", "dense", "sparse")),
     "not a tensor": (with_one("linear", [1.0]), TypeError, ("linear", "tensor", "list")),
     "None": (with_one("linear", None), TypeError, ("linear", "tensor", "NoneType")),
-    "name missing": (without("conv"), ValueError, ("conv",)),
+    "name missing": (lambda given: {key: given[key] for key in given if key != "conv"}, ValueError, ("conv",)),
     "all names missing": (lambda _: {}, ValueError, ("linear", f"{len(SHAPES)} of {len(SHAPES)}")),
     "name unknown": (with_one("other", torch.ones(2)), ValueError, ("other",)),
-    "name misspelt": (
-        lambda given: {"lineal" if name == "linear" else name: t for name, t in given.items()},
-        ValueError,
-        ("linear",),
-    ),
     "list too short": (lambda given: list(given.values())[:-1], ValueError, ("8", "7")),
-    "list too long": (lambda given: [*given.values(), torch.ones(1)], ValueError, ("8", "9")),
     "list in another order": (lambda given: list(given.values())[::-1], ValueError, ("linear", "(24, 18)", "(0, 5)")),
-    "empty list": (lambda _: [], ValueError, ("8", "0")),
     "flat buffer too short": (lambda given: flat(given)[1:], ValueError, (str(TOTAL), str(TOTAL - 1))),
     "flat buffer of two dimensions": (lambda given: flat(given)[None], ValueError, (str(TOTAL), f"(1, {TOTAL})")),
-    "flat buffer with strides": (
-        lambda given: flat(given).repeat_interleave(2)[::2],
-        ValueError,
-        ("contiguous", "(2,)"),
-    ),
+    "flat buffer with strides": (lambda given: flat(given).repeat(2)[::2], ValueError, ("contiguous", "(2,)")),
     "flat buffer of integers": (lambda given: flat(given).long(), TypeError, ("float", "int64")),
     "flat buffer of another dtype": (lambda given: flat(given).bfloat16(), TypeError, ("float32", "bfloat16")),
     "flat buffer elsewhere": (lambda given: flat(given).to("meta"), ValueError, ("cpu", "meta")),
@@ -109,6 +86,12 @@ def test_bad_outputs_are_refused_without_a_trace():
         other = poisoned(dtype=dtype)
         compressor.decompress(compressed, out=other)
         assert same_bits(other, {name: tensor.to(dtype) for name, tensor in expected.items()})
+    # Factors of an earlier step.
+    new = compressor.compress(gradients(1))
+    with pytest.raises(RuntimeError, match=r"step 1.*2"):
+        compressor.decompress(compressed, out=given)
+    assert same_bits(given, copies)
+    compressor.decompress(new, out=given)
 
 
 def test_expanded_tensors_are_compressed_but_not_written():
@@ -135,45 +118,19 @@ def test_the_first_step_decides_the_dtype_unless_it_is_refused():
     assert compressor.iteration == 1
 
 
-def test_factors_of_an_earlier_step_are_refused():
-    compressor = Compressor(everything(), SHAPES)
-    old, new = (compressor.compress(gradients(seed)) for seed in range(2))
-    out, copies = gradients(2), gradients(2)
-    with pytest.raises(RuntimeError, match=r"step 1.*2"):
-        compressor.decompress(old, out=out)
-    assert same_bits(out, copies)
-    compressor.decompress(new, out=out)
-
-
 @pytest.mark.parametrize(
-    ("config", "tensors", "error", "says"),
+    ("config", "tensors", "group", "error", "says"),
     [
-        *((config, SHAPES, TypeError, "PowerSGDConfig") for config in (None, {"rank": 4}, 4, PowerSGDConfig)),
-        (PowerSGDConfig(), {"w": (4, -1)}, ValueError, r"'w'.*\(4, -1\)"),
-        (PowerSGDConfig(), {"w": torch.ones(4, 4, dtype=torch.int32)}, TypeError, "'w'.*float.*int32"),
-        (PowerSGDConfig(), {"w": torch.ones(4, 4).to_sparse()}, TypeError, "'w'.*dense"),
+        *((config, SHAPES, None, TypeError, "PowerSGDConfig") for config in (None, {"rank": 4}, 4, PowerSGDConfig)),
+        (PowerSGDConfig(), {"w": (4, -1)}, None, ValueError, r"'w'.*\(4, -1\)"),
+        (PowerSGDConfig(), {"w": torch.ones(4, 4, dtype=torch.int32)}, None, TypeError, "'w'.*float.*int32"),
+        (PowerSGDConfig(), {"w": torch.ones(4, 4).to_sparse()}, None, TypeError, "'w'.*dense"),
+        (PowerSGDConfig(), SHAPES, object(), RuntimeError, "init_process_group"),
     ],
-    ids=str,
 )
-def test_bad_arguments_at_construction(config: Any, tensors: Any, error: type[Exception], says: str):
+def test_bad_arguments_at_construction(config: Any, tensors: Any, group: Any, error: type[Exception], says: str):
     with pytest.raises(error, match=says):
-        Compressor(config, tensors)
-
-
-@pytest.mark.parametrize("seed", [2**31, 2**32, 2**63 - 1, 2**63, 2**100])
-def test_every_seed_that_the_config_accepts_works(seed: int):
-    try:
-        config = everything(seed=seed)
-    except ValueError as caught:
-        assert str(seed) in str(caught)  # noqa: PT017
-        return
-    assert all(tensor.isfinite().all() for tensor in step(Compressor(config, SHAPES), gradients(0)).values())
-
-
-def test_group_without_initialised_process_group():
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        Compressor(PowerSGDConfig(), SHAPES, group=object())  # type: ignore[arg-type]
+        Compressor(config, tensors, group=group)
 
 
 def test_gradients_that_require_grad_are_only_read():

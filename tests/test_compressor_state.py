@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from powersgd_triton import Compressor, checkpoint
 from tests.support.checks import (
-    COMPRESSED,
     DTYPES,
     MODES,
     SHAPES,
@@ -38,23 +36,6 @@ def through_a_file(state: Saved, path: Path) -> Saved:
     torch.save(state, path)
     loaded: Saved = torch.load(path, weights_only=True)
     return loaded
-
-
-def leaves(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for key, inner in value.items() for leaf in (key, *leaves(inner))]
-    if isinstance(value, list):
-        return [leaf for inner in value for leaf in leaves(inner)]
-    return [value]
-
-
-def spoil(state: Saved) -> None:
-    for parts in state["matrices"].values():
-        for tensor in parts.values():
-            tensor.fill_(7)
-
-
-# What goes on ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,20 +63,13 @@ def test_a_run_goes_on_with_the_same_bits(fields: dict[str, Any], dtype: torch.d
         assert_equal_states(saved, again)
         # States share no memory with compressors.
         for state in (saved, loaded, again):
-            spoil(state)
+            for tensor in (tensor for parts in state["matrices"].values() for tensor in parts.values()):
+                tensor.fill_(7)
         expected = trajectory(source, dtype=dtype)
         assert same_bits(trajectory(resumed, dtype=dtype), expected)
         # Saving writes an error of 16 bits down, which rounds it.
         if "error_dtype" not in fields:
             assert same_bits(trajectory(untouched, dtype=dtype), expected)
-
-
-def test_a_state_is_plain():
-    compressor = trained()
-    state = compressor.state_dict()
-    assert {type(leaf) for leaf in leaves(state)} <= {str, int, float, bool, type(None), Tensor}
-    assert set(state["matrices"]) == set(COMPRESSED)
-    assert same_bits({n: p["error"].view(SHAPES[n]) for n, p in state["matrices"].items()}, compressor.error())
 
 
 @pytest.mark.parametrize("running", [0, 2])
@@ -145,27 +119,21 @@ def test_another_rank_spans_the_saved_directions(rank: int):
         assert (outside <= 4 * 2.0**-24 * new.shape[1] ** 0.5).all(), name
 
 
-def test_without_error_feedback_saved_errors_are_ignored():
-    resumed = trained(0, error_feedback=False)
-    resumed.load_state_dict(trained().state_dict())
-    step(resumed, gradients(5))
-    assert resumed.error() == {}
-
-
-def test_parts_that_require_gradients_and_have_strides_are_loaded():
+def test_states_are_taken_as_they_come():
+    """Without error feedback, errors are ignored. Parts may require gradients and have strides."""
     saved = trained(steps=3).state_dict()
     spread = copy.deepcopy(saved)
     for parts in spread["matrices"].values():
         for key, part in parts.items():
             parts[key] = part.mT.contiguous().mT.requires_grad_()
-    ours, theirs = trained(0), trained(0)
+    ours, theirs, forgetful = trained(0), trained(0), trained(0, error_feedback=False)
     ours.load_state_dict(spread)
-    theirs.load_state_dict(saved)
+    for compressor in (theirs, forgetful):
+        compressor.load_state_dict(saved)
     assert same_bits(trajectory(ours), trajectory(theirs))
     assert not any(part.requires_grad for parts in ours.state_dict()["matrices"].values() for part in parts.values())
-
-
-# What is refused ------------------------------------------------------------------------------------------------------
+    step(forgetful, gradients(5))
+    assert forgetful.error() == {}
 
 
 def put(name: str, key: str, value: Any) -> Callable[[Saved], Any]:
@@ -178,16 +146,11 @@ def replace(key: str, value: Any) -> Callable[[Saved], Any]:
 
 CORRUPTIONS: dict[str, Callable[[Saved], Any]] = {
     "a later version": replace("format_version", 99),
-    "an earlier version": replace("format_version", 2),
     "no version": lambda state: state.pop("format_version"),
-    "no iteration": lambda state: state.pop("iteration"),
     "no matrices": lambda state: state.pop("matrices"),
     "iteration is text": replace("iteration", "x"),
-    "iteration is None": replace("iteration", None),
-    "iteration is negative": replace("iteration", -3),
     "iteration is a fraction": replace("iteration", 2.5),
     "matrices is None": replace("matrices", None),
-    "matrices is a list": replace("matrices", [1, 2]),
     "matrix is None": lambda state: state["matrices"].__setitem__("linear", None),
     "matrix missing": lambda state: state["matrices"].pop("linear"),
     "matrix too many": lambda state: state["matrices"].__setitem__("other", state["matrices"]["linear"]),
@@ -196,10 +159,8 @@ CORRUPTIONS: dict[str, Callable[[Saved], Any]] = {
     "no error": lambda state: state["matrices"]["linear"].pop("error"),
     "basis is not a tensor": put("twin", "basis", [1.0]),
     "basis of one dimension": put("twin", "basis", torch.zeros(18)),
-    "basis with other rows": put("twin", "basis", torch.zeros(17, 2)),
     "basis without columns": put("twin", "basis", torch.zeros(18, 0)),
     "basis of integers": put("twin", "basis", torch.ones(18, 2, dtype=torch.int64)),
-    "basis complex": put("twin", "basis", torch.ones(18, 2, dtype=torch.complex64)),
     "basis not finite": put("twin", "basis", torch.full((18, 2), float("nan"))),
     "basis of 8 bits": put("twin", "basis", torch.ones(18, 2).to(torch.float8_e5m2)),
     "basis sparse": put("twin", "basis", torch.ones(18, 2).to_sparse()),
@@ -210,13 +171,10 @@ CORRUPTIONS: dict[str, Callable[[Saved], Any]] = {
     "sizes of another fingerprint": lambda state: state["tensors"].update(bias=[1, 19, 0]),
     "sizes have numbers as names": lambda state: state["tensors"].update({3: [1, 1, 0]}),
     "error with other rows": put("twin", "error", torch.zeros(23, 18)),
-    "error with other columns": put("twin", "error", torch.zeros(24, 17)),
     "error that would broadcast": put("twin", "error", torch.ones(24, 1)),
     "error of integers": put("twin", "error", torch.ones(24, 18, dtype=torch.int64)),
     "error not finite": put("twin", "error", torch.full((24, 18), float("inf"))),
 }
-
-
 FOREIGN: dict[str, Any] = {"nothing": {}, "a model": {"model": {"w": torch.zeros(2)}}, "a list": [1], "None": None}
 
 
@@ -240,11 +198,8 @@ def test_corrupted_and_foreign_states_are_refused_without_a_trace():
 
 
 def test_a_state_of_another_model_names_the_difference():
-    shapes = {"linear": (24, 18), "head": (9, 18)}
-    other, larger = Compressor(everything(), shapes), Compressor(everything(), {**SHAPES, "linear": (20, 18)})
-    step(other, gradients(0, shapes))
-    step(larger, gradients(0, {**SHAPES, "linear": (20, 18)}))
-    with pytest.raises(ValueError, match=r"'conv'.*'head'"):
-        trained().load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match=r"'linear'.*24 × 18.*20 × 18"):
-        trained().load_state_dict(larger.state_dict())
+    for others, said in (({"head": (9, 18)}, r"'conv'.*'head'"), ({**SHAPES, "linear": (20, 18)}, "24 × 18.*20 × 18")):
+        other = Compressor(everything(), others)
+        step(other, gradients(0, others))
+        with pytest.raises(ValueError, match=said):
+            trained().load_state_dict(other.state_dict())

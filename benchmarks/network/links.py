@@ -40,7 +40,6 @@ from benchmarks.network import links_report, programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss
 from powersgd_triton.demo.text import Corpus, read_corpus, sample_batch
@@ -157,7 +156,7 @@ def _compute_times(width: int) -> dict[tuple[str | None, str], ComputeTime]:
     """Return the times that compression computes, as ``plan`` measures them."""
     buckets = _buckets(width)
     configs = {_kind(config): config for arm in ARMS if (config := _config(arm)) is not None}
-    return {kind: time_compute(Engine, config, buckets, torch.device("cpu")) for kind, config in configs.items()}
+    return {kind: time_compute(config, buckets, torch.device("cpu")) for kind, config in configs.items()}
 
 
 def predict(arm: str, job: Job, times: Mapping[tuple[str | None, str], ComputeTime]) -> float | None:

@@ -27,9 +27,10 @@ import torch
 from benchmarks.buckets import ddp_buckets
 from benchmarks.environment import commit
 from benchmarks.markdown import markdown_table
-from benchmarks.network.stand_ins import META, CountedEngine, CountedWorker
+from benchmarks.network.stand_ins import META, Counted, CountedWorker
 from benchmarks.network.traffic import Traffic
 from powersgd_triton import PowerSGDConfig
+from powersgd_triton.core.engine import Engine
 from powersgd_triton.demo.collectives import Call
 from powersgd_triton.planning.cost import Network
 from powersgd_triton.shapes import MODELS as KNOWN_MODELS
@@ -86,10 +87,11 @@ def _calls(
         communicator.inside = CountedWorker(index, node_size, calls, inside=True)
         communicator.across = CountedWorker(0, nodes, calls)
     numbered = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
-    engine = CountedEngine(config, communicator, lambda: {name: s for shapes in numbered for name, s in shapes.items()})
+    tensors = {name: shape for shapes in numbered for name, shape in shapes.items()}
+    engine = Engine(Counted(), config, communicator, lambda: tensors)
     for shapes in numbered:
-        layout = engine.begin(id(shapes), lambda own=shapes: own, META, last=shapes is numbered[-1])  # type: ignore[misc]
-        engine.average_joined(layout, {n: torch.empty(s, device=META) for n, s in shapes.items()}, lambda: None)
+        bucket = engine.begin(id(shapes), lambda own=shapes: own, META, last=shapes is numbered[-1])  # type: ignore[misc]
+        engine.average(bucket, {n: torch.empty(s, device=META) for n, s in shapes.items()}, join=True)
     return tuple(calls)
 
 

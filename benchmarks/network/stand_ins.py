@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Task
 from powersgd_triton.demo.collectives import Call
-from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.shares import Shares
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import Wire
+from powersgd_triton.schemes.low_rank import LowRank
 
 META = torch.device("meta")
 """Device of tensors that have sizes and no memory."""
@@ -107,10 +107,11 @@ class _Messages:
         return _Unwritten(plan)
 
 
-class CountedEngine(Engine):
-    """An engine whose steps communicate and compute nothing."""
+class Counted(LowRank):
+    """PowerSGD whose steps communicate and compute nothing."""
 
-    def bind(self, layout: Layout, gradients: Mapping[str, Tensor]) -> Backend:  # noqa: ARG002
-        worker, workers = self.communicator.share
-        shares = Shares.build(layout, workers)
-        return _Messages(Bucket(layout, torch.float32, META, self.config, None, shares, worker))
+    def prepare(self, task: Task) -> Backend:
+        """See ``Scheme``."""
+        worker, workers = task.communicator.share
+        shares = Shares.build(task.layout, workers)
+        return _Messages(Bucket(task.layout, torch.float32, META, task.config, None, shares, worker))

@@ -101,12 +101,12 @@ class Residuals:
 
     # Tensors without a matrix ----------------------------------------------------------------------------------------
 
-    def enter(self, layout: Layout, device: torch.device) -> None:
-        """Note the sizes of a new bucket's tensors. Let the loaded errors of bypass tensors be added to gradients."""
-        self.sizes |= {segment.name: (segment.n, segment.m, segment.rank) for segment in layout.segments}
-        for segment in layout.bypass:
+    def enter(self, layout: Layout, device: torch.device, *, factors: bool = False) -> None:
+        """Note the sizes of a new bucket's tensors. Let the loaded errors of those without factors be added to them."""
+        self.sizes |= {s.name: (s.n, s.m, s.rank if factors else 0) for s in layout.segments}
+        for segment in layout.bypass if factors else layout.segments:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
-            later = not self.plan.exact and compressed_rank(segment.shape, self._config, segment.name)
+            later = factors and not self.plan.exact and compressed_rank(segment.shape, self._config, segment.name)
             if segment.name in self.loaded.matrices and not later:
                 parts = self.loaded.matrices[segment.name]
                 if "error" in parts and self._config.error_feedback:
@@ -114,21 +114,24 @@ class Residuals:
                 del self.loaded.matrices[segment.name]
 
     def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
-        """Return M = G + E of tensors that are sent in codes, flat, in fp32."""
+        """Return M = G + E of tensors that are sent whole, flat, in fp32."""
         self._remaining_errors(step)
         M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
+        scale = None if step.loss_scale is None else step.loss_scale.current(M.device)
         for segment in layout.segments:
             own, known = M[segment.offset : segment.offset + segment.numel], self._remaining.get(segment.name)
             own.copy_(gradients[segment.name].reshape(-1))
             if known is not None:
-                own += known.error.reshape(-1)
+                own += known.error.reshape(-1) if scale is None else known.error.reshape(-1) * scale
         return M
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
-        """Keep what codes have left of M as the errors, unless the step turns out not to be applied."""
+        """Keep what a step has left of M as the errors, unless it turns out not to be applied."""
         if not self._config.error_feedback:
             return
         verdict = step.verdict(M.device)
+        scale = None if step.loss_scale is None else step.loss_scale.current(M.device)
+        M = M if scale is None else M / scale
         for segment in layout.segments:
             rest = M[segment.offset : segment.offset + segment.numel].view(segment.n, segment.m)
             known = self._remaining.get(segment.name)

@@ -12,20 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.config import AUTO, PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.ops.gradients import DTYPES
+from powersgd_triton.ranks.saved_plan import Plan, checked_plan, is_count
 
 FORMAT_VERSION = 3
 
 Parts = dict[str, Tensor]
-Plan = dict[str, dict[str, Any]]
-"""{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
-
 Size = tuple[int, int, int]
 """(n, m, rank) of a tensor as a matrix. Rank 0 means that it is not compressed."""
-
-CHOICES = ({"max_rank"}, {"compression"}, {"compression", "wire_dtype"})
-"""The fields that are settled together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +102,7 @@ class SavedState:
         if not keys <= state.keys():
             raise ValueError(f"the saved state lacks {', '.join(sorted(keys - state.keys()))}")
         iteration, tensors, matrices = state["iteration"], state["tensors"], state["matrices"]
-        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+        if not is_count(iteration):
             raise ValueError(f"expected a non-negative number of steps as iteration; got {iteration!r}")
         if not isinstance(tensors, Mapping) or not all(isinstance(k, str) and _is_size(v) for k, v in tensors.items()):
             raise ValueError("expected tensors as {name: [n, m, rank]}")
@@ -125,7 +120,7 @@ class SavedState:
         for name, parts in matrices.items():
             _check_values(name, parts)
         renamed = _renaming(rename or {}, tensors)
-        plan = _checked_plan(state.get("plan", {}))
+        plan = checked_plan(state.get("plan", {}))
         return cls(
             iteration,
             {renamed(name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
@@ -210,52 +205,7 @@ def listing(names: Iterable[str]) -> str:
 
 
 def _is_size(size: Any) -> bool:
-    if not isinstance(size, (list, tuple)) or len(size) != 3:
-        return False
-    return all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in size)
-
-
-def _checked_plan(plan: Any) -> Plan:
-    """Check a saved plan of ranks and copy it. A value that is not a plan raises ValueError."""
-    parts = {"ranks": _is_rank, "demands": _is_demand, "spectra": _is_spectrum, "pending": _is_spectrum}
-    # What was chosen from measured times. Most states have none.
-    settled = plan.get("settled", {}) if isinstance(plan, Mapping) else {}
-    others = {key: part for key, part in plan.items() if key != "settled"} if isinstance(plan, Mapping) else plan
-    if (
-        not isinstance(others, Mapping)
-        or (plan and others.keys() != parts.keys())
-        or not all(isinstance(part, Mapping) and all(map(parts[key], part.values())) for key, part in others.items())
-        or not all(isinstance(name, str) for part in others.values() for name in part)
-        or (settled and not _is_choice(settled))
-    ):
-        raise ValueError(f"expected a plan of ranks with {', '.join(parts)}; got {str(plan)[:80]}")
-    return {key: dict(part) for key, part in plan.items()}
-
-
-def _is_choice(settled: Any) -> bool:
-    """Return whether these are fields that a configuration with a budget can have."""
-    if not isinstance(settled, Mapping) or settled.keys() not in CHOICES:
-        return False
-    fields = {key: value for key, value in settled.items() if value is not None}
-    if fields.keys() != settled.keys():
-        return settled == {"compression": None}
-    try:
-        PowerSGDConfig(**{"compression": 1, **fields})
-    except (TypeError, ValueError):
-        return False
-    return fields.get("compression") != AUTO
-
-
-def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_demand(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and value >= 0
-
-
-def _is_spectrum(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 1 and all(map(_is_demand, value))
+    return isinstance(size, (list, tuple)) and len(size) == 3 and all(map(is_count, size))
 
 
 def is_part(value: Any, size: tuple[int | None, int | None] = (None, None)) -> bool:

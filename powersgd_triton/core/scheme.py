@@ -72,10 +72,9 @@ class Average(Protocol):
 class Scheme(Protocol):
     """What is sent of a bucket, and what stays on the worker.
 
-    A scheme adds the residuals to the gradients, and leaves what it has not sent in the residuals. Without a finite
-    sum, the step's verdict becomes 0, and the residual keeps everything. So nothing is lost: with W workers,
-    Σ_w (gradient + residual) before a step is W · average + Σ_w residual after it. Averages have the same bits on all
-    workers.
+    A scheme adds the residuals to the gradients, and leaves what it has not sent in the residuals. So nothing is lost:
+    with W workers, Σ_w (gradient + residual) before a step is W · average + Σ_w residual after it. Where a sum is not
+    finite, it sets the step's verdict to 0. Averages have the same bits on all workers.
     """
 
     def prepare(self, task: Task) -> Any:

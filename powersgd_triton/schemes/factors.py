@@ -119,7 +119,7 @@ def take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
             residuals.loaded.matrices.pop(segment.name, None)
     if not complete:
         backend.orthogonalize_bases(step)
-    residuals.enter(bucket.layout, bucket.message_P.device)
+    residuals.enter(bucket.layout, bucket.message_P.device, factors=True)
 
 
 def _fill(bases: Parts, earlier: Parts, kept_columns: Callable[[int, int], list[int]]) -> bool:

@@ -1,21 +1,17 @@
-"""The GPU benchmarks run in a dry run, count what they should, and judge their results; so do losses per byte."""
+"""The GPU benchmarks run in a dry run, count what they should, and judge their results."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import digits, loss_per_byte, trainings, tune
+from benchmarks import tune
 from benchmarks.shapes import GPU_GRADIENT_SETS, count_parameters
 from benchmarks.targets import targets
 from benchmarks.tracing import WINDOW, read_trace
-from powersgd_triton.demo.train import Arm
 from tests.support.programs import ROOT, output_of
 
 PARAMETERS = {
@@ -26,9 +22,8 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", GPU_GRADIENT_SETS)
-def test_gradient_sets_have_the_published_size(name: str) -> None:
-    assert count_parameters(GPU_GRADIENT_SETS[name]) == PARAMETERS[name]
+def test_gradient_sets_have_the_published_size() -> None:
+    assert {name: count_parameters(shapes) for name, shapes in GPU_GRADIENT_SETS.items()} == PARAMETERS
 
 
 @pytest.mark.slow
@@ -39,23 +34,17 @@ def test_dry_run(tmp_path: Path) -> None:
     assert recorded["machine"]["dry"]
     assert recorded["machine"]["tests"] == "passed"
     seen = {(row["kind"], row["provider"]) for row in recorded["rows"]}
-    for kind, providers in {
-        "step": {"ours", "reference", "torch", "torch batched", "copy"},
-        "overlap": {"one by one", "overlapped"},
-        "kernel": {"triton", "reference", "compiled", "copy"},
-        "orthogonalize": {"triton", "reference", "torch.linalg.qr", "geqrf + orgqr"},
-    }.items():
-        assert {provider for found, provider in seen if found == kind} == providers
-    phases = {(row["phase"], row["provider"]) for row in recorded["rows"] if row["kind"] == "kernel"}
-    timed = ("encode int8", "reduce int8", "decode int8", "encode_difference int2", "apply_difference int2")
-    assert {(phase, who) for phase in timed for who in ("triton", "reference")} <= phases
-    assert {("launches", "ours"), ("replay", "ours")} <= seen
+    assert seen >= {
+        *(("step", provider) for provider in ("ours", "reference", "torch", "torch batched", "copy")),
+        *(("overlap", way) for way in ("one by one", "overlapped")),
+        *(("kernel", provider) for provider in ("triton", "reference", "compiled", "copy")),
+        *(("orthogonalize", provider) for provider in ("triton", "reference", "torch.linalg.qr", "geqrf + orgqr")),
+        *(("launches", "ours"), ("replay", "ours")),
+    }
     table = (tmp_path / "dry.md").read_text()
     assert "A dry run" in table
     for title in ("Targets", "Hook step", "Launches of one hook step", "Kernels", "Orthogonalization"):
         assert f"\n## {title}\n" in table
-    for line in (line for line in table.splitlines() if line.startswith("|")):
-        assert line.endswith(" |")
     assert not (ROOT / "benchmarks" / "results" / "dry.json").exists()
 
 
@@ -113,70 +102,3 @@ def test_tuning_gives_a_configuration(capsys: pytest.CaptureFixture[str]) -> Non
     assert "failed" not in printed
     for kernel in tune.KERNELS:
         assert f"    {kernel}=Launch(" in printed
-
-
-@pytest.fixture
-def losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where losses per byte are recorded during a test; the picture lies beside it."""
-    monkeypatch.setattr(loss_per_byte, "FILE", tmp_path / "losses.json")
-    monkeypatch.setattr(loss_per_byte, "PICTURE", tmp_path / "losses.png")
-    return tmp_path / "losses.json"
-
-
-def loss_record(model: str, arm: str, seed: int, loss: float, sent: float, **others: float) -> dict[str, Any]:
-    steps = loss_per_byte.MODELS[model].steps
-    common = {"model": model, "arm": arm, "seed": seed, "steps": steps, "workers": 2}
-    return {**common, "loss": loss, "bytes_per_step": sent, **others}
-
-
-@pytest.mark.slow
-def test_digits_that_are_missing_are_trained_and_their_bytes_counted(losses: Path) -> None:
-    steps = 3
-    before = {**loss_record("digits", "torch:4", 0, 0.5, 1e4), "steps": steps}
-    losses.write_text(json.dumps([before]))
-    arms = ["allreduce", "torch:4", "ours:1"]
-    trainings.run(losses, "digits", trainings.train_digits, arms, [0], steps, 2)
-    kept, whole, compressed = json.loads(losses.read_text())
-    assert kept == before
-    assert [whole["arm"], compressed["arm"]] == ["allreduce", "ours:1"]
-    layers = list(itertools.pairwise(digits.WIDTHS))
-    assert whole["bytes_per_step"] == 4 * sum(n * m + m for n, m in layers)
-    expected = sum(4 * (n + m) + 4 * m for n, m in layers)
-    # Workers compare each bucket's tensors and its allocation, in 40 bytes each, before and after DDP rebuilds buckets.
-    assert expected < compressed["bytes_per_step"] <= expected + 4 * 40 / steps
-    for record in (whole, compressed):
-        assert 0 < record["loss"] < 2 * math.log(10)
-        assert 0 <= record["accuracy"] <= 100
-
-
-def test_report_has_a_table_and_a_panel_for_each_model(
-    losses: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [
-        loss_record("text", "allreduce", 0, 1.6, 3e6),
-        loss_record("text", "ours:4+alternating", 0, 1.8, 2e5),
-        loss_record("digits", "allreduce", 0, 0.10, 8e5, accuracy=97.0),
-        loss_record("digits", "allreduce", 1, 0.20, 8e5, accuracy=95.0),
-        loss_record("digits", "ours:4", 1, 0.22, 4e4, accuracy=94.0),
-        loss_record("digits", "ours:4", 0, 0.12, 4e4, accuracy=95.0),
-        loss_record("digits", "ours:20x+int4", 0, 0.16, 4e4, accuracy=96.0),
-        {**loss_record("digits", "ours:1", 0, 0.5, 1e4), "steps": 7},
-    ]
-    losses.write_text(json.dumps(rows))
-    monkeypatch.setattr(sys, "argv", ["loss_per_byte.py", "report"])
-    loss_per_byte.main()
-    text, _, found = capsys.readouterr().out.partition("\ndigits\n")
-    assert "| ours:4+alternating | 200,000 | 15.0× | **1.800** | +12.5% | 1 |" in text
-    assert "accuracy" not in text
-    # Seed by seed 20% and 10%.
-    assert "| ours:4 | 40,000 | 20.0× | 0.1700 ± 0.0707 | +15.0 ± 5.0% | 94.50% | 2 |" in found
-    assert "| ours:20x+int4 | 40,000 | 20.0× | **0.1600** | +60.0% | 96.00% | 1 |" in found
-    assert "| allreduce | 800,000 | 1.0× | **0.1500** ± 0.0707 |  | 96.00% | 2 |" in found
-    assert "ours:1 " not in found
-    assert losses.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("name", loss_per_byte.MODELS)
-def test_default_arms_can_be_parsed(name: str) -> None:
-    for arm in loss_per_byte.MODELS[name].arms:
-        Arm.parse(arm, loss_per_byte.DEFAULT_RANK)

@@ -12,7 +12,7 @@ import pytest
 import triton
 
 from benchmarks.bucket_costs import record_bucket
-from benchmarks.compiled import GPUS, Instruction, count, loops
+from benchmarks.compiled import GPUS
 from powersgd_triton.kernels.availability import OLDEST_TRITON_ON_ROCM
 from tests.support.distributed import HUNG
 from tests.support.programs import output_of
@@ -29,7 +29,6 @@ ALL = [
     ),
 ]
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
-MOST_LAUNCHES = 14
 WIRE = ("encode", "reduce", "decode")
 DIFFERENCES = ("encode_difference", "apply_difference")
 
@@ -61,81 +60,53 @@ def report(request: pytest.FixtureRequest) -> Rows:
     return rows
 
 
-def architectures_of(report: Rows) -> set[str]:
-    return {row["architecture"] for row in report}
-
-
-def test_every_kernel_compiles_on_every_architecture(report: Rows):
+def test_every_kernel_compiles_as_in_a_launch_and_fits_every_gpu(report: Rows):
     kernels = {row["kernel"] for row in report}
     assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE, *DIFFERENCES} <= kernels
-    for arch in architectures_of(report):
+    for arch in {row["architecture"] for row in report}:
         assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
-
-
-def test_kernels_are_compiled_as_in_a_launch(report: Rows):
-    """Of small tensors, Triton assumes on AMD that offsets fit 32 bits."""
-    for row in report:
-        assert row["enable_fp_fusion"] is False
-        assert row["aligned_arguments"] > 0
-        assert bool(row["small_arguments"]) == row["architecture"].startswith("gfx"), row["kernel"]
-
-
-def test_nothing_is_spilled(report: Rows):
     # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned.
-    allowed = {"sm_80": 8, "sm_120": 8}
-    spilled = [
-        (row["architecture"], row["kernel"], row["variant"])
-        for row in report
-        if row["spill_bytes"] > allowed.get(row["architecture"], 0)
-    ]
-    assert not spilled
-
-
-def test_aligned_fp32_segments_are_accessed_in_128_bits(report: Rows):
+    spilled = {"sm_80": 8, "sm_120": 8}
     for row in report:
-        if row["kernel"] in WHOLE_GRADIENT:
-            name = (row["architecture"], row["kernel"], row["variant"])
-            assert row["loads_128_bit"] or row["kernel"] == "reconstruct", name
-            # Projecting alone does not write whole matrices.
-            projects = row["kernel"] == "compensate_project" and not row["compensate"]
-            assert row["stores_128_bit"] or row["kernel"] == "backproject" or projects, name
-
-
-def test_aligned_factors_on_the_wire_are_accessed_in_128_bits(report: Rows):
-    """The fp32 side, at rank 32."""
-    rows = [row for row in report if row["kernel"] in WIRE and row["variant"] == "rank 32, wire int4 and own"]
-    assert len(rows) == len(WIRE) * len(architectures_of(report))
-    for row in rows:
-        name = (row["architecture"], row["kernel"])
-        assert row["loads_128_bit"] or row["kernel"] == "decode", name
-        assert row["stores_128_bit"], name
-
-
-def test_aligned_copies_are_accessed_in_128_bits(report: Rows):
-    """The copies and the fp32 tensors that they follow; codes are narrower."""
-    rows = [row for row in report if row["kernel"] in DIFFERENCES and "unaligned" not in row["variant"]]
-    # Encoding differences, and whole tensors, from which the codes are subtracted.
-    assert len(rows) >= (len(DIFFERENCES) + 1) * len(architectures_of(report))
-    for row in rows:
-        name = (row["architecture"], row["kernel"], row["variant"])
-        assert 2 * row["accesses_128_bit"] >= row["accesses"], name
-        assert row["loads_128_bit"], name
-        assert row["stores_128_bit"] or row["kernel"] == "encode_difference", name
-
-
-def test_products_run_on_tensor_cores(report: Rows):
-    for row in report:
-        # Those of graphics cards have no fp64.
-        fp64 = ("gram", "orthogonalize") if row["architecture"] not in ("sm_89", "sm_120") else ()
-        if row["kernel"] in (*WHOLE_GRADIENT, *fp64):
-            assert row["tensor_core_instructions"], (row["architecture"], row["kernel"], row["variant"])
-
-
-def test_every_kernel_fits_every_gpu(report: Rows):
-    for row in report:
-        name = (row["architecture"], row["kernel"], row["variant"])
+        arch, kernel = row["architecture"], row["kernel"]
+        name = (arch, kernel, row["variant"])
+        assert row["enable_fp_fusion"] is False, name
+        assert row["aligned_arguments"] > 0, name
+        # Of small tensors, Triton assumes on AMD that offsets fit 32 bits.
+        assert bool(row["small_arguments"]) == arch.startswith("gfx"), name
+        assert row["spill_bytes"] <= spilled.get(arch, 0), name
         assert row["blocks"] >= 1, name
         assert row["instructions"] > row["accesses"] > 0, name
+        # Products run on tensor cores; those of graphics cards have no fp64.
+        fp64 = ("gram", "orthogonalize") if arch not in ("sm_89", "sm_120") else ()
+        assert row["tensor_core_instructions"] or kernel not in (*WHOLE_GRADIENT, *fp64), name
+
+
+def test_aligned_memory_is_accessed_in_128_bits(report: Rows):
+    architectures = len({row["architecture"] for row in report})
+    wide: dict[str, int] = dict.fromkeys((*WIRE, *DIFFERENCES), 0)
+    for row in report:
+        kernel, variant = row["kernel"], row["variant"]
+        name = (row["architecture"], kernel, variant)
+        loads, stores = row["loads_128_bit"], row["stores_128_bit"]
+        if kernel in WHOLE_GRADIENT:
+            assert loads or kernel == "reconstruct", name
+            # Projecting alone does not write whole matrices.
+            projects = kernel == "compensate_project" and not row["compensate"]
+            assert stores or kernel == "backproject" or projects, name
+        # The fp32 side, at rank 32.
+        elif kernel in WIRE and variant == "rank 32, wire int4 and own":
+            wide[kernel] += 1
+            assert loads or kernel == "decode", name
+            assert stores, name
+        # The copies and the fp32 tensors that they follow; codes are narrower.
+        elif kernel in DIFFERENCES and "unaligned" not in variant:
+            wide[kernel] += 1
+            assert 2 * row["accesses_128_bit"] >= row["accesses"], name
+            assert loads, name
+            assert stores or kernel == "encode_difference", name
+    assert all(wide[kernel] == architectures for kernel in WIRE)
+    assert all(wide[kernel] >= architectures for kernel in DIFFERENCES)
 
 
 def test_blocks_of_a_multiprocessor():
@@ -148,20 +119,11 @@ def test_blocks_of_a_multiprocessor():
     assert GPUS["gfx942"].resident_blocks(128, 0, 4) == 4
 
 
-def test_instructions_of_a_loop_are_counted():
-    names = ["MOV", "BAR.SYNC", "SHFL.BFLY", "DFMA", "WARPSYNC", "BRA", "EXIT", "BRA"]
-    code = [Instruction(16 * i, name, {5: 16, 7: 112}.get(i)) for i, name in enumerate(names)]
-    (loop,) = loops(code)
-    assert count(loop, GPUS["sm_90"]) == {"instructions": 5, "barriers": 1, "shuffles": 1, "fp64": 1}
-
-
 @pytest.mark.parametrize("rank", [4, 32])
 def test_programs_of_a_bucket(rank: int):
-    """Launches of a bucket of GPT-2, and as many programs as keep an H100 busy over whole gradients."""
+    """As many as keep an H100 busy over whole gradients."""
     layout, phases = record_bucket("sm_90", "gpt2-124M", rank)
-    launches = [launch for launches in phases.values() for launch in launches]
-    assert len(launches) <= MOST_LAUNCHES
     assert layout.compressed
-    for launch in launches:
+    for launch in [launch for launches in phases.values() for launch in launches]:
         if launch.name in WHOLE_GRADIENT:
             assert math.prod(launch.grid) >= GPUS["sm_90"].multiprocessors, launch.name

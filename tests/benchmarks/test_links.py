@@ -1,34 +1,16 @@
-"""Crossovers, times to a loss, tables and records of the benchmark of links; one that trains for real."""
+"""Crossovers and times to a loss of the benchmark of links; one that trains for real."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 
-from benchmarks import loss_per_byte
-from benchmarks.network import links, links_report
-from benchmarks.network.links_report import Panel, crossover, steps_to
+from benchmarks.network import links
+from benchmarks.network.links_report import crossover, steps_to
 from benchmarks.network.namespaces import can_shape
-from benchmarks.network.turns import Row
-from powersgd_triton.demo.parallelism import PARALLELISMS
-from powersgd_triton.demo.train import Arm
 
 MODEL = next(iter(links.MODELS))
-
-
-def row(arm: str, rate: float | None, median: float, model: str = MODEL) -> Row:
-    return Row(model, rate, arm, (2000.0, 4000.0), (1000.0, 3000.0), (median / 2, median, 2 * median))
-
-
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(links, "FILE", tmp_path / "links.json")
-    monkeypatch.setattr(links, "PICTURE", tmp_path / "links.png")
-    monkeypatch.setattr(loss_per_byte, "FILE", tmp_path / "losses.json")
-    return tmp_path
 
 
 def test_a_crossover_lies_on_a_power_law() -> None:
@@ -47,46 +29,6 @@ def test_a_loss_is_reached_between_two_points() -> None:
     assert steps_to(curve, 3.0, interval=10) == 20
     assert steps_to(curve, 2.5, interval=10) == 22.5
     assert steps_to(curve, 0.9, interval=10) is None
-
-
-def test_tables_name_what_the_link_costs_and_the_seconds_to_a_loss() -> None:
-    times = {links.ALONE: 0.1, links.FP32: 0.5, links.OURS: 0.125}
-    rows = [row(arm, rate, seconds) for rate in (100.0, None) for arm, seconds in times.items()]
-    panel = Panel(rows, {links.FP32: [2.0, 1.0], links.OURS: [3.0, 1.02], "torch:4": [3.0, 2.0]})
-    lines = links_report.steps_table(panel, links.ALONE, links.TABLE_RATES).splitlines()
-    assert lines[0].count("ms at") == 1
-    assert lines[2] == "| no communication | 100 (50–200) |  | 3.0 | 2.0 |"
-    assert lines[4] == "| ours:4 | 125 (62–250) | 25 | 3.0 | 2.0 |"
-    lines = links_report.losses_table(panel, links.FP32, 10, [100.0, 1000.0]).splitlines()
-    assert lines[2] == "| allreduce | 1.000 |  | 20 | 9.9 |  |"
-    assert lines[3] == "| ours:4 | 1.020 | +2.0% | 20 | 2.5 |  |"
-    assert lines[4] == "| torch:4 | 2.000 | +100.0% | never |  |  |"
-    (line,) = links_report.crossovers_table({MODEL: panel}, links.OURS, [links.FP32, links.BF16]).splitlines()[2:]
-    assert line == f"| {MODEL} | beyond 100 Mbit/s |  |"
-
-
-def test_a_report_joins_times_and_losses(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    links.record([row(arm, rate, 0.1) for rate in (100.0, 1000.0) for arm in links.FEW_ARMS])
-    common = {"model": links.losses_name(MODEL), "seed": 0, "steps": 20, "workers": links.WORKERS}
-    curves = {"ours:4": [3.0, 2.0], "allreduce": [3.0, 2.0]}
-    records = [{**common, "arm": arm, "curve": curve} for arm, curve in curves.items()]
-    loss_per_byte.FILE.write_text(json.dumps([*records, {**records[0], "seed": 1, "curve": [9.0, 9.0]}]))
-    assert list(links.curves(MODEL, 20).items()) == [("allreduce", [3.0, 2.0]), ("ours:4", [3.0, 2.0])]
-    links.report(20)
-    assert "| ours:4 | 2.000 | +0.0% | 20 | 2.0 | 2.0 |" in capsys.readouterr().out
-    assert links.PICTURE.stat().st_size > 10_000
-
-
-def test_a_report_without_times_is_refused(files: Path) -> None:
-    with pytest.raises(SystemExit, match=r"no times in .*links\.json; measure them with: .* times"):
-        links.report(20)
-
-
-def test_arms_are_those_of_the_demo() -> None:
-    for arm in [*links.TRAINED, *links.SHARDED]:
-        *parallelism, text = arm.split()
-        assert {*parallelism} <= PARALLELISMS.keys()
-        assert Arm.parse(text, 1).method in ("allreduce", "torch", "ours")
 
 
 @pytest.mark.slow

@@ -42,12 +42,6 @@ def _privileged() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture
-def pair() -> Iterator[list[Host]]:
-    with network(2) as hosts:
-        yield hosts
-
-
 def transfer(hosts: list[Host]) -> list[str]:
     receiver, sender = hosts
     commands = [
@@ -55,6 +49,12 @@ def transfer(hosts: list[Host]) -> list[str]:
         [sys.executable, "-S", "-c", SEND, receiver.address, PORT, str(SENT)],
     ]
     return run_in_hosts([receiver, sender], commands, timeout=20)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Host]]:
+    with network(2) as hosts:
+        yield hosts
 
 
 def test_interfaces_count_what_is_sent(pair: list[Host]) -> None:
@@ -65,35 +65,28 @@ def test_interfaces_count_what_is_sent(pair: list[Host]) -> None:
     assert 1.045 * SENT < sender.sent < 1.08 * SENT
     assert sender.sent == receiver.received
     assert sender.received == receiver.sent < 0.06 * SENT
-
-
-def test_interfaces_do_not_count_what_a_host_sends_to_itself(pair: list[Host]) -> None:
+    # What a host sends to itself is not counted.
     before = [host.counters() for host in pair]
     assert transfer([pair[0], pair[0]])[0].strip() == str(SENT)
     assert [host.counters() for host in pair] == before
 
 
-def test_a_limited_rate_holds() -> None:
-    with network(2, megabits_per_second=8) as hosts:
-        begin = time.monotonic()
-        transfer(hosts)
-        # 1 MB a second; a burst passes at once.
-        assert time.monotonic() - begin > 0.9 * (SENT - 2 * namespaces._MINIMUM_BURST) / 1e6
-
-
-@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
-def test_namespaces_are_removed_after_an_error_and_an_interrupt(raised: type[BaseException]) -> None:
+def test_a_limited_rate_holds_and_namespaces_are_removed_after_an_interrupt() -> None:
     made: list[Path] = []
 
     def interrupted() -> None:
-        with network(3) as hosts:
+        with network(2, megabits_per_second=8) as hosts:
             made.extend(Path("/run/netns") / host.namespace for host in hosts)
             assert all(path.exists() for path in made)
-            raise raised
+            begin = time.monotonic()
+            transfer(hosts)
+            # 1 MB a second; a burst passes at once.
+            assert time.monotonic() - begin > 0.9 * (SENT - 2 * namespaces._MINIMUM_BURST) / 1e6
+            raise KeyboardInterrupt
 
-    with pytest.raises(raised):
+    with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert len(made) == 3
+    assert len(made) == 2
     # The switch too.
     assert not list(made[0].parent.glob(f"powersgd-{os.getpid()}-*"))
 
@@ -105,19 +98,6 @@ def test_commands_end_with_a_failure_or_a_timeout(pair: list[Host]) -> None:
     with pytest.raises(TimeoutError, match=r"not done after 0\.2 s"):
         run_in_hosts(pair, [["sleep", "60"], ["true"]], timeout=0.2)
     assert time.monotonic() - begin < 10
-
-
-def test_no_process_stays_in_a_removed_host() -> None:
-    with network(1) as hosts:
-        # A session of its own, as torchrun's workers have.
-        run_in_hosts(hosts, [["sh", "-c", "setsid sleep 60 & exit 0"]], timeout=20)
-        (number,) = namespaces._call("ip", "netns", "pids", hosts[0].namespace).split()
-    status = Path(f"/proc/{number}/stat")
-    deadline = time.monotonic() + 10
-    # Z: it has ended, and nobody has asked for its exit status.
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

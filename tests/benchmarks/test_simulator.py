@@ -1,7 +1,7 @@
 """The simulator counts what process groups of up to 8 workers really send; bytes do not grow with the workers."""
 
-# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
-import collections
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import json
@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.buckets import ddp_buckets
 from benchmarks.network import two_levels
@@ -21,7 +19,6 @@ from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.collectives import Call, counting
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.cost import Network, factor_seconds
 from tests.support.distributed import run
@@ -39,7 +36,6 @@ CONFIGS = {name: PowerSGDConfig(min_compression_rate=0, **options) for name, opt
 FLAT = {4: [(2, 1), (4, 1)], 8: [(8, 1)]}
 TWO_LEVELS = {4: [(2, 2)], 8: [(2, 4), (4, 2)]}
 """{processes: (nodes, workers of each)}."""
-DDP_CONFIG = PowerSGDConfig(rank=4, wire_dtype="int4", min_compression_rate=0)
 
 
 def _groups(nodes: int, node_size: int) -> list[dist.ProcessGroup]:
@@ -70,28 +66,6 @@ def counted_steps(worker: int, world_size: int) -> dict[Any, list[Call]]:
     return found
 
 
-def counted_ddp(worker: int, world_size: int) -> tuple[list[Call], list[list[tuple[int, ...]]]]:
-    """The collectives of a step of DDP with several buckets, some of which are joined, and the buckets' shapes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 400), nn.Linear(400, 300), nn.Linear(300, 8), nn.Linear(8, 8))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
-    buckets: list[list[tuple[int, ...]]] = []
-
-    def hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        buckets.append([tuple(parameter.shape) for parameter in bucket.parameters()])
-        return powerSGD_hook(state, bucket)
-
-    ddp.register_comm_hook(PowerSGDState(DDP_CONFIG, module=model), hook)
-    calls: list[Call] = []
-    with latency_decides():
-        for _ in range(3):
-            calls.clear()
-            buckets.clear()
-            with counting(calls.append):
-                ddp(torch.randn(2, 24)).sum().backward()
-    return calls, buckets
-
-
 @pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_counts_are_those_of_process_groups(world_size: int) -> None:
     found = run(counted_steps, world_size)
@@ -103,34 +77,12 @@ def test_counts_are_those_of_process_groups(world_size: int) -> None:
             assert found[worker][nodes, node_size, name] == expected, (nodes, node_size, name, worker)
 
 
-def test_counts_are_those_of_ddp_which_joins_buckets() -> None:
-    for calls, buckets in run(counted_ddp, 4):
-        with latency_decides():
-            simulated = simulate(buckets, DDP_CONFIG, 4)
-        assert 1 < simulated.collectives < 2 * 2 * len(buckets)
-        # DDP goes on with its older buckets whenever there is a new one.
-        assert collections.Counter(calls) == collections.Counter(call for _, call in simulated.calls[0])
-
-
 @pytest.mark.parametrize("width", ["float32", "bfloat16", "int8", "int4"])
 def test_bytes_do_not_grow_with_the_workers(width: str) -> None:
     buckets, config = ddp_buckets(MODELS["GPT-2, 124 M"]), PowerSGDConfig(rank=16, wire_dtype=width)
     with latency_decides():
         first, *others = (simulate(buckets, config, workers) for workers in (2, 8, 64, 256, 1024))
     assert all(other.normalized <= 1.1 * first.normalized for other in others)
-
-
-@pytest.mark.parametrize(("nodes", "node_size"), [(2, 2), (8, 8)])
-def test_a_card_carries_one_message_with_two_levels(nodes: int, node_size: int) -> None:
-    buckets, config = ddp_buckets(MODELS["GPT-2, 124 M"]), PowerSGDConfig(rank=16, wire_dtype="int4")
-    with latency_decides():
-        flat, levels = (simulate(buckets, config, nodes, node_size, two_levels=two) for two in (False, True))
-        factors = simulate(buckets, PowerSGDConfig(rank=16), nodes, node_size)
-    # Flat: the parts that a node's workers send to other nodes, and the ring that gathers the sums. 4 / 7 for 2 × 2.
-    others = 1 - 1 / nodes
-    theory = 2 * others / (node_size * others + 1 - 1 / (nodes * node_size))
-    assert levels.card / flat.card == pytest.approx(theory, rel=0.02)
-    assert levels.card < 0.2 * factors.card
 
 
 def test_bytes_are_those_that_interfaces_counted() -> None:

@@ -31,33 +31,25 @@ def test_a_time_between_measured_ranks_is_on_a_line():
     assert ComputeTime((1e-3, 1.0, 2.0))(1) == 0
 
 
-@pytest.mark.parametrize("messages", [[], [0.1], [0.02, 0.1], [0.5, 0.5, 0.1]])
-def test_the_compute_of_a_step_is_what_its_time_was_predicted_from(messages: list[float]):
-    assert compute_of(step_seconds(0.2, 0.0, messages), messages) == pytest.approx(0.2)
-
-
 def test_messages_before_the_last_one_travel_during_the_backward_pass():
     assert step_seconds(0.3, 0.01, [0.1, 0.1, 0.05]) == pytest.approx(0.36)
     assert step_seconds(0.3, 0.01, [0.2, 0.1, 0.05]) == pytest.approx(0.46)
+    for messages in ([], [0.1], [0.02, 0.1], [0.5, 0.5, 0.1]):
+        assert compute_of(step_seconds(0.2, 0.0, messages), messages) == pytest.approx(0.2)
 
 
-def test_an_exact_step_sends_all_bytes():
+def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
     slow = job(100.0)
     elements = sum(math.prod(shape) for shape in slow.tensors.values())
-    assert slow.exact().bytes_per_step == 4 * elements
-    half = slow.exact(2)
-    assert half.bytes_per_step == 2 * elements
-    assert slow.exact().seconds - 0.05 > 1.5 * (half.seconds - 0.05) > 0
-
-
-def test_a_compressed_step_has_the_ranks_and_bytes_of_its_plan():
-    predicted = job(100.0).compressed(CONFIG, CHEAP)
-    assert predicted.ranks.keys() == {"head", "body"}
-    assert predicted.bytes_per_step <= 4 * sum(math.prod(s) for s in job(1.0).tensors.values()) / 20
-    assert 0 < predicted.overhead < 0.02
-    assert predicted.seconds < job(100.0).exact().seconds
+    exact, half, compressed = slow.exact(), slow.exact(2), slow.compressed(CONFIG, CHEAP)
+    assert [exact.bytes_per_step, half.bytes_per_step] == [4 * elements, 2 * elements]
+    assert exact.seconds - 0.05 > 1.5 * (half.seconds - 0.05) > 0
+    assert compressed.ranks.keys() == {"head", "body"}
+    assert compressed.bytes_per_step <= 4 * elements / 20
+    assert 0 < compressed.overhead < 0.02
+    assert compressed.seconds < exact.seconds
     with pytest.raises(ValueError, match="the budget is"):
-        job(100.0).compressed(PowerSGDConfig(compression=1e6), CHEAP)
+        slow.compressed(PowerSGDConfig(compression=1e6), CHEAP)
 
 
 def test_a_slow_link_is_worth_compressing_for_and_a_fast_one_is_not():

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core import peers
+from powersgd_triton.core import buckets
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.saved_state import FORMAT_VERSION
-from powersgd_triton.layout.layout import Layout
-from powersgd_triton.ops.backend import Backend
+from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.ops.step import LossScale
-from tests.support.checks import everything
+from powersgd_triton.schemes import new_engine
+from tests.support.checks import MODES, everything, same_bits, step, trained
+from tests.support.checks import gradients as random_gradients
 
 CPU = torch.device("cpu")
 SHAPES = dict.fromkeys("abc", (12, 10))
@@ -24,36 +25,26 @@ SHAPES = dict.fromkeys("abc", (12, 10))
 
 def engine_for(**fields: Any) -> Engine:
     """One process's engine, which gets each tensor in a bucket of its own."""
-    return Engine(everything(2, **fields), Communicator(), lambda: SHAPES)
+    return new_engine(everything(2, **fields), Communicator(), lambda: SHAPES)
 
 
-def gradient(seed: int) -> Tensor:
-    return torch.randn(12, 10, generator=torch.Generator().manual_seed(seed))
-
-
-def give(engine: Engine, name: str, tensor: Tensor, **how: Any) -> list[str]:
+def give(engine: Engine, name: str, seed: int, value: float | None = None, **how: Any) -> list[str]:
     """One bucket; the names of the tensors that were written, which may happen later."""
     written: list[str] = []
-    gradients = {name: tensor.clone()}
+    gradients = random_gradients(seed, {name: SHAPES[name]})
+    if value is not None:
+        gradients[name][0, 0] = value
 
-    def write(backend: Backend) -> None:
-        backend.reconstruct(gradients, None)
-        written.append(name)
-
-    layout = engine.begin(name, lambda: {name: SHAPES[name]}, CPU, **how)
-    engine.average(layout, gradients, write=write)
+    bucket = engine.begin(name, lambda: {name: SHAPES[name]}, CPU, **how)
+    engine.average(bucket, gradients, done=lambda: written.append(name))
     return written
-
-
-def errors(engine: Engine) -> dict[str, Tensor]:
-    return engine.memory.error(engine.step)
 
 
 def test_a_first_bucket_voids_an_interrupted_step_though_its_tensors_are_others():
     """DDP may be wrapped anew after an exception, with the parameters in other buckets."""
     engine = engine_for()
-    give(engine, "a", gradient(0), keys=(0,), last=False)
-    written = [give(engine, name, gradient(1), keys=(index,), last=name == "c") for index, name in enumerate("bac")]
+    give(engine, "a", 0, keys=(0,), last=False)
+    written = [give(engine, name, 1, keys=(index,), last=name == "c") for index, name in enumerate("bac")]
     assert written == [["b"], ["a"], ["c"]], "a bucket of the new step was dropped"
     assert engine.step.iteration == 1
 
@@ -64,31 +55,32 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
         # The first bucket is another one than that which is under way, so that it does not begin a step by itself.
         for seed in range(3, 6):
             for name in "bca":
-                give(engine, name, gradient(seed), keys=(name,), last=name == "a")
-        return [*errors(engine).values(), *(part for m in engine.memory.matrices.values() for part in m.bases.values())]
+                give(engine, name, seed, keys=(name,), last=name == "a")
+        bases = [basis for matrix in engine.residuals.matrices.values() for basis in matrix.bases.values()]
+        return [*engine.residuals.error(engine.step).values(), *bases]
 
     interrupted = engine_for(**fields)
     for name in "abc":
-        give(interrupted, name, gradient(1), keys=(name,), last=name == "c")
-    saved = interrupted.state_dict()
-    abandoned = gradient(2)
-    abandoned[0, 0] = torch.nan
-    stale = give(interrupted, "a", abandoned, keys=("a",), last=False)
-    interrupted.load_state_dict(lambda: (saved, None))
+        give(interrupted, name, 1, keys=(name,), last=name == "c")
+    saved = save(interrupted)
+    stale = give(interrupted, "a", 2, torch.nan, keys=("a",), last=False)
+    load(interrupted, lambda: (saved, None))
     fresh = engine_for(**fields)
-    fresh.load_state_dict(lambda: (saved, None))
+    load(fresh, lambda: (saved, None))
     for one, other in zip(steps(interrupted), steps(fresh), strict=True):
         assert torch.equal(one, other)
     assert stale == [], "an abandoned bucket was written"
+    forget(fresh)
+    assert not any(error.any() for error in fresh.residuals.error(fresh.step).values())
 
 
 @pytest.mark.parametrize("start_iter", [0, 10])
 def test_a_step_that_is_not_applied_stays_in_the_error(start_iter: int):
     """Also where an adapter compresses before the engine has counted ``start_iter`` steps, as DeepSpeed's may."""
     engine = engine_for(start_iter=start_iter)
-    give(engine, "a", gradient(0))
+    give(engine, "a", 0)
     engine.end_step(applied=False)
-    assert torch.equal(errors(engine)["a"], gradient(0))
+    assert same_bits(engine.residuals.error(engine.step), random_gradients(0, {"a": SHAPES["a"]}))
 
 
 def test_a_unit_begins_a_step_though_other_tensors_of_it_are_trained():
@@ -96,12 +88,12 @@ def test_a_unit_begins_a_step_though_other_tensors_of_it_are_trained():
     engine = engine_for()
     scale = 1.0
     engine.step.loss_scale = LossScale(lambda: scale)
-    give(engine, "a", gradient(0), keys=("unit",))
+    give(engine, "a", 0, keys=("unit",))
     assert engine.step.iteration == 0
     scale = 2.0
-    give(engine, "b", gradient(1), keys=("unit",))
+    give(engine, "b", 1, keys=("unit",))
     assert engine.step.iteration == 1
-    bucket = engine.memory.matrices["b"].bucket
+    bucket = engine.residuals.matrices["b"].bucket
     assert bucket.scale is not None
     assert float(bucket.scale) == 2.0
 
@@ -113,40 +105,25 @@ def test_checks_are_counted_anew_with_other_workers(monkeypatch: pytest.MonkeyPa
         calls.append(call)
         return act()[0]
 
-    monkeypatch.setattr(peers, "together", together)
+    monkeypatch.setattr(buckets, "together", together)
     new = ["a step", "the allocation for a bucket"]
     engine = engine_for(check_every=2)
-    for step in range(3):
-        give(engine, "a", gradient(step), last=True)
+    for number in range(3):
+        give(engine, "a", number, last=True)
     assert calls == [*new, "a check"]
     engine.connect(Communicator())
-    give(engine, "a", gradient(0), last=True)
+    give(engine, "a", 0, last=True)
     assert calls == [*new, "a check", *new]
-    give(engine, "a", gradient(1), last=True)
+    give(engine, "a", 1, last=True)
     assert calls == [*new, "a check"] * 2
 
 
-def test_a_verdict_is_read_once_for_all_remaining_errors(monkeypatch: pytest.MonkeyPatch):
-    engine = engine_for()
-    names = [str(index) for index in range(20)]
-    saved = {
-        "format_version": FORMAT_VERSION,
-        "iteration": 0,
-        "tensors": {name: [6, 1, 0] for name in names},
-        "matrices": {name: {"error": torch.ones(6, 1)} for name in names},
-    }
-    engine.load_state_dict(lambda: (saved, dict.fromkeys(names, (6, 1, 0))))
-    exact = Layout.build(dict.fromkeys(names, (6, 1)), engine.config, compress=False)
-    reads: list[int] = []
-    original = Tensor.__bool__
-
-    def counting(tensor: Tensor) -> bool:
-        reads.append(1)
-        return original(tensor)
-
-    for step in range(2):
-        engine.begin("all", lambda: exact.shapes, CPU, last=True)
-        if step:
-            monkeypatch.setattr(Tensor, "__bool__", counting)
-        engine.average(exact, {name: torch.zeros(6, 1) for name in names})
-    assert len(reads) < len(names)
+def test_alternating_sends_one_message_and_standard_two():
+    for name, count in {"standard": 2, "twice": 4, "alternating": 1, "alternating twice": 2}.items():
+        compressor, sent = trained(0, **MODES[name]), list[int]()
+        with mock.patch.object(Communicator, "all_reduce", lambda _, tensor: sent.append(tensor.numel())):  # noqa: B023
+            for index in range(1, 5):
+                step(compressor, random_gradients(index))
+                assert len(sent) == index * count
+                # The statistics are what was sent.
+                assert compressor.compression_stats()[2] == sum(sent)

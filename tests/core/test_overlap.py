@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from powersgd_triton import Compressor
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.clock import BACKPROJECT, COMMIT, PROJECT, RECONSTRUCT
+from powersgd_triton.core.buckets import BucketState
+from powersgd_triton.core.clock import PROJECT
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.telemetry import StepRecord
 from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
-from tests.support.checks import same_bits
-from tests.support.streams import FakeStream, Network, Pair, PhaseClock, StreamMachine, stream_machine
+from powersgd_triton.schemes import new_engine
+from tests.support.checks import everything, gradients, same_bits, step
+from tests.support.streams import FakeStream, Network, Pair, StreamMachine, Timed, stream_machine
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (24, 20), "bias": (7,), "b": (16, 12), "c": (20, 20), "scale": (5,), "d": (12, 30),
@@ -36,19 +40,19 @@ FIELDS: dict[str, dict[str, Any]] = {
     "cold": {"warm_start": False, "error_feedback": False},
     "iterations": {"iterations": 2},
 }
-TIMES = {PROJECT: 45.0, BACKPROJECT: 65.0, COMMIT: 10.0, RECONSTRUCT: 20.0}
+CPU = torch.device("cpu")
+TIMES = {"project": 45.0, "backproject": 65.0, "commit": 10.0, "reconstruct": 20.0}
 """Of a bucket of 27 MB on a fast GPU, about, in µs."""
+
+
+def begin(engine: Engine, names: Sequence[str], device: torch.device, last: bool | None) -> BucketState:
+    return engine.begin(tuple(names), lambda: {name: SHAPES[name] for name in names}, device, last=last)
 
 
 class Training:
     """One worker whose hook runs on the stream of the backward pass, as DDP's does.
 
-    Args:
-        machine: The fake streams.
-        overlapping: Whether the engine is told which bucket is a step's last. Without that it finishes each bucket.
-        backward: Time of the backward pass of one bucket.
-        message: Time of a message.
-        fields: Those of the configuration.
+    Without ``overlapping`` the engine is not told which bucket is a step's last, and finishes each bucket.
     """
 
     def __init__(
@@ -57,8 +61,8 @@ class Training:
         self.machine, self.overlapping, self.backward = machine, overlapping, backward
         self.network = Network(machine, message)
         config = PowerSGDConfig(**{"rank": 2, "min_compression_rate": 0.1, **fields})
-        self.engine = Engine(config, self.network, lambda: SHAPES)
-        self.engine.clock = PhaseClock(machine, TIMES)
+        self.engine = new_engine(config, self.network, lambda: SHAPES)
+        self.engine.listeners.append(Timed(machine, TIMES))
         # Frameworks keep gradients until the main stream has waited.
         self._gradients: list[dict[str, Tensor]] = []
 
@@ -70,30 +74,21 @@ class Training:
     def step(
         self, number: int, buckets: Sequence[Sequence[str]], stop: int | None = None, spoilt: str | None = None
     ) -> dict[str, Tensor]:
-        """Return the step's averages.
-
-        Args:
-            number: What gradients are drawn from.
-            buckets: Names of each bucket's tensors.
-            stop: The bucket before which the backward pass is interrupted.
-            spoilt: Name of the gradient that is not finite.
-        """
+        """The step's averages. It is interrupted before bucket ``stop``, and gradient ``spoilt`` is not finite."""
         generator = torch.Generator().manual_seed(number)
-        main, engine, streams = self.machine.current, self.engine, self.engine.memory.streams
+        main, engine, streams = self.machine.current, self.engine, self.engine.residuals.streams
         self.network.sent.clear()
         found: dict[str, Tensor] = {}
         for index, names in enumerate(buckets):
             if index == stop:
                 return found
-            shapes = {name: SHAPES[name] for name in names}
-            gradients = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+            gradients = {name: torch.randn(SHAPES[name], generator=generator) for name in names}
             if spoilt in gradients:
                 gradients[spoilt][0] = torch.inf
             main.time += self.backward
             self._gradients.append(gradients)
-            device, last = torch.device("cpu"), index == len(buckets) - 1 if self.overlapping else None
-            layout = engine.begin(tuple(names), lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
-            with streams.on(device, join=False):
+            layout = begin(engine, names, CPU, index == len(buckets) - 1 if self.overlapping else None)
+            with streams.on(CPU, join=False):
                 if engine.compressing:
                     engine.average(layout, gradients)
                 else:
@@ -119,7 +114,7 @@ def steps(training: Training) -> list[dict[str, Tensor]]:
         for number in numbers:
             found = training.step(number, buckets, spoilt=spoilt)
             results.append({name: average.nan_to_num(nan=1e9) for name, average in found.items()})
-            errors = engine.memory.error(engine.step)
+            errors = engine.residuals.error(engine.step)
             results[-1] |= {f"error of {name}": error for name, error in errors.items()}
 
     go(range(2), BUCKETS)
@@ -128,9 +123,9 @@ def steps(training: Training) -> list[dict[str, Tensor]]:
     go([2], BUCKETS)
     go([3], BUCKETS, spoilt="b")
     go([4, 5], REBUILT)
-    state = engine.state_dict()
+    state = save(engine)
     go([6], REBUILT)
-    engine.load_state_dict(lambda: (state, None))
+    load(engine, lambda: (state, None))
     go([6, 7], BUCKETS)
     assert [record.applied for record in records] == [False, True, True, True, True]
     return results
@@ -143,13 +138,11 @@ def test_bits_are_those_of_one_bucket_after_the_other(name: str):
         assert machine.races == []
     with stream_machine() as machine:
         expected = steps(Training(machine, overlapping=False, **FIELDS[name]))
-    for step, (one, other) in enumerate(zip(overlapped, expected, strict=True)):
-        assert same_bits(one, other), step
+    for number, (one, other) in enumerate(zip(overlapped, expected, strict=True)):
+        assert same_bits(one, other), number
 
 
-@pytest.mark.parametrize(
-    ("name", "stop"), [("standard", 1), ("standard", 2), ("standard", 3), ("alternating", 2), ("narrow", 2)]
-)
+@pytest.mark.parametrize(("name", "stop"), [("standard", 1), ("standard", 3), ("alternating", 2), ("narrow", 2)])
 def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
     """Messages of its buckets are under way when the next step begins, and nobody waits for them."""
     with stream_machine() as machine:
@@ -160,8 +153,8 @@ def test_an_interrupted_step_uses_memory_in_order(name: str, stop: int):
         for number in range(4, 6):
             training.step(number, BUCKETS)
         training.step(6, BUCKETS, stop=stop)
-        state = training.engine.state_dict()
-        training.engine.load_state_dict(lambda: (state, None))
+        state = save(training.engine)
+        load(training.engine, lambda: (state, None))
         training.step(7, REBUILT)
     assert machine.races == []
 
@@ -172,21 +165,19 @@ def test_a_compressor_waits_for_its_messages(name: str):
     with stream_machine() as machine:
         compressor = Compressor(PowerSGDConfig(rank=2, min_compression_rate=0.1, **FIELDS[name]), SHAPES)
         compressor._engine.connect(Network(machine, seconds=1.0))
-        for _ in range(4):
-            gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-            begin = machine.current.time
-            averages = compressor.decompress(compressor.compress(gradients), out=gradients)
-            assert machine.current.time > begin
-            assert all(average.sum().isfinite() for average in averages.values())  # type: ignore[union-attr]
+        for number in range(4):
+            begun = machine.current.time
+            assert all(average.sum().isfinite() for average in step(compressor, gradients(number, SHAPES)).values())
+            assert machine.current.time > begun
             compressor.error()
         compressor.load_state_dict(compressor.state_dict())
-        compressor.compress({name: torch.randn(shape) for name, shape in SHAPES.items()})
+        compressor.compress(gradients(4, SHAPES))
     assert machine.races == []
 
 
 def test_memory_that_nobody_waits_for_is_found():
     """The check of the test above sees a message whose sum is used before it has arrived."""
-    with stream_machine() as machine, mock.patch("powersgd_triton.core.engine.wait"):
+    with stream_machine() as machine, mock.patch("powersgd_triton.core.schedule.wait"):
         Training(machine).step(0, BUCKETS)
     assert machine.races
 
@@ -224,21 +215,6 @@ def test_only_the_last_bucket_is_left_after_the_backward_pass():
     assert seconds == 4 * 3000 + 2 * 300 + KERNELS
 
 
-def test_kernels_do_not_wait_for_the_messages_of_the_bucket_before():
-    """The second bucket's first message leaves although the first bucket's has not arrived."""
-    with stream_machine() as machine:
-        training = Training(machine, message=1e6)
-        training.step(0, BUCKETS)
-        first = machine.current.time = training.network.stream.time = training.stream.time
-        training.step(1, BUCKETS, stop=2)
-        # Both products, while the first message travels.
-        assert len(training.network.sent) == 3
-        own = training.stream
-        # What the stream does next waits for the first message, and only for that.
-        assert own.time == first + TIMES[PROJECT] + 1e6 + TIMES[BACKPROJECT]
-        assert training.network.stream.time == first + TIMES[PROJECT] + 3e6
-
-
 @pytest.mark.parametrize("cuda", [True, False])
 def test_collectives_are_in_one_order(cuda: bool):
     """P₀ P₁ Q₀ P₂ Q₁ …; on CUDA the last bucket's come after the message that was due before it."""
@@ -271,6 +247,14 @@ class LateNetwork(Pair):
         return SimpleNamespace(wait=done.wait)
 
 
+def enqueue(engine: Engine, given: dict[str, Tensor], overlapping: bool = True, own_stream: bool = False) -> None:
+    device = given["a"].device
+    for names in BUCKETS:
+        layout = begin(engine, names, device, names is BUCKETS[-1] if overlapping else None)
+        with engine.residuals.streams.on(device, join=False) if own_stream else contextlib.nullcontext():
+            engine.average(layout, {name: given[name] for name in names})
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -280,32 +264,23 @@ def test_messages_travel_while_kernels_run_on_a_gpu(backend: str, algorithm: str
     results = []
     for overlapping in (False, True):
         network = LateNetwork(0)
-        config = PowerSGDConfig(rank=2, min_compression_rate=0.1, backend=backend, algorithm=algorithm)
-        engine = Engine(config, network, lambda: SHAPES, device)
+        engine = new_engine(everything(backend=backend, algorithm=algorithm), network, lambda: SHAPES, device)
         found: dict[str, Tensor] = {}
         for number in range(4):
             # The first steps compile kernels. Then a message takes tens of milliseconds.
             network.cycles = 0 if number < 2 else 50_000_000
             network.events.clear()
-            generator = torch.Generator(device).manual_seed(number)
-            gradients = {name: torch.randn(s, generator=generator, device=device) for name, s in SHAPES.items()}
+            given = {name: tensor.to(device) for name, tensor in gradients(number, SHAPES).items()}
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
             try:
-                for names in BUCKETS:
-                    bucket = {name: gradients[name] for name in names}
-                    shapes = {name: SHAPES[name] for name in names}
-                    last = names is BUCKETS[-1] if overlapping else None
-                    layout = engine.begin(tuple(names), lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
-                    with engine.memory.streams.on(device, join=False):
-                        engine.average(layout, bucket)
+                enqueue(engine, given, overlapping, own_stream=True)
                 engine.finish()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
-            found |= {f"{name} of step {number}": gradient for name, gradient in gradients.items()}
-        errors = engine.memory.error(engine.step)
-        results.append(found | {f"error of {name}": error for name, error in errors.items()})
+            found |= {f"{name} of step {number}": gradient for name, gradient in given.items()}
+        results.append(found | {f"error of {n}": error for n, error in engine.residuals.error(engine.step).items()})
         # Whether the second bucket's first message was due before the first bucket's had arrived.
         (_, arrived), (due, _), *_ = network.events
         assert (due.elapsed_time(arrived) > 0) is overlapping
@@ -319,33 +294,22 @@ def test_a_captured_step_overlaps():
     device = torch.device("cuda", torch.cuda.current_device())
     results = []
     for captured in (False, True):
-        network = LateNetwork(1000)
-        config = PowerSGDConfig(rank=2, min_compression_rate=0.1, backend="triton")
-        engine = Engine(config, network, lambda: SHAPES, device)
-        generator = torch.Generator(device).manual_seed(0)
-        fresh = {name: torch.randn(shape, generator=generator, device=device) for name, shape in SHAPES.items()}
-        gradients = {name: tensor.clone() for name, tensor in fresh.items()}
-
-        def enqueue(engine: Engine = engine, gradients: dict[str, Tensor] = gradients) -> None:
-            for names in BUCKETS:
-                shapes = {name: SHAPES[name] for name in names}
-                last = names is BUCKETS[-1]
-                layout = engine.begin(tuple(names), lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
-                engine.average(layout, {name: gradients[name] for name in names})
-
+        engine = new_engine(everything(backend="triton"), LateNetwork(1000), lambda: SHAPES, device)
+        fresh = {name: tensor.to(device) for name, tensor in gradients(0, SHAPES).items()}
+        given = {name: tensor.clone() for name, tensor in fresh.items()}
         graph: torch.cuda.CUDAGraph | None = None
         for number in range(6):
             torch.cuda.synchronize()
             if captured and number == 3:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
-                    enqueue()
-            for name, gradient in gradients.items():
+                    enqueue(engine, given)
+            for name, gradient in given.items():
                 gradient.copy_(fresh[name] * (number + 1))
             if graph is None:
-                enqueue()
+                enqueue(engine, given)
             else:
                 graph.replay()
         torch.cuda.synchronize()
-        results.append({name: gradient.clone() for name, gradient in gradients.items()})
+        results.append({name: gradient.clone() for name, gradient in given.items()})
     assert same_bits(*results)

@@ -10,7 +10,7 @@ from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import load, save
-from powersgd_triton.ops.backend import Backend
+from powersgd_triton.core.scheme import Average
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import same_bits
 from tests.support.streams import FakeStream, StreamMachine, stream_machine
@@ -92,7 +92,7 @@ def test_the_device_of_the_gradients_is_made_current():
     with stream_machine() as machine:
         training = Training(machine, PowerSGDConfig(rank=2))
 
-        def write(backend: Backend) -> None:
+        def write(_: Average) -> None:
             found.append(machine.current)
 
         layout = training.engine.begin("all", lambda: SHAPES, torch.device("cpu"), last=True)

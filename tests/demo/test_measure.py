@@ -46,12 +46,13 @@ def exchange_narrow_message(workers: int) -> int:
 def test_a_narrow_message_counts_like_one_all_reduce(workers: int, monkeypatch: pytest.MonkeyPatch):
     """Whether it takes one all-gather of two workers, or an all-to-all and an all-gather."""
     carry_nothing(monkeypatch, workers)
-    before, traffic = exchange.exchange_parts, Traffic()
-    with traffic.counting():
-        expected = exchange_narrow_message(workers)
-    assert traffic.as_all_reduces == expected
-    assert traffic.sent == traffic.received == 2 * (workers - 1) * expected / workers
-    assert exchange.exchange_parts is before
+    before = exchange.exchange_parts
+    for traffic in (Traffic(), Traffic(["reduce_scatter_tensor"])):
+        with traffic.counting():
+            expected = exchange_narrow_message(workers)
+        assert traffic.as_all_reduces == expected
+        assert traffic.sent == traffic.received == 2 * (workers - 1) * expected / workers
+        assert exchange.exchange_parts is before
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -60,24 +61,16 @@ def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch
     tensor, traffic = torch.zeros(ELEMENTS), Traffic()
     with traffic.counting():
         dist.all_reduce(tensor)
-    assert traffic.as_all_reduces == (4 * ELEMENTS if workers > 1 else 0)
-    assert traffic.sent == traffic.received == 2 * (workers - 1) * 4 * ELEMENTS // workers
-    if workers > 1:
-        with traffic.counting():
-            dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
-        assert traffic.as_all_reduces == 4 * ELEMENTS * (1 + workers / 2)
+        assert traffic.as_all_reduces == (4 * ELEMENTS if workers > 1 else 0)
+        assert traffic.sent == traffic.received == 2 * (workers - 1) * 4 * ELEMENTS // workers
+        dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
+    assert traffic.as_all_reduces == (4 * ELEMENTS * (1 + workers / 2) if workers > 1 else 0)
     traffic.reset()
     assert traffic.sent == traffic.received == traffic.as_all_reduces == 0
-
-
-def test_only_named_collectives_and_narrow_messages_count(monkeypatch: pytest.MonkeyPatch):
-    """A reduce-scatter like a whole all-reduce, since what gathers the parameters is not named."""
-    carry_nothing(monkeypatch, 4)
-    traffic = Traffic(["reduce_scatter_tensor"])
-    with traffic.counting():
-        dist.all_gather_into_tensor(torch.zeros(4 * ELEMENTS), torch.zeros(ELEMENTS))
-        assert traffic.sent == 0
-        dist.reduce_scatter_tensor(torch.zeros(ELEMENTS), torch.zeros(4 * ELEMENTS))
-        assert traffic.as_all_reduces == 4 * 4 * ELEMENTS
-        expected = exchange_narrow_message(4)
-    assert traffic.as_all_reduces == 4 * 4 * ELEMENTS + expected
+    # A reduce-scatter like a whole all-reduce, since what gathers the parameters is not named.
+    named = Traffic(["reduce_scatter_tensor"])
+    with named.counting():
+        dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
+        assert named.sent == 0
+        dist.reduce_scatter_tensor(torch.zeros(ELEMENTS), torch.zeros(workers * ELEMENTS))
+    assert named.as_all_reduces == (workers * 4 * ELEMENTS if workers > 1 else 0)

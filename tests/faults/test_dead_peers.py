@@ -2,168 +2,175 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
+import datetime
 import gc
+import itertools
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.ddp import batched_powerSGD_hook
-from tests.support.dead_peers import (
-    ALONE,
-    DEATH,
-    PEER,
-    SLACK,
-    SURVIVOR,
-    TOGETHER,
-    Plain,
-    Replicated,
-    Training,
-    Way,
-    interrupt,
-    start_group,
-    two_workers,
-)  # fmt: skip
+from powersgd_triton.integrations.ddp import powerSGD_hook
 from tests.support.distributed import HUNG, on_workers
-from tests.support.small import MANY, WIDTH, stack
-from tests.support.training import LIMIT, batch, digest, relative, squared_error
+from tests.support.properties import Ledger, batches, build, check_errors
+from tests.support.training import digest, patched
+from tests.support.wrappers import RANK_2, Wrapped, loss_of
 
-exact: Way = functools.partial(Replicated, start_powerSGD_iter=100)
-several: Way = functools.partial(Replicated, cap=MANY)
-left: Way = functools.partial(Replicated, algorithm="alternating")
-right: Way = functools.partial(Replicated, algorithm="alternating", start_powerSGD_iter=1)
-batched: Way = functools.partial(Replicated, hook=batched_powerSGD_hook, start_powerSGD_iter=2)
-# {what is interrupted: (way of training, number of the step's all-reduce, further arguments)}
-CASES: dict[str, tuple[Way, int, dict[str, Any]]] = {
-    "exact averaging": (exact, 0, {}),
-    "first message": (Replicated, 0, {}),
-    "second message": (Replicated, 1, {}),
-    "one of several buckets": (several, 3, {}),
-    "the last message of several buckets": (several, 5, {}),
-    "left product": (left, 0, {}),
-    "right product": (right, 0, {}),
-    "first message of batched_powerSGD_hook": (batched, 0, {}),
-    "second message of batched_powerSGD_hook": (batched, 1, {}),
-    "first message of Compressor": (Plain, 0, {}),
-    "second message of Compressor": (Plain, 1, {}),
-    "state_dict": (Replicated, 0, {"saving": True}),
-    "state_dict of Compressor": (Plain, 2, {"saving": True}),
-    "silence in exact averaging": (exact, 0, {"silent": True}),
-    "silence in the second message": (Replicated, 1, {"silent": True}),
-    "silence in state_dict": (Replicated, 3, {"saving": True, "silent": True}),
-    "silence in Compressor": (Plain, 1, {"silent": True}),
+TOGETHER, ALONE = 5, 4
+"""Steps with the peer before the one in which it dies, and steps without it."""
+DEATH, SILENCE = 200.0, 8.0
+"""Seconds until the process group gives up, where the peer dies and where it says no more."""
+SLACK = 200.0
+"""Seconds that a busy machine may take beyond the process group's timeout. Only what hangs takes longer."""
+SURVIVOR, PEER = 0, 1
+# {what is interrupted: (wrapper, number of the step's all-reduce, fields of the configuration)}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "exact averaging": ("DDP", 0, {"start_iter": TOGETHER + 1}),
+    "first message": ("DDP", 0, {}),
+    "second message": ("DDP", 1, {}),
+    "the last message of several buckets": ("DDP", 5, {}),
+    "left product": ("DDP", 0, {"algorithm": "alternating"}),
+    "right product": ("DDP", 0, {"algorithm": "alternating", "start_iter": 1}),
+    "first message of Compressor": ("Compressor", 0, {}),
+    "second message of Compressor": ("Compressor", 1, {}),
+    "state_dict": ("DDP", 0, {}),
+    "state_dict of Compressor": ("Compressor", 2, {}),
+    "silence in the second message": ("DDP", 1, {}),
+    "silence in state_dict": ("DDP", 3, {}),
+    "first message of replicate": ("replicate", 0, {}),
+    "second message of FSDP1": ("FSDP1", 1, {}),
+    "silence in FSDP2": ("FSDP2", 1, {}),
 }
-# The others wait for the process group's timeout once more.
-SLOW = ("silence in exact averaging", "silence in Compressor")
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 @on_workers(2, casualties=[PEER])
 def test_survivor_is_told_in_time_and_loses_nothing(worker: int, world_size: int, name: str, tmp_path: Path) -> None:
-    way, message, options = CASES[name]
-    with two_workers(tmp_path, worker, options.get("silent", False)):
-        survive(worker, tmp_path, way, message, compressed="exact" not in name, **options)
+    survive(worker, tmp_path, name)
 
 
-def survive(
-    worker: int, folder: Path, way: Way, message: int, *, compressed: bool = True, silent: bool = False,
-    saving: bool = False,
-) -> None:  # fmt: skip
-    """Train with a peer until it is gone (in a step, or in ``save()``), then alone.
+def survive(worker: int, folder: Path, name: str) -> None:
+    """Train with a peer until it is gone (in a step, or while the state is saved), then alone.
 
-    Alone in three manners: the interrupted state goes on; it loads a checkpoint from before; another object loads it.
+    Alone in three manners: the interrupted state goes on; it loads a checkpoint from before; another one loads it.
     """
-    training = way()
+    warnings.filterwarnings("ignore")
+    wrapper, message, fields = CASES[name]
+    silent, saving = "silence" in name, "state_dict" in name
+    start_group(folder, "both", worker, 2, SILENCE if silent else DEATH)
+    config = dataclasses.replace(RANK_2, **fields)
+    model = build(wrapper, config)
     for step in range(TOGETHER):
-        training.step(worker, step)
-    saved = training.save()
-    before = training.owed()
-    attempt = training.save if saving else functools.partial(training.step, worker, TOGETHER)
-    interrupt(attempt, worker, message, folder, silent)
-    # The step's average never reached the optimizer, so no product may be subtracted. Each element is as it was, or
-    # has the gradient too.
-    after = training.owed()
-    G = torch.zeros_like(before) if saving else training.given()
-    kept, carried = ((after - E).abs() <= 1e-6 * (before.abs().max() + G.abs().max()) for E in (before, before + G))
-    assert kept.all() if saving else (kept | carried).all()
+        model.step(batches(model, step))
+    parameters, expected = model.parameters(), model.mean_error()
+    model.save(str(folder))
+    before, twin = dict(model.state.error()), model.net_type()
+    twin.load_state_dict(parameters)
+    last = batches(model, TOGETHER)
+    loss_of(twin, last[0]).backward()
+    given = {key: parameter.grad for key, parameter in twin.named_parameters()}
+    with interrupted(worker, message, folder, silent):
+        model.state.state_dict() if saving else model.step(last)
+    # Sharded models cannot go on.
+    goes_on = wrapper in ("DDP", "Compressor")
+    if goes_on:
+        # The step's average never reached the optimizer, so no product may be subtracted. Each element is as it was,
+        # or has the gradient too.
+        for key, error in model.state.error().items():
+            G = torch.zeros_like(error) if saving else given[key].view(error.shape)
+            allowed = 1e-6 * (before[key].abs().max() + G.abs().max())
+            kept, carried = ((error - E).abs() <= allowed for E in (before[key], before[key] + G))
+            assert kept.all() if saving else (kept | carried).all(), key
     start = time.monotonic()
-    # In this order: where the last owner of a broken gloo group is a DistributedDataParallel, with or without a hook,
-    # its end often waits for ever for a thread of gloo's that waits for Python's lock (torch 2.13).
-    training.leave()
+    if wrapper == "DDP":
+        # In this order: where the last owner of a broken gloo group is a DistributedDataParallel, with or without a
+        # hook, its end often waits for ever for a thread of gloo's that waits for Python's lock (torch 2.13).
+        model.module = model.state.process_group = None
+        gc.collect()
     start_group(folder, "alone", 0, 1, DEATH)
     assert time.monotonic() - start <= SLACK
-    training.join()
-    go_on(training, compressed)
-    training.load(saved)
-    training.leave()
-    training.join()
-    loaded = go_on(training, compressed)
-    new = way()
-    new.load(saved)
-    assert go_on(new, compressed) == loaded, "something of the interrupted step is left behind"
+    new = build(wrapper, config, parameters)
+    new.load(str(folder))
+    check_errors(new, expected)
+    found = go_on(new)
+    if goes_on:
+        wrapped_again(model)
+        go_on(model)
+        model.net.load_state_dict(parameters)
+        model.load(str(folder))
+        wrapped_again(model)
+        assert go_on(model) == found, "something of the interrupted step is left behind"
+    (folder / "done").touch()
 
 
-def go_on(training: Training, compressed: bool) -> str:
-    """Steps alone, in which Σ Ĝ + E = Σ G + E before. A digest of their bits."""
-    E = training.owed()
-    pairs = [training.step(SURVIVOR, step) for step in range(TOGETHER, TOGETHER + ALONE)]
-    expected = E + torch.stack([given for given, _ in pairs]).sum(0)
-    got = training.owed() + torch.stack([got for _, got in pairs]).sum(0)
-    assert got.isfinite().all()
-    assert relative(got, expected) <= LIMIT
-    assert bool(training.owed().norm() > 0) == compressed
-    return digest([*(got for _, got in pairs), training.owed()])
+def wrapped_again(model: Wrapped) -> None:
+    if model.module is not model.net:
+        model.module = DistributedDataParallel(model.net, bucket_cap_mb=0.005)
+        model.module.register_comm_hook(model.state, powerSGD_hook)
 
 
-# Ordinary processes -------------------------------------------------------------------------------------------------
+def go_on(model: Wrapped) -> str:
+    """Steps alone, in which nothing is lost. A digest of their bits."""
+    ledger = Ledger(model)
+    for step in range(TOGETHER, TOGETHER + ALONE):
+        ledger.step(batches(model, step))
+    ledger.check()
+    return digest([*model.parameters().values(), *model.mean_error().values()])
 
 
-def bare(worker: int, folder: Path) -> None:
-    """The same with DDP alone, which shows no all-reduce to Python: the peer dies in the backward pass."""
-    model = stack()
-    replicas = [DistributedDataParallel(model, bucket_cap_mb=MANY)]
+@contextlib.contextmanager
+def interrupted(worker: int, message: int, folder: Path, silent: bool) -> Iterator[None]:
+    """The peer ends instead of taking part in an all-reduce, the ``message``-th from now on. The survivor is told.
 
-    def die(gradient: Tensor) -> None:
-        if worker == PEER:
+    It is told as soon as the system knows of a death. A silent peer waits until the survivor is done, which is told
+    when the timeout is over.
+    """
+    original, numbers, start = dist.all_reduce, itertools.count(), time.monotonic()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        if next(numbers) == message and worker == PEER:
+            while silent and not (folder / "done").exists() and time.monotonic() < start + SILENCE + SLACK:
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
 
-    def step(number: int) -> None:
-        inputs, targets = batch(worker, number, width=WIDTH)
-        squared_error(replicas[0](inputs), targets).backward()
-
-    for number in range(TOGETHER):
-        step(number)
-    model[2].weight.register_hook(die)  # type: ignore[operator]
-    interrupt(lambda: step(TOGETHER), worker, 0, folder, silent=False)
-    replicas.clear()
-    gc.collect()
+    with pytest.raises(RuntimeError), patched(dist, "all_reduce", counting):
+        yield
+    seconds = time.monotonic() - start
+    assert 0.9 * SILENCE <= seconds <= SILENCE + SLACK if silent else seconds <= DEATH
 
 
-def ordinary(worker: int, folder: Path, case: Callable[[int, Path], None]) -> None:
+def start_group(folder: Path, name: str, worker: int, world_size: int, seconds: float) -> None:
+    """Make a default group in place of the one that there is."""
+    dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=seconds)
+    store = f"file://{folder}/{name}.store"
+    dist.init_process_group("gloo", init_method=store, rank=worker, world_size=world_size, timeout=timeout)
+
+
+def ordinary(worker: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/first.store", rank=worker, world_size=2)
-    with two_workers(folder, worker):
-        case(worker, folder)
+    survive(worker, folder, "first message")
     dist.destroy_process_group()
 
 
 # New processes, which import everything.
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [bare, functools.partial(survive, way=several, message=3)], ids=["DDP", "hook"])
-def test_survivor_s_process_ends_normally(case: Callable[[int, Path], None], tmp_path: Path) -> None:
-    """With Python's own shutdown, and exit code 0; with DDP alone and with the hook."""
+def test_survivor_s_process_ends_normally(tmp_path: Path) -> None:
+    """With Python's own shutdown, and exit code 0."""
     spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=ordinary, args=(worker, tmp_path, case), daemon=True) for worker in range(2)]
+    workers = [spawn.Process(target=ordinary, args=(worker, tmp_path), daemon=True) for worker in range(2)]
     try:
         for process in workers:
             process.start()

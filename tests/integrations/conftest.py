@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.deepspeed_jobs import Job
-from tests.support.sharded_training import in_one_group, outcome
+from tests.support.deepspeed_training import Job
+from tests.support.distributed import outcome
+from tests.support.sharded_training import in_one_group
 
 
 @pytest.fixture(scope="module")

@@ -16,53 +16,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.handle import Handle
 from tests.support.distributed import folder, run
-from tests.support.sharded_training import (
-    RANK_2,
-    Net,
-    batch,
-    full_mesh,
-    hybrid_mesh,
-    make_test,
-    sharded,
-    whole,
-)
+from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, sharded, whole
 from tests.support.small import complaint
 from tests.support.training import flat, relative
 from tests.support.wrappers import loss_of
-
-
-def replicated(model: nn.Module) -> Any:
-    return DistributedDataParallel(model)
 
 
 def in_shards(model: Net) -> Any:
     return sharded(model, full_mesh(dist.get_world_size()))
 
 
-def train(model: Any, worker: int, steps: int, first: int = 0, scale: float = 1.0) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 / scale)
-    for step in range(first, first + steps):
+def train(model: Any, worker: int, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
         optimizer.zero_grad()
-        (scale * loss_of(model, batch(worker, step))).backward()
+        loss_of(model, batch(worker, step)).backward()
         optimizer.step()
-
-
-def difference(one: Any, other: Any) -> float:
-    """Relative difference of the parameters of two models. Their names may differ."""
-    return relative(*(torch.cat([whole(p).reshape(-1) for p in model.parameters()]) for model in (one, other)))
 
 
 def size_of_errors(state: Handle) -> float:
     return sum(float(error.abs().sum()) for error in state.error().values())
-
-
-# Models ---------------------------------------------------------------------------------------------------------------
 
 
 class Holder(nn.Module):
@@ -75,7 +53,7 @@ class Holder(nn.Module):
 
 def wrong_use(worker: int, _world_size: int) -> None:
     """What is wrong is explained, on all workers."""
-    hooked = replicated(nn.Linear(4, 4))
+    hooked = DistributedDataParallel(nn.Linear(4, 4))
     hooked.register_comm_hook(None, allreduce_hook)
     wrong: Any = {"rank": 4}
     budget = PowerSGDConfig(bytes_per_step=1) if worker == 1 else PowerSGDConfig()
@@ -83,58 +61,44 @@ def wrong_use(worker: int, _world_size: int) -> None:
         ((nn.Linear(4, 4),), ("TypeError", "Linear", "Wrap it first: DistributedDataParallel(model)")),
         ((Holder(),), ("TypeError", "Holder has one as 'inner': attach that")),
         ((wrong,), ("TypeError", "got dict. Wrap it first")),
-        ((replicated(nn.Linear(4, 4)), wrong), ("TypeError", "PowerSGDConfig", "dict")),
+        ((DistributedDataParallel(nn.Linear(4, 4)), wrong), ("TypeError", "PowerSGDConfig", "dict")),
         ((hooked,), ("ValueError", "has a communication hook already")),
-        ((replicated(nn.Linear(40, 40)), budget), ("ValueError", "bytes_per_step")),
+        ((DistributedDataParallel(nn.Linear(40, 40)), budget), ("ValueError", "bytes_per_step")),
     ):
         said = complaint(attach, *attempt)
         assert all(part in said for part in parts), said
-    assert "unknown key 'rnk'" in complaint(attach, replicated(nn.Linear(4, 4)), rnk=4)
-    model = replicated(nn.Linear(40, 40))
+    assert "unknown key 'rnk'" in complaint(attach, DistributedDataParallel(nn.Linear(4, 4)), rnk=4)
+    model = DistributedDataParallel(nn.Linear(40, 40))
     state = attach(model, rank=2)
     # A copy has no hook.
     assert attach(copy.deepcopy(model), rank=2) is not state
 
 
-def loss_scale(worker: int, _world_size: int) -> None:
-    """A loss scale of 8 gives the gradients of the loss without it, eight times as large."""
-    models = []
-    for scale in (1.0, 8.0):
-        models.append(replicated(Net()))
-        attach(models[-1], RANK_2, loss_scale=lambda scale=scale: scale)
-        train(models[-1], worker, 3, scale=scale)
-    assert difference(*models) <= 1e-6
-
-
 def one_worker(worker: int, _world_size: int) -> None:
     """It is told that nothing is sent."""
-    for wrap in (replicated, in_shards):
-        model, output = wrap(Net()), io.StringIO()
-        with contextlib.redirect_stdout(output):
-            attach(model, rank=2)
-        train(model, worker, 2)
-        assert output.getvalue() == (
-            "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved\n"
-        )
-
-
-# Folders --------------------------------------------------------------------------------------------------------------
+    for wrap in (DistributedDataParallel, in_shards):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            attach(wrap(Net()), rank=2)
+        assert output.getvalue().startswith("powersgd: gradients are averaged over 1 worker only, so that nothing is ")
 
 
 def interrupted_save(worker: int, _world_size: int) -> None:
-    """A save that ends between its two moves leaves the old state, which is found. All workers hear of a failure."""
+    """A save that ends between its two moves leaves the old state, which is found. All workers hear of a failure.
+
+    The state of another wrapper is not taken for none.
+    """
     model = in_shards(Net())
-    state = attach(model, RANK_2)
+    state, of_ddp = attach(model, RANK_2), attach(DistributedDataParallel(Net()), RANK_2)
     train(model, worker, 1)
     with folder(worker) as path:
         (Path(path) / "file").touch()
-        said = complaint(attach(replicated(Net()), RANK_2).save, f"{path}/file")
+        said = complaint(of_ddp.save, f"{path}/file")
         assert "Error" in said if worker == 0 else said.startswith("DisagreementError: save failed on worker 0")
         dist.barrier()
         (Path(path) / "file").unlink(missing_ok=True)
         state.save(path)
         before = size_of_errors(state)
-        train(model, worker, 2, 1)
+        train(model, worker, 2)
         original = Path.rename
 
         def rename(self: Path, target: Path) -> Path:
@@ -150,68 +114,36 @@ def interrupted_save(worker: int, _world_size: int) -> None:
         assert size_of_errors(state) == pytest.approx(before, rel=0.5)
         state.save(path)
         assert [file.name for file in Path(path).iterdir()] == ["powersgd"]
+        other_wrapper = complaint(of_ddp.load, path, missing_ok=True)
+        assert "has powersgd and not powersgd.pt: the state of another wrapper" in other_wrapper
         dist.barrier()
         if worker == 0:
             shutil.rmtree(f"{path}/powersgd")
         dist.barrier()
         assert complaint(state.load, path).startswith("FileNotFoundError: there is no saved PowerSGD state")
         assert state.load(path, missing_ok=True) is None
-
-
-def other_wrapper(worker: int, _world_size: int) -> None:
-    """The state of another wrapper is not taken for none."""
-    states = attach(replicated(Net()), RANK_2), attach(in_shards(Net()), RANK_2)
-    for saved, other, found in (
-        (states[0], states[1], "has powersgd.pt and not powersgd"),
-        (states[1], states[0], "has powersgd and not powersgd.pt"),
-    ):
-        with folder(worker) as path:
-            saved.save(path)
-            assert f"{found}: the state of another wrapper" in complaint(other.load, path, missing_ok=True)
-
-
-def fewer_rows_than_workers(worker: int, world_size: int) -> None:
-    """A state goes from shards, some of them without a row, to whole replicas, and back."""
-    meshes = full_mesh(world_size), hybrid_mesh(world_size, 1)
-    for source, target in (meshes, meshes[::-1]):
-        models: list[Any] = [fully_shard(nn.Linear(25, 1, bias=False), mesh=mesh) for mesh in (source, target)]
-        state, other = (attach(model, rank=1, min_compression_rate=0.1, wire_dtype="int4") for model in models)
-        for step in range(2):
-            data = torch.randn(8, 25, generator=torch.Generator().manual_seed(10 * step + worker))
-            models[0](data).square().sum().backward()
-        with folder(worker) as path:
-            state.save(path)
-            other.load(path)
-        # One row has an error because of its format on the wire.
-        errors = [whole(saved.state_dict()["error"]["weight"]) for saved in (state, other)]
-        assert errors[0].any()
-        assert relative(*errors) <= 1e-6
+        of_ddp.save(path)
+        assert "has powersgd.pt and not powersgd: the" in complaint(state.load, path, missing_ok=True)
 
 
 def part_of_the_workers(worker: int, _world_size: int) -> None:
     """The first worker has no model. The others save and load without it."""
     halves = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3, 4])
-    meshes = {
-        "FSDP2": DeviceMesh("cpu", [1, 2, 3, 4]),
-        "HSDP": DeviceMesh("cpu", torch.arange(1, 5).view(2, 2), mesh_dim_names=("replicate", "shard")),
-        "two models": halves[worker > 2],
-    }
+    replicas = DeviceMesh("cpu", torch.arange(1, 5).view(2, 2), mesh_dim_names=("replicate", "shard"))
     with folder(worker) as path:
-        for name, mesh in meshes.items() if worker else ():
+        for number, mesh in enumerate((replicas, halves[worker > 2])) if worker else ():
             models = sharded(Net(), mesh), sharded(Net(), mesh)
             state, resumed = (attach(model, RANK_2) for model in models)
             train(models[0], worker, 2)
-            place = f"{path}/{name} {worker > 2 and name == 'two models'}"
+            place = f"{path}/{number} {mesh is halves[1]}"
             state.save(place)
-            report = resumed.load(place)
-            assert report is not None
-            assert len(report.loaded) > 3
+            assert resumed.load(place) is not None
             ours, theirs = ({n: whole(e) for n, e in s.state_dict()["error"].items()} for s in (resumed, state))
-            assert relative(flat(ours), flat(theirs)) <= 1e-6, name
+            assert relative(flat(ours), flat(theirs)) <= 1e-6, number
             assert flat(theirs).any()
 
 
-test_two_workers = make_test([wrong_use, loss_scale, interrupted_save, other_wrapper, fewer_rows_than_workers], 2)
+test_two_workers = make_test([wrong_use, interrupted_save], 2)
 
 
 def test_one_worker() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD
@@ -47,11 +47,12 @@ def steps(model: Any, forward: Any, worker: int, dtype: torch.dtype) -> list[dic
         model.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + worker)
         forward(torch.randn(6, 9, dtype=dtype, generator=generator)).backward()
-        found.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+        found.append({name: plain(p.grad) for name, p in named.items() if p.grad is not None})
     return found
 
 
-def whole(gradient: Tensor) -> Tensor:
+def plain(gradient: Tensor) -> Tensor:
     """A copy in its dtype."""
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone()
 
@@ -59,49 +60,45 @@ def whole(gradient: Tensor) -> Tensor:
 def check_equal(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.keys() == theirs.keys()
-        for name in theirs:
-            assert difference(ours[name], theirs[name]) <= LIMIT, name
+        assert all(difference(ours[name], theirs[name]) <= LIMIT for name in theirs)
 
 
 def difference(one: Tensor, other: Tensor) -> float:
     return relative(*(torch.view_as_real(t.to(torch.complex128)) for t in (one, other)))
 
 
-def replica(dtype: torch.dtype, rank: int = 0, hook: Any = powerSGD_hook, **options: Any) -> tuple[Any, Any, Any]:
-    """A model, DDP around it, and with a rank the state of the hook."""
-    model = Waves(dtype)
-    wrapped = DistributedDataParallel(model, **options)
-    if not rank:
-        return model, wrapped, None
-    # The batched hook has a few exact steps first.
-    start = 2 if hook is batched_powerSGD_hook else 0
-    state = PowerSGDState(None, rank, start, 1 if rank == 2 else 0, module=model)
-    wrapped.register_comm_hook(state, hook)
-    return model, wrapped, state
+def mean(tensor: Tensor) -> Tensor:
+    """Over the two workers."""
+    return torch.view_as_complex(total(torch.view_as_real(tensor.to(torch.complex128))) / 2)
 
 
 def in_ddp(worker: int, world_size: int) -> None:
     """At full rank as DDP alone, with the same bits on all workers; at low rank Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t."""
-    for dtype, options in ((torch.complex64, {}), (torch.complex128, {"gradient_as_bucket_view": True})):
-        expected = steps(*replica(dtype, **options)[:2], worker, dtype)
-        for hook in (powerSGD_hook, batched_powerSGD_hook):
-            model, wrapped, _ = replica(dtype, 99, hook, **options)
+    for dtype, as_view in ((torch.complex64, False), (torch.complex128, True)):
+        expected: list[dict[str, Tensor]] = []
+        # The batched hook has a few exact steps first.
+        for hook, rank, start in ((None, 0, 0), (powerSGD_hook, 99, 0), (batched_powerSGD_hook, 99, 2)):
+            model = Waves(dtype)
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+            if hook is not None:
+                wrapped.register_comm_hook(PowerSGDState(None, rank, start, 0, module=model), hook)
             got = steps(model, wrapped, worker, dtype)
-            check_equal(got, expected)
             check_same(got[-1].values())
-        model, wrapped, state = replica(dtype, 2, **options)
-        given: dict[str, Any] = {}
-        sent: dict[str, Any] = {}
+            expected = expected or got
+            check_equal(got, expected)
+        model = Waves(dtype)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+        state = attach(wrapped, **LOW)
+        given: dict[str, Any] = {name: 0 for name, _ in model.named_parameters()}
         for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda G, n=name, to=given: to.__setitem__(n, to.get(n, 0) + G.clone()))
-        for averages in steps(model, wrapped, worker, dtype):
-            sent = {name: sent.get(name, 0) + average for name, average in averages.items()}
+            parameter.register_hook(lambda G, n=name, to=given: to.__setitem__(n, to[n] + G.clone()))
+        averages = steps(model, wrapped, worker, dtype)
         errors = state.error()
         assert errors.keys() == {"first.weight", "second.weight", "real.weight"}
         for name, error in errors.items():
-            real = torch.view_as_real if given[name].is_complex() else torch.clone
-            G, average = (real(tensor).reshape(error.shape) for tensor in (given[name], sent[name]))
-            assert relative(total(error) / 2 + average.double(), total(G) / 2) <= LIMIT, name
+            left = mean(given[name]) - sum(average[name] for average in averages)
+            left = torch.view_as_real(left) if averages[0][name].is_complex() else left.real
+            assert relative(total(error) / 2, left.reshape(error.shape)) <= LIMIT, name
 
 
 def in_fsdp2(worker: int, world_size: int) -> None:
@@ -109,19 +106,17 @@ def in_fsdp2(worker: int, world_size: int) -> None:
     dtype = torch.complex64
     for shape in ((2, 1), (1, 2)):
         mesh = hybrid_mesh(*shape)
-
-        def sharded(mesh: Any) -> Any:
+        made: list[tuple[Any, Any]] = []
+        for settings in (None, FULL, LOW, LOW):
             # FSDP wants one dtype in a unit, and no scalars.
             model = Waves(dtype, scalar=(1,))
-            fully_shard(model.real, mesh=mesh)
-            return fully_shard(model, mesh=mesh)
-
-        def make(mesh: Any = mesh, hybrid: bool = shape == (2, 1), **settings: Any) -> tuple[Any, Any]:
-            model = sharded(mesh["shard"])
-            group = mesh["replicate"].get_group() if hybrid else None
-            return model, apply_powersgd(model, PowerSGDConfig(**settings), group)
-
-        native, (full, _), (first, state), (second, resumed) = sharded(mesh), make(**FULL), make(**LOW), make(**LOW)
+            for unit in (model.real, model):
+                fully_shard(unit, mesh=mesh["shard"])
+            group = mesh["replicate"].get_group() if shape == (2, 1) and settings else None
+            made.append((model, apply_powersgd(model, PowerSGDConfig(**settings), group) if settings else None))
+        (native, _), (full, _), (first, state), (second, resumed) = made
+        if shape == (2, 1):
+            native = DistributedDataParallel(Waves(dtype, scalar=(1,)))
         check_equal(steps(full, full, worker, dtype), steps(native, native, worker, dtype))
         steps(first, first, worker, dtype)
         resumed.load_state_dict(state.state_dict())
@@ -147,11 +142,6 @@ def in_a_loop(worker: int, world_size: int) -> None:
         assert difference(average + mean(error), given) <= 1e-3
 
 
-def mean(tensor: Tensor) -> Tensor:
-    """Over the two workers."""
-    return torch.view_as_complex(total(torch.view_as_real(tensor.to(torch.complex128))) / 2)
-
-
 test_two_workers = make_test([in_ddp, in_fsdp2, in_a_loop], 2)
 
 
@@ -160,10 +150,10 @@ test_two_workers = make_test([in_ddp, in_fsdp2, in_a_loop], 2)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_compressor_loses_nothing(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     shapes = {"matrix": (12, 10), "vector": (7,), "scalar": (), "empty": (0, 4)}
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    compressor = Compressor(PowerSGDConfig(backend="torch", **fields), tensors)
-    given = {name: torch.zeros(shape, dtype=torch.complex128) for name, shape in shapes.items()}
-    sent = {name: torch.zeros(shape, dtype=torch.complex128) for name, shape in shapes.items()}
+    compressor = Compressor(
+        PowerSGDConfig(backend="torch", **fields), {n: torch.zeros(s, dtype=dtype) for n, s in shapes.items()}
+    )
+    missing = {name: torch.zeros(shape, dtype=torch.complex128) for name, shape in shapes.items()}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         gradients = {n: torch.randn(s, dtype=torch.complex64, generator=generator).to(dtype) for n, s in shapes.items()}
@@ -173,16 +163,14 @@ def test_compressor_loses_nothing(dtype: torch.dtype, fields: dict[str, Any]) ->
         averages = compressor.decompress(compressor.compress(gradients))
         assert isinstance(averages, dict)
         for name, average in averages.items():
-            assert (average.dtype, average.shape) == (dtype, tensors[name].shape)
-            given[name] += gradients[name].to(torch.complex128)
-            sent[name] += average.to(torch.complex128)
+            assert (average.dtype, average.shape) == (dtype, shapes[name])
+            missing[name] += gradients[name].to(torch.complex128) - average.to(torch.complex128)
     errors = compressor.error()
-    assert errors.keys() == {"matrix"}
-    assert errors["matrix"].shape == (12, 10)
-    for name in shapes:
-        owed = sent[name] + errors.get(name, torch.zeros(()))
+    assert {name: error.shape for name, error in errors.items()} == {"matrix": (12, 10)}
+    for name, left in missing.items():
+        owed = errors.get(name, torch.zeros(shapes[name])).to(left.dtype)
         # An average is rounded to 16 bits where the gradient has 16 bits.
-        torch.testing.assert_close(owed, given[name], rtol=0, atol=2e-3 if dtype == torch.complex32 else 1e-5)
+        torch.testing.assert_close(owed, left, rtol=0, atol=2e-3 if dtype == torch.complex32 else 1e-5)
 
 
 def test_compressor_writes_to_lazy_conjugates_and_flat_buffers() -> None:
@@ -193,9 +181,7 @@ def test_compressor_writes_to_lazy_conjugates_and_flat_buffers() -> None:
     compressor.decompress(compressor.compress({"w": gradient}), out={"w": out})
     torch.testing.assert_close(out.resolve_conj(), gradient)
     for flat in (gradient.view(-1), torch.view_as_real(gradient).view(-1)):
-        found = torch.zeros_like(flat)
-        compressor.decompress(compressor.compress(flat), out=found)
-        torch.testing.assert_close(found, flat)
+        torch.testing.assert_close(compressor.decompress(compressor.compress(flat), out=torch.zeros_like(flat)), flat)
     with pytest.raises(ValueError, match="lazy"):
         compressor.compress(gradient.view(-1).conj())
     with pytest.raises(TypeError, match="complex64"):

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from powersgd_triton.integrations.memory_order import memory_order, strides_of
-from tests.support.distributed import make_test, run
+from tests.support.distributed import make_test
 from tests.support.properties import FULL_RANK, Ledger, check_close
 from tests.support.sharded_training import Gradients
 from tests.support.small import complaint
-from tests.support.training import LIMIT, gradients_of, local_gradients, relative, total
-from tests.support.wrappers import FSDP1, Batch, NoShards, Wrapped
+from tests.support.training import relative
+from tests.support.wrappers import FSDP1, Batch, Wrapped
 
 LOW = PowerSGDConfig(rank=2, min_compression_rate=0)
 STEPS = 5
@@ -78,17 +76,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"find_unused_parameters": True},
     {"static_graph": True},
 ]
-Conversion = tuple[dict[str, Any], int, tuple[str, str]]
-CONVERSIONS: list[Conversion] = [*itertools.product(OPTIONS, (0, 1, 3), itertools.permutations(FORMATS, 2))]
-"""Options, step, and from where to where."""
-BY_TURNS = [pair[index % 2] for index, pair in enumerate(zip(CONVERSIONS[::2], CONVERSIONS[1::2], strict=True))]
-"""Each of the options at each step, in one direction."""
 
 
-def conversions(worker: int, _world_size: int, chosen: Sequence[Conversion] = BY_TURNS) -> None:
+def conversions(worker: int, _world_size: int) -> None:
     """The memory format changes after DDP was made, before the first step, before buckets are rebuilt, and later."""
-    for options, event, (before, after) in chosen:
-        model = in_ddp(Net(before), **options)
+    for index, (options, event) in enumerate(itertools.product(OPTIONS, (0, 1, 3))):
+        before, after = list(FORMATS)[:: 1 if index % 2 else -1]
+        # Exact steps at first, with every other option.
+        config = dataclasses.replace(LOW, start_iter=2 * (index // 3 % 2))
+        model = in_ddp(Net(before), config, **options)
         ledger = Ledger(model)
         for step in range(STEPS):
             if step == event:
@@ -98,24 +94,6 @@ def conversions(worker: int, _world_size: int, chosen: Sequence[Conversion] = BY
             ledger.step(given(worker, step))
         assert len(ledger.model.mean_error()) == 4
         ledger.check()
-
-
-def exact_conversions(worker: int, _world_size: int) -> None:
-    """The same where gradients are averaged exactly, and at full rank with both hooks."""
-    kinds = ((powerSGD_hook, STEPS), (batched_powerSGD_hook, 2), (powerSGD_hook, 0))
-    for index, (options, transposed) in enumerate(itertools.product(OPTIONS, (False, True))):
-        hook, start = kinds[index % 3]
-        model = Net("channels_last" if transposed else "contiguous", transposed)
-        replica = DistributedDataParallel(model, **options)
-        replica.register_comm_hook(PowerSGDState(None, 999, start, 0, module=model), hook)
-        own = local_gradients(model)
-        for step in range(STEPS):
-            model.zero_grad()
-            if step in (1, 3):
-                convert(model, "channels_last" if step == 1 else "contiguous")
-            replica(images(worker, step)).square().sum().backward()
-            for name, gradient in gradients_of(model).items():
-                assert relative(gradient, total(own[name]) / 2) <= LIMIT, (options, transposed, start, name)
 
 
 class Pair(nn.Module):
@@ -148,28 +126,21 @@ def unused_conversions(worker: int, _world_size: int) -> None:
 
 def formats(worker: int, _world_size: int) -> None:
     """The same training in every format, and from each other's checkpoints."""
-    models: dict[str, Callable[[], Net]] = {
-        "contiguous": Net,
-        "channels_last": lambda: Net("channels_last"),
-        "transposed": lambda: Net("channels_last", transposed=True),
-    }
-    trained = {name: in_ddp(make()) for name, make in models.items()}
-    start = trained["contiguous"].parameters()
-    for name, model in trained.items():
-        ledger = Ledger(model)
+    models = {"contiguous": Net(), "channels_last": Net("channels_last"), "transposed": Net("channels_last", True)}
+    resumed = [in_ddp(copy.deepcopy(net)) for net in models.values()]
+    trained = [in_ddp(net) for net in models.values()]
+    first, start = trained[0], trained[0].parameters()
+    for model in trained:
         for step in range(STEPS):
-            ledger.step(given(worker, step))
-        ledger.check()
-        assert model.net.first.weight.is_contiguous() == (name == "contiguous")
-        check_close(model.parameters(), trained["contiguous"].parameters(), start, 1e-3)
-    saved = {name: model.state.state_dict() for name, model in trained.items()}
-    for name, key in itertools.product(models, saved["contiguous"]["matrices"]):
-        for part, expected in saved["contiguous"]["matrices"][key].items():
-            assert relative(saved[name]["matrices"][key][part], expected) <= 1e-3, (name, key, part)
-    for one, other in itertools.permutations(models, 2):
-        resumed = in_ddp(models[other]())
-        resumed.state.load_state_dict(saved[one])
-        ledger = Ledger(resumed)
+            model.step(given(worker, step))
+        assert model.net.first.weight.is_contiguous() == (model is first)
+        check_close(model.parameters(), first.parameters(), start, 1e-3)
+    saved = [model.state.state_dict() for model in trained]
+    for one, (key, parts) in itertools.product(saved, saved[0]["matrices"].items()):
+        assert all(relative(one["matrices"][key][part], parts[part]) <= 1e-3 for part in parts), key
+    for index, model in enumerate(resumed):
+        model.state.load_state_dict(saved[index - 1])
+        ledger = Ledger(model)
         for step in range(STEPS, STEPS + 2):
             ledger.step(given(worker, step))
         ledger.check()
@@ -187,39 +158,28 @@ def lost_gradients(worker: int, _world_size: int) -> None:
 def in_fsdp1(worker: int, _world_size: int) -> None:
     """Full rank is FSDP1 alone; a checkpoint of channels_last fits a contiguous model, and the reverse."""
 
-    def wrapped(memory_format: str, config: PowerSGDConfig | None = LOW, kind: Callable[..., FSDP1] = FSDP1) -> FSDP1:
+    def wrapped(memory_format: str, config: PowerSGDConfig | None = LOW) -> FSDP1:
         # One bias of odd length makes shards cut through parameters.
-        return kind(Net(memory_format, transposed=memory_format != "contiguous"), config)
+        return FSDP1(Net(memory_format, memory_format != "contiguous"), config)  # type: ignore[arg-type]
 
-    for kind, memory_format in itertools.product((FSDP1, NoShards), FORMATS):
-        alone, hooked = (wrapped(memory_format, config, kind) for config in (None, FULL_RANK))
-        start = alone.parameters()
-        for step in range(2):
-            for model in (alone, hooked):
-                model.step(given(worker, step))
-        check_close(hooked.parameters(), alone.parameters(), start)
-    states = {}
-    for memory_format in FORMATS:
-        model = wrapped(memory_format)
-        for step in range(3):
-            model.step(given(worker, step))
-        states[memory_format] = model.state.state_dict()
+    alone, hooked = (wrapped("channels_last", config) for config in (None, FULL_RANK))
+    start = alone.parameters()
+    for step, model in itertools.product(range(2), (alone, hooked)):
+        model.step(given(worker, step))
+    check_close(hooked.parameters(), alone.parameters(), start)
     found: list[Gradients] = []
     for one, other in itertools.product(FORMATS, repeat=2):
-        model = wrapped(other)
-        model.state.load_state_dict(states[one])
+        source, model = wrapped(one), wrapped(other)
+        for step in range(3):
+            source.step(given(worker, step))
+        model.state.load_state_dict(source.state.state_dict())
         start = model.parameters()
         model.step(given(worker, 3))
         found.append(model.parameters())
         check_close(found[-1], found[0], start)
 
 
-test_two_workers = make_test([conversions, exact_conversions, unused_conversions, formats, lost_gradients, in_fsdp1], 2)
-
-
-@pytest.mark.slow
-def test_all_conversions() -> None:
-    run(conversions, 2, CONVERSIONS)
+test_two_workers = make_test([conversions, unused_conversions, formats, lost_gradients, in_fsdp1], 2)
 
 
 DENSE = [
@@ -233,13 +193,11 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize(("tensor", "order"), DENSE)
-def test_memory_order(tensor: Tensor, order: tuple[int, ...]) -> None:
-    assert memory_order(tensor) == order
-    strides = zip(strides_of(tensor.shape, order), tensor.stride(), tensor.shape, strict=True)
-    assert all(ours == theirs for ours, theirs, size in strides if size > 1)
-
-
-def test_what_is_not_dense_has_the_order_of_its_shape() -> None:
+def test_memory_order() -> None:
+    for tensor, order in DENSE:
+        assert memory_order(tensor) == order
+        strides = zip(strides_of(tensor.shape, order), tensor.stride(), tensor.shape, strict=True)
+        assert all(ours == theirs for ours, theirs, size in strides if size > 1)
+    # What is not dense has the order of its shape.
     for tensor in (torch.zeros(4, 6)[:, ::2], torch.zeros(1, 6).expand(4, 6), torch.zeros(0, 3).t()):
         assert memory_order(tensor) == (0, 1)

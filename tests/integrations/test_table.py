@@ -11,29 +11,23 @@ from typing import Any
 import pytest
 
 from tests.support import properties
+from tests.support.distributed import outcome
 from tests.support.properties import FORMATS, WAYS
-from tests.support.sharded_training import in_one_group, outcome
+from tests.support.sharded_training import in_one_group
 from tests.support.wrappers import WRAPPERS
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A property of a wrapper.
-
-    Attributes:
-        wrapper: Name of a row of ``WRAPPERS``.
-        check: A function of ``properties.py``.
-        workers: How many.
-        options: Of the function.
-        folder: Whether it takes one, which all cells share.
-        slow: Whether only ``make test-all`` runs it.
-    """
+    """A property, which is a function of ``properties.py``, of a wrapper with so many workers."""
 
     wrapper: str
     check: Callable[..., None]
     workers: int
     options: tuple[tuple[str, Any], ...] = ()
+    # Whether ``check`` takes a folder, which all cells share.
     folder: bool = False
+    # Whether only ``make test-all`` runs it.
     slow: bool = False
 
     def __str__(self) -> str:

@@ -45,6 +45,8 @@ def test_commit_of_a_finite_step(workers: int, advance: bool, device: torch.devi
     ):
         assert all(torch.equal(x, y) for x, y in zip(got.cpu(), expected, strict=True))
     assert bucket.M.guarded()
+    without = Bucket([], device, bypass=[5], factor_gap=0)
+    assert [commit(without, finite)[1] for finite in (True, False)] == [1, 0]
 
 
 @over_dtypes("error", [*ERRORS, None])
@@ -73,9 +75,3 @@ def test_commit_takes_a_step_back(gradient: torch.dtype, error: torch.dtype | No
         # One subtraction in fp32 has one result.
         assert_within(got, expected[0].double(), stored(expected[0].double().abs(), got.dtype, device))
     assert bucket.M.guarded()
-
-
-def test_commit_of_a_bucket_without_matrices(device: torch.device):
-    bucket = Bucket([], device, bypass=[5], factor_gap=0)
-    for finite in (True, False):
-        assert commit(bucket, finite)[1] == float(finite)

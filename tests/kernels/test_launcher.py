@@ -17,20 +17,8 @@ from powersgd_triton.kernels.launcher import run
 OPTIONS = {"num_warps": 4, "C": 16}
 
 
-class Compiled:
-    """A compiled kernel that notes how it is launched."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-
-    def run(self, *arguments: Any) -> None:
-        self._kernel.direct.append(arguments)
-
-
 class Kernel:
-    """A kernel with the parameters (tensor, scalar, number, TYPE, C)."""
+    """A kernel with the parameters (tensor, scalar, number, TYPE, C), which notes who launches it."""
 
     __name__ = "kernel"
 
@@ -46,9 +34,14 @@ class Kernel:
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*arguments: Any, **named: Any) -> Compiled:
             self.by_triton.append((grid, *arguments, named))
-            return Compiled(self)
+            return Compiled(
+                run=lambda *arguments: self.direct.append(arguments), function="function", packed_metadata="metadata"
+            )
 
         return launch
+
+
+Compiled = types.SimpleNamespace
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +71,14 @@ def test_the_second_launch_is_direct():
     assert kernel.by_triton == [((5,), TENSOR, SCALAR, 3, {"TYPE": "fp32", **OPTIONS})]
     expected = (5, 1, 1, 70, "function", "metadata", None, None, None, TENSOR.data_ptr(), SCALAR.data_ptr(), 3)
     assert kernel.direct == [(*expected, "fp32", 16)] * 2
-
-
-def test_tensors_that_move_are_found_and_other_constants_are_compiled():
-    kernel, other, row = Kernel(), torch.zeros(8), torch.zeros(8, dtype=torch.int64)
-    launch(kernel)
+    # Tensors that move are found, and other constants are compiled.
+    other, row = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
     launch(kernel, other, row[3])
     assert kernel.direct[-1][9:11] == (other.data_ptr(), row[3].data_ptr())
     launch(kernel, kind="bf16")
-    assert len(kernel.by_triton) == 2
-    assert len(kernel.direct) == 1
+    assert (len(kernel.by_triton), len(kernel.direct)) == (2, 3)
+    with pytest.raises(TypeError, match="name number in do_not_specialize"):
+        launch(Kernel(marked=False))
 
 
 def test_other_options_another_device_and_what_is_not_aligned_are_compiled(driver: types.SimpleNamespace):
@@ -124,8 +115,3 @@ def test_triton_launches_for_hooks_in_captures_and_in_unknown_versions():
     assert len(kernel.by_triton) == 6
     launch(kernel)
     assert len(kernel.direct) == 2
-
-
-def test_numbers_for_which_triton_compiles_are_refused():
-    with pytest.raises(TypeError, match="name number in do_not_specialize"):
-        launch(Kernel(marked=False))

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 from powersgd_triton import Compressor
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core.engine import Engine
+from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
@@ -62,7 +62,6 @@ def steps(
     number: int = 2,
     run_kernels: bool = True,
     communicator: Communicator | None = None,
-    not_finite: int | None = None,
     **fields: Any,
 ):
     """Run so many steps in one bucket; what each of them did. On one worker, if there is no ``communicator``."""
@@ -70,25 +69,17 @@ def steps(
 
     named = {str(index): shape for index, shape in enumerate(shapes)}
     config = everything(rank, backend="triton", **fields)
-    engine = Engine(config, communicator or Communicator(), lambda: named)
+    engine = new_engine(config, communicator or Communicator(), lambda: named)
     activities = []
     for seed in range(number):
-        now = gradients(seed, named)
-        if seed == not_finite:
-            now["0"][3, 3] = float("inf")
-        layout = engine.begin("all", lambda: named, torch.device("cpu"), last=True)
+        now, layout = gradients(seed, named), engine.begin("all", lambda: named, torch.device("cpu"), last=True)
         with watched(run_kernels=run_kernels) as activity:
             engine.average(layout, now)
-        assert seed != not_finite or now["0"].isnan().all()
         activities.append(activity)
     return activities
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"error_feedback": False}, {"algorithm": "alternating"}],
-    ids=["standard", "without error feedback", "alternating"],
-)
+@pytest.mark.parametrize("fields", [{}, {"error_feedback": False}, {"algorithm": "alternating"}], ids=str)
 @pytest.mark.parametrize("rank", [1, 4, 16, 32])
 def test_launches_do_not_depend_on_the_number_of_matrices(rank: int, fields: dict[str, Any]):
     """Nothing on the host depends on a value: that the kernels run once is enough."""
@@ -100,12 +91,6 @@ def test_launches_do_not_depend_on_the_number_of_matrices(rank: int, fields: dic
     assert one.launches == many.launches
     assert one.operations == []
     assert len(one.launches) <= MOST_LAUNCHES
-
-
-def test_a_step_that_is_not_finite_takes_no_more_launches():
-    """The first step draws the bases as well."""
-    _, finite, other = steps([(40, 36)], 2, number=3, not_finite=2)
-    assert finite.kernels == other.kernels
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
@@ -183,7 +168,7 @@ def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
 
     # The first step makes the error buffers.
     compressor.compress({name: torch.randn(shape) for name, shape in shapes.items()})
-    errors = [matrix.error for matrix in compressor._engine.memory.matrices.values() if matrix.error is not None]
+    errors = [matrix.error for matrix in compressor._engine.residuals.matrices.values() if matrix.error is not None]
     with (
         mock.patch.object(interpreter.interpreter_builder, "options", CHECKED),
         watched(at_launch=at_launch, at_access=at_access),

@@ -21,34 +21,19 @@ def build(shapes: Shapes, **fields: Any) -> Layout:
     return Layout.build({f"t{i}": shape for i, shape in enumerate(shapes)}, PowerSGDConfig(**fields))
 
 
-@pytest.mark.parametrize(
-    ("shape", "matrix"),
-    [((), (1, 1)), ((5,), (1, 5)), ((3, 4), (3, 4)), ((8, 3, 2, 2), (8, 12)), ((0, 4), (0, 4)), ((4, 0, 2), (4, 0))],
-)
-def test_matrix_shape(shape: tuple[int, ...], matrix: tuple[int, int]):
-    assert matrix_shape(shape) == matrix
+def test_matrix_shape():
+    shapes = {(): (1, 1), (5,): (1, 5), (3, 4): (3, 4), (8, 3, 2, 2): (8, 12), (0, 4): (0, 4), (4, 0, 2): (4, 0)}
+    assert {shape: matrix_shape(shape) for shape in shapes} == shapes
 
 
-@pytest.mark.parametrize(
-    ("shape", "rank", "rate", "expected"),
-    [
-        # (n + m) r rate < n m, strictly: (10 + 10) · 1 · 5 = 100 is not below 100.
-        ((10, 10), 1, 5.0, 0),
-        ((10, 10), 1, 4.9, 1),
-        ((10, 10), 4, 2.0, 0),
-        ((64, 64), 4, 2.0, 4),
-        ((64, 64), 100, 0.0, 64),
-        ((64, 3, 3, 3), 100, 0.0, 27),
-        ((1, 7), 4, 0.0, 1),
-        ((7, 1), 4, 0.0, 1),
-        ((7,), 4, 0.0, 0),
-        ((), 4, 0.0, 0),
-        ((0, 7), 4, 0.0, 0),
-        ((7, 0), 4, 0.0, 0),
-    ],
-)
-def test_eligibility(shape: tuple[int, ...], rank: int, rate: float, expected: int):
-    assert compressed_rank(shape, PowerSGDConfig(rank=rank, min_compression_rate=rate)) == expected
+def test_eligibility():
+    # (n + m) r rate < n m, strictly: (10 + 10) · 1 · 5 = 100 is not below 100.
+    for shape, rank, rate, expected in (
+        ((10, 10), 1, 5.0, 0), ((10, 10), 1, 4.9, 1), ((10, 10), 4, 2.0, 0), ((64, 64), 4, 2.0, 4),
+        ((64, 64), 100, 0.0, 64), ((64, 3, 3, 3), 100, 0.0, 27), ((1, 7), 4, 0.0, 1), ((7, 1), 4, 0.0, 1),
+        ((7,), 4, 0.0, 0), ((), 4, 0.0, 0), ((0, 7), 4, 0.0, 0), ((7, 0), 4, 0.0, 0),
+    ):  # fmt: skip
+        assert compressed_rank(shape, PowerSGDConfig(rank=rank, min_compression_rate=rate)) == expected
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -87,24 +72,14 @@ def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float, batch:
         assert 1 <= group.rank <= min(rank, group.n, group.m)
 
 
-def test_groups_are_by_matrix_shape_in_order_of_appearance():
-    layout = build([(8, 6), (4, 5), (8, 3, 2), (8,), (4, 5)], rank=1, min_compression_rate=0.0)
-    assert [[s.name for s in group.segments] for group in layout.groups] == [["t0", "t2"], ["t1", "t4"]]
-
-
-def test_without_batching_each_matrix_is_a_group():
-    layout = build([(8, 6), (8, 6)], rank=1, min_compression_rate=0.0, batch_by_shape=False)
-    assert [len(group.segments) for group in layout.groups] == [1, 1]
-
-
-def test_compress_false_bypasses_everything():
-    layout = Layout.build({"w": (64, 64), "b": (64,)}, PowerSGDConfig(), compress=False)
+def test_groups_and_names():
+    """Groups are by matrix shape in order of appearance; without batching each matrix is one."""
+    shapes: Shapes = [(8, 6), (4, 5), (8, 3, 2), (8,), (4, 5)]
+    for batch, expected in ((True, [["t0", "t2"], ["t1", "t4"]]), (False, [["t0"], ["t1"], ["t2"], ["t4"]])):
+        layout = build(shapes, rank=1, min_compression_rate=0.0, batch_by_shape=batch)
+        assert [[s.name for s in group.segments] for group in layout.groups] == expected
+    layout = Layout.build([("w", (64, 64)), ("b", (64,))], PowerSGDConfig(), compress=False)
     assert layout.compressed == ()
     assert layout.sent_numel(PowerSGDConfig(), 0) == layout.numel == 64 * 64 + 64
-
-
-def test_accepts_pairs_and_refuses_a_repeated_name():
-    config = PowerSGDConfig()
-    assert Layout.build([("w", (4, 4)), ("v", (4, 4))], config).numel == 32
     with pytest.raises(ValueError, match="'w' occurs twice"):
-        Layout.build([("w", (4, 4)), ("w", (4, 4))], config)
+        Layout.build([("w", (4, 4)), ("w", (4, 4))], PowerSGDConfig())

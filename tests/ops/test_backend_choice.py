@@ -46,21 +46,18 @@ def test_what_the_kernels_do_not_take(dtypes: set[torch.dtype], rank: int, reaso
 
 
 def test_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch):
-    assert (
-        why_not_triton(torch.device("meta")) == "the kernels run on CUDA and ROCm devices; these gradients are on meta"
-    )
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert why_not_triton(torch.device("cuda")) == "the kernels need compute capability 8.0; this device has 7.5"
+    cuda, run_on = torch.device("cuda"), "the kernels run on CUDA and ROCm devices; these gradients are on"
+    assert why_not_triton(torch.device("meta")) == f"{run_on} meta"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert why_not_triton(torch.device("cpu")) == (
-        "the kernels run on CUDA and ROCm devices; these gradients are on the CPU"
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(triton, "__version__", "3.4.0")
-    assert why_not_triton(torch.device("cuda")) == "the kernels need triton 3.5 or newer; this is 3.4.0"
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(triton, "__version__", "3.7.1")
-    assert why_not_triton(torch.device("cuda")) == "the kernels need triton 3.9 or newer on ROCm; this is 3.7.1"
+    assert why_not_triton(torch.device("cpu")) == f"{run_on} the CPU"
+    for hip, capability, version, expected in (
+        (None, (7, 5), "3.5.0", "the kernels need compute capability 8.0; this device has 7.5"),
+        (None, (8, 0), "3.4.0", "the kernels need triton 3.5 or newer; this is 3.4.0"),
+        ("7.0", (8, 0), "3.7.1", "the kernels need triton 3.9 or newer on ROCm; this is 3.7.1"),
+    ):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        monkeypatch.setattr(triton, "__version__", version)
+        assert why_not_triton(cuda) == expected
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert why_not_triton(torch.device("cuda")) == "triton is not installed"
+    assert why_not_triton(cuda) == "triton is not installed"

@@ -7,7 +7,7 @@ import torch
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.engine import Engine
+from powersgd_triton.schemes import new_engine
 
 SHAPES = {"a": (12, 7), "bias": (9,), "b": (12, 7), "c": (5, 3, 4), "small": (2, 2)}
 # Whole, a part of a row, parts of two rows, rows, nothing, the end.
@@ -18,10 +18,10 @@ def reduced(dtype: torch.dtype, ranges: dict | None) -> dict[str, torch.Tensor]:
     config = PowerSGDConfig(rank=2, min_compression_rate=1)
     generator = torch.Generator().manual_seed(0)
     gradients = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
-    engine = Engine(config, Communicator(), lambda: SHAPES)
-    layout = engine.begin("all", lambda: SHAPES, torch.device("cpu"), last=True)
-    assert {segment.name for segment in layout.compressed} == {"a", "b", "c"}
-    engine.average(layout, gradients, ranges=ranges)
+    engine = new_engine(config, Communicator(), lambda: SHAPES)
+    bucket = engine.begin("all", lambda: SHAPES, torch.device("cpu"), last=True)
+    assert {segment.name for segment in bucket.layout.compressed} == {"a", "b", "c"}
+    engine.average(bucket, gradients, ranges=ranges)
     return gradients
 
 

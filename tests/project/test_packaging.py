@@ -71,21 +71,15 @@ def test_wheel_and_sdist_install_the_package(targets: dict[str, Path]):
     assert files(targets["sdist"]) == files(targets["wheel"])
 
 
-def test_metadata_is_the_same(targets: dict[str, Path]):
+def test_distributions_hold_nothing_else(distributions: dict[str, Path], targets: dict[str, Path]):
     wheel, sdist = (next(folder.glob("*.dist-info/METADATA")).read_text() for folder in targets.values())
     assert wheel == sdist
     assert f"\nVersion: {powersgd_triton.__version__}\n" in wheel
-
-
-def test_wheel_names_no_other_package(distributions: dict[str, Path]):
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/top_level.txt")]
         assert archive.read(name).decode().split() == ["powersgd_triton"]
-
-
-def test_sdist_holds_only_what_the_wheel_is_built_from(distributions: dict[str, Path]):
-    with tarfile.open(distributions["sdist"]) as archive:
-        names = {Path(*Path(member.name).parts[1:]).as_posix() for member in archive if member.isfile()}
+    with tarfile.open(distributions["sdist"]) as sources:
+        names = {Path(*Path(member.name).parts[1:]).as_posix() for member in sources if member.isfile()}
     expected = {
         name.removeprefix("powersgd_triton/") if "/integrations/" in name else name for name in modules() | DATA
     }

@@ -22,9 +22,6 @@ def config(compression: float = 6.0, **fields: Any) -> PowerSGDConfig:
     return PowerSGDConfig(compression=compression, **{"wire_dtype": "fp32", **fields})
 
 
-# The first plan -----------------------------------------------------------------------------------------------------
-
-
 def test_the_first_plan_has_the_largest_common_rank_and_what_is_left_over():
     ranks = starting_ranks(MODEL, config())
     common = min(ranks.values())
@@ -33,6 +30,11 @@ def test_the_first_plan_has_the_largest_common_rank_and_what_is_left_over():
     assert sent_bytes(MODEL, ranks, config()) <= budget(MODEL, config())
     more = dict.fromkeys(ranks, common + 1)
     assert sent_bytes(MODEL, more, config()) > budget(MODEL, config())
+    numel = sum(math.prod(shape) for shape in MODEL.values())
+    assert ranks == starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=4 * numel // 6, wire_dtype="fp32"))
+    whole = starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=4 * numel, wire_dtype="fp32"))
+    assert whole == {name: compressed_rank(MODEL[name], config()) for name in whole}
+    assert starting_ranks({"norm": (5,)}, config(1.0)) == starting_ranks({}, config()) == {}
 
 
 def test_bytes_count_the_width_and_what_is_exact():
@@ -41,25 +43,6 @@ def test_bytes_count_the_width_and_what_is_exact():
     expected = 2 * (2 * 96 * 3 + 2 * 2 * 3) + (464 * 2 + 2 * 5 * 2) + 4 * (96 + 12)
     assert sent_bytes(MODEL, ranks, config(wire_dtype="int8")) == expected
     assert sent_bytes(MODEL, {}, config()) == 4 * sum(math.prod(shape) for shape in MODEL.values())
-
-
-def test_a_budget_in_bytes_is_the_same_as_one_by_ratio():
-    numel = sum(math.prod(shape) for shape in MODEL.values())
-    by_bytes = PowerSGDConfig(bytes_per_step=4 * numel // 6, wire_dtype="fp32")
-    assert starting_ranks(MODEL, by_bytes) == starting_ranks(MODEL, config())
-
-
-def test_alternating_has_twice_the_rank_for_the_same_bytes():
-    ranks, other = starting_ranks(MODEL, config()), starting_ranks(MODEL, config(algorithm="alternating"))
-    # "small" is worth compressing at this half of the bytes.
-    assert other.pop("small") == 1
-    assert all(2 * rank - 1 <= other[name] <= 2 * rank + 1 for name, rank in ranks.items())
-
-
-def test_a_budget_for_everything_gives_the_largest_ranks():
-    whole = sum(4 * math.prod(shape) for shape in MODEL.values())
-    ranks = starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=whole, wire_dtype="fp32"))
-    assert ranks == {name: compressed_rank(MODEL[name], config()) for name in ranks}
 
 
 @pytest.mark.parametrize("limit", [None, 24])
@@ -75,14 +58,6 @@ def test_ranks_are_limited_whatever_the_budget_allows(limit: int | None):
     assert f"Ranks are limited to {highest} columns. This leaves {report.unused:,.0f} of" in str(report)
 
 
-def test_a_report_of_a_budget_that_ranks_use_up_does_not_mention_the_limit():
-    limited = config(max_rank=64)
-    ranks = starting_ranks(MODEL, limited)
-    report = RankReport.of(Layout.build(MODEL, limited).with_ranks(lambda s: ranks[s.name]), limited, {})
-    assert report.unused == 0
-    assert "limited" not in str(report)
-
-
 def test_a_budget_that_is_too_small_says_what_would_do():
     with pytest.raises(ValueError, match=r"the budget is 500 bytes a step, but .* sends 3,824, 432 of them") as caught:
         starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=500, wire_dtype="fp32"))
@@ -91,12 +66,16 @@ def test_a_budget_that_is_too_small_says_what_would_do():
     starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=3824, wire_dtype="fp32"))
 
 
-def test_a_model_without_matrices_needs_no_plan():
-    assert starting_ranks({"norm": (5,)}, config(1.0)) == {}
-    assert starting_ranks({}, config()) == {}
-
-
-# Later plans --------------------------------------------------------------------------------------------------------
+def test_demand_and_share():
+    # All columns alike: ‖M‖²/φ = 4 · 4 / (r · 0.02), of which one more saves nearly 1 / r.
+    assert Spectrum((0.02,) * 5, 4.0).demand == pytest.approx(4.0**2 / 0.02)
+    # Steeper spectra gain less by another column.
+    assert Spectrum((0.09, 0.004, 0.003, 0.003), 1.0).demand < Spectrum((0.025,) * 4, 1.0).demand
+    assert Spectrum((0.04, 0.01), 0.5).share == pytest.approx(0.1)
+    assert Spectrum((), 0.0).share == Spectrum((0.0, 0.0), 0.0).demand == 0
+    # Nothing is learnt from overflows.
+    for energies, size in (((0.0, 0.0), 1.0), ((math.nan, 1.0), 2.0), ((1.0, 0.5), math.inf), ((5e-324,), 1e308)):
+        assert not math.isfinite(Spectrum(energies, size).demand)
 
 
 def test_ranks_become_as_the_root_of_demand_for_bytes():
@@ -109,40 +88,23 @@ def test_ranks_become_as_the_root_of_demand_for_bytes():
     # Where no column of "c" fits any more, two of the others may.
     assert all(abs(rank - scale * wanted[name]) < 2 for name, rank in ranks.items())
     assert allot(MODEL, ranks, demands, config()) == ranks
-
-
-def test_a_plan_changes_ranks_by_a_third():
-    ranks = starting_ranks(MODEL, config())
+    # A plan changes ranks by a third.
     found = allot(MODEL, ranks, {"a": 1e9, "b": 1.0, "c": 1.0}, config())
     assert found["a"] == ranks["a"] * 4 // 3
     assert all(found[name] >= rank * 2 // 3 for name, rank in ranks.items())
-
-
-def test_demand_and_share():
-    # All columns alike: ‖M‖²/φ = 4 · 4 / (r · 0.02), of which one more saves nearly 1 / r.
-    assert Spectrum((0.02,) * 5, 4.0).demand == pytest.approx(4.0**2 / 0.02)
-    # Steeper spectra gain less by another column.
-    assert Spectrum((0.09, 0.004, 0.003, 0.003), 1.0).demand < Spectrum((0.025,) * 4, 1.0).demand
-    assert Spectrum((0.04, 0.01), 0.5).share == pytest.approx(0.1)
-    assert Spectrum((), 0.0).share == 0
+    # What wants nothing gets one column in the end.
+    for _ in range(9):
+        ranks = allot(MODEL, ranks, {"a": 0.0, "b": 1.0, "c": 1.0}, config())
+    assert ranks["a"] == 1
 
 
 def test_plans_do_not_depend_on_the_size_of_gradients():
-    ranks = starting_ranks(MODEL, config())
-    plans = []
+    ranks, plans = starting_ranks(MODEL, config()), []
     for size in (1e-20, 1.0, 1e20):
         spectra = [Spectrum((energy * size, 0.1 * size), 3 * size) for energy in (0.4, 1.0, 2.0)]
         demands = {name: spectrum.demand for name, spectrum in zip(ranks, spectra, strict=True)}
         plans.append(allot(MODEL, ranks, demands, config()))
     assert plans[0] == plans[1] == plans[2] != ranks
-
-
-def test_zeros_want_nothing():
-    assert Spectrum((0.0, 0.0), 0.0).demand == 0
-    ranks = starting_ranks(MODEL, config())
-    for _ in range(9):
-        ranks = allot(MODEL, ranks, {"a": 0.0, "b": 1.0, "c": 1.0}, config())
-    assert ranks["a"] == 1
 
 
 def test_tensors_that_were_added_are_made_room_for_at_once():
@@ -152,11 +114,6 @@ def test_tensors_that_were_added_are_made_room_for_at_once():
     found = allot(grown, ranks, dict.fromkeys(ranks, 1.0), tight)
     assert any(found[name] < rank * 2 // 3 for name, rank in ranks.items())
     assert sent_bytes(grown, found, tight) <= 20_000
-
-
-def test_nothing_is_learnt_from_overflows():
-    for energies, size in (((0.0, 0.0), 1.0), ((math.nan, 1.0), 2.0), ((1.0, 0.5), math.inf), ((5e-324,), 1e308)):
-        assert not math.isfinite(Spectrum(energies, size).demand)
 
 
 sizes = st.integers(1, 200)

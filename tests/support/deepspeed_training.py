@@ -6,17 +6,19 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.programs import output_of
 from tests.support.sharded_training import TOKENS, WIDTH, Block, Net, batch
 from tests.support.training import total
 
@@ -27,16 +29,26 @@ FP32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 """How far losses may be from those with the same gradients, summed in another order."""
 
 
+def zero(**options: Any) -> dict[str, Any]:
+    return {"zero_optimization": options}
+
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+BF16_OPTIMIZER: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+OFFLOAD = {"zero_force_ds_cpu_optimizer": False, **zero(offload_optimizer={"device": "cpu"})}
+LOGGED = {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False}}
+ACCUMULATE = {"gradient_accumulation_steps": 2}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One way of training with DeepSpeed.
 
     Attributes:
         options: what is added to the configuration, section by section.
-        limit: how far losses at full rank may be from plain DeepSpeed's.
         way: see ``losses``.
-        sgd: train with SGD of the program instead of AdamW of the configuration.
-        own_adamw: train with AdamW of the program.
+        optimizer: "" for AdamW of the configuration, "sgd" or "adamw" for one of the program.
         sparse: the embedding's gradient is sparse.
         unused: a layer is used in every second step only.
     """
@@ -44,17 +56,62 @@ class Case:
     name: str
     stage: int
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    limit: float = FP32_LIMIT
     way: str = ""
+    optimizer: str = ""
     sparse: bool = False
     unused: bool = False
-    sgd: bool = False
-    own_adamw: bool = False
     pipeline_stages: int = 0
-    fp16: bool = False
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def limit(self) -> float:
+        """How far losses at full rank may be from plain DeepSpeed's."""
+        in_16_bits = self.options.keys() & {"bf16", "fp16", "torch_autocast", "communication_data_type"}
+        return BF16_LIMIT if in_16_bits else FP32_LIMIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A function with assertions, which all workers call; ``slow`` as pytest's mark, ``engine`` for DeepSpeed.
+
+    All jobs of a file with the same number of workers share processes.
+    """
+
+    body: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    workers: int = 2
+    slow: bool = False
+    engine: bool = True
+    name: str = ""
+
+    @property
+    def __name__(self) -> str:
+        return self.body.__name__
+
+    def __str__(self) -> str:
+        words = [getattr(argument, "__name__", str(argument)) for argument in (self.body, *self.arguments)]
+        return self.name or "-".join([*words, f"{self.workers} workers"])
+
+    def kind(self) -> tuple[int, bool, bool]:
+        """Jobs of one kind run in the same processes."""
+        return self.workers, self.slow, self.engine
+
+    def __call__(self, worker: int, world_size: int) -> Any:
+        if self.engine:
+            prepare(worker, world_size)
+        return self.body(*self.arguments)
+
+
+def each(body: Callable[..., None], *arguments: Any, workers: int = 2, slow: bool = False) -> list[Job]:
+    """A job for each argument; those of a tuple go together."""
+    return [Job(body, one if isinstance(one, tuple) else (one,), workers, slow) for one in arguments]
+
+
+def parametrized(jobs: list[Job]) -> pytest.MarkDecorator:
+    marks = {True: [pytest.mark.slow], False: []}
+    return pytest.mark.parametrize("job", [pytest.param(job, id=str(job), marks=marks[job.slow]) for job in jobs])
 
 
 def configuration(stage: int, section: Mapping[str, Any] | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,9 +145,7 @@ def prepare(worker: int, world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def engine_for(
-    case: Case, section: Mapping[str, Any] | None = None, model: nn.Module | None = None
-) -> Iterator[Any]:  # fmt: skip
+def engine_for(case: Case, section: Mapping[str, Any] | None = None, model: Any = None) -> Iterator[Any]:
     """An engine for a case, compressing where a section is given."""
     from powersgd_triton.integrations import deepspeed
 
@@ -103,14 +158,14 @@ def engine_for(
         if case.sparse:
             model.tokens.sparse = True
     given: dict[str, Any] = {}
-    if case.sgd or case.own_adamw:
+    if case.optimizer:
         config.pop("optimizer")
         config["zero_allow_untested_optimizer"] = True
-        kind, rate = (torch.optim.SGD, 0.5) if case.sgd else (torch.optim.AdamW, 3e-3)
+        kind, rate = (torch.optim.SGD, 0.5) if case.optimizer == "sgd" else (torch.optim.AdamW, 3e-3)
         given["optimizer"] = kind(model.parameters(), lr=rate)
     accelerator = type(deepspeed.accelerator.get_accelerator())
     supported = accelerator.is_fp16_supported
-    if case.fp16:
+    if "fp16" in case.options:
         # The CPU computes with it all the same, slowly.
         accelerator.is_fp16_supported = lambda _: True
     groups = getattr(model, "groups", lambda: list(model.parameters()))()
@@ -215,12 +270,6 @@ def losses(engine: Any, steps: Sequence[int], way: str = "") -> list[float]:
     return (total(torch.tensor(found).double()) / dist.get_world_size()).tolist()
 
 
-def train(case: Case, section: Mapping[str, Any] | None, steps: int) -> list[float]:
-    """Losses of each step."""
-    with engine_for(case, section) as engine:
-        return losses(engine, range(steps), case.way)
-
-
 def logged_bytes(engine: Any, steps: int, above: int = 0) -> dict[str, float]:
     """Bytes a step of messages above a size, by DeepSpeed's own logger, which the configuration must switch on."""
     from deepspeed.comm.comm import comms_logger
@@ -235,8 +284,9 @@ def logged_bytes(engine: Any, steps: int, above: int = 0) -> dict[str, float]:
     }
 
 
-def largest_difference(got: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest absolute difference; infinite where something is not a number."""
-    return max(
-        abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in zip(got, expected, strict=True)
-    )
+def convert(saved: Path, universal: Path) -> Path:
+    """A checkpoint's universal form, which any number of workers loads. Without the compression's state."""
+    arguments: list[str | Path] = ["--input_folder", saved, "--output_folder", universal, "--inject_missing_state"]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    output_of("-m", "deepspeed.checkpoint.ds_to_universal", *arguments, *workers, DS_ACCELERATOR="cpu")
+    return universal

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 from tests.support.exchanges import bytes_decide
 
 Worker = Callable[..., Any]
+Cases = Mapping[str, Worker] | Sequence[Worker]
 # A machine may be busy with other work for a long time. These limits only end what hangs.
 HUNG = 1500.0
 """Seconds after which what is not done counts as hung. Less than pytest's own limit in the Makefile."""
@@ -43,23 +44,14 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """Call ``fn(worker, world_size, *args)`` in ``world_size`` processes; the results in the workers' order.
 
-    Args:
-        fn: importable function.
-        world_size: number of processes.
-        args: further arguments of ``fn``.
-        timeout: seconds until all must be done.
-        casualties: workers that are meant to die; their result is None.
-
-    Raises:
-        RuntimeError: a worker failed; the message holds its traceback. The others are ended.
-        TimeoutError: they were not done in time; they are ended.
+    A worker's failure is a RuntimeError with its traceback; of ``casualties``, which are meant to die, the result is
+    None. All must be done after ``timeout`` seconds.
     """
-    results = run_cases([fn], world_size, *args, timeout=timeout, casualties=casualties)
-    return outcome(results, fn)
+    return outcome(run_cases([fn], world_size, *args, timeout=timeout, casualties=casualties), fn)
 
 
 def run_cases(
-    cases: Sequence[Worker], world_size: int, *args: Any, timeout: float = HUNG, casualties: Collection[int] = ()
+    cases: Cases, world_size: int, *args: Any, timeout: float = HUNG, casualties: Collection[int] = ()
 ) -> dict[str, list[Any]]:
     """Call each case as ``run`` does, one after the other in the same processes, each in a process group of its own.
 
@@ -69,7 +61,9 @@ def run_cases(
     with tempfile.TemporaryDirectory() as folder:
         context = forkserver()
         processes = [
-            context.Process(target=_work, args=(worker, world_size, cases, folder, args, casualties), daemon=True)
+            context.Process(
+                target=_work, args=(worker, world_size, named(cases), folder, args, casualties), daemon=True
+            )
             for worker in range(world_size)
         ]
         try:
@@ -91,7 +85,11 @@ def run_cases(
                 if process.is_alive():
                     process.kill()
                     process.join()
-        return {case.__name__: [_load(folder, case, worker) for worker in range(world_size)] for case in cases}
+        return {name: [_load(folder, name, worker) for worker in range(world_size)] for name in named(cases)}
+
+
+def named(cases: Cases) -> dict[str, Worker]:
+    return dict(cases) if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
 
 
 def _stacks(folder: str, processes: Sequence[Any]) -> str:
@@ -109,32 +107,27 @@ def _stack(folder: str, worker: int) -> Path:
     return path
 
 
-def outcome(results: dict[str, list[Any]], case: Worker) -> list[Any]:
-    """Results of one case.
-
-    Raises:
-        RuntimeError: it failed on a worker; the message holds the tracebacks.
-    """
-    failures = [(worker, result) for worker, result in enumerate(results[case.__name__]) if isinstance(result, Failure)]
+def outcome(results: Mapping[str, list[Any]], case: Worker | str) -> list[Any]:
+    """Results of one case. If it failed on a worker, a RuntimeError holds the tracebacks."""
+    name = case if isinstance(case, str) else case.__name__
+    failures = [(worker, result) for worker, result in enumerate(results[name]) if isinstance(result, Failure)]
     if failures:
         # All of them, since a worker that fails makes the others' collectives fail.
-        raise RuntimeError(
-            "\n".join(f"{case.__name__} failed on worker {worker}:\n{text}" for worker, text in failures)
-        )
-    return results[case.__name__]
+        raise RuntimeError("\n".join(f"{name} failed on worker {worker}:\n{text}" for worker, text in failures))
+    return results[name]
 
 
-def make_test(cases: Sequence[Worker], world_size: int) -> Callable[..., None]:
+def make_test(cases: Cases, world_size: int, run_all: Callable[..., Any] = run_cases) -> Callable[..., None]:
     """A test of each case. All run in the same processes, when the first one is asked for."""
 
     @functools.cache
     def results() -> dict[str, list[Any]]:
-        return run_cases(cases, world_size)
+        return dict(run_all(cases, world_size))
 
-    @pytest.mark.parametrize("case", cases, ids=lambda case: case.__name__)
-    def test(case: Worker) -> None:
+    @pytest.mark.parametrize("name", named(cases))
+    def test(name: str) -> None:
         """See the cases' docstrings."""
-        outcome(results(), case)
+        outcome(results(), name)
 
     return test
 
@@ -142,9 +135,7 @@ def make_test(cases: Sequence[Worker], world_size: int) -> Callable[..., None]:
 def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[[Worker], Worker]:
     """Make a test of a function that all workers run, ``test(worker, world_size, …)``. Further arguments are pytest's.
 
-    Args:
-        world_sizes: numbers of processes, with each of which there is a test.
-        casualties: workers that are meant to die.
+    There is a test for each number of processes. ``casualties`` are workers that are meant to die.
     """
 
     def decorate(body: Worker) -> Worker:
@@ -177,7 +168,7 @@ class _Body:
 def _work(
     worker: int,
     world_size: int,
-    cases: Sequence[Worker],
+    cases: Mapping[str, Worker],
     folder: str,
     args: tuple[Any, ...],
     casualties: Collection[int],
@@ -187,10 +178,10 @@ def _work(
     faulthandler.register(signal.SIGUSR1, _stack(folder, worker).open("w"))
     # What is imported stays; looking through it in each collection takes longer than many a case.
     gc.freeze()
-    for case in cases:
+    for name, case in cases.items():
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/{case.__name__}.store",
+            init_method=f"file://{folder}/{name}.store",
             rank=worker,
             world_size=world_size,
             timeout=PROCESS_GROUP_TIMEOUT,
@@ -200,7 +191,7 @@ def _work(
         # Those of DCP and of pytest.raises are not derived from Exception.
         except BaseException:
             result = Failure(traceback.format_exc())
-        _path(folder, case, worker).write_bytes(pickle.dumps(result))
+        Path(folder, f"{name}.{worker}").write_bytes(pickle.dumps(result))
         # Whoever failed leaves at once: then the others' collectives fail instead of waiting for it.
         if not isinstance(result, Failure):
             with contextlib.suppress(RuntimeError):
@@ -217,21 +208,14 @@ def _work(
 
 
 def forkserver() -> Any:
-    """Makes processes as copies of one that has imported what workers need and done nothing else.
-
-    Importing takes each process seconds, copying takes milliseconds. A copy ends without Python's shutdown.
-    """
+    """Makes processes as copies of one that has imported what workers need: milliseconds in place of seconds."""
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     return context
 
 
-def _path(folder: str, case: Worker, worker: int) -> Path:
-    return Path(folder) / f"{case.__name__}.{worker}"
-
-
-def _load(folder: str, case: Worker, worker: int) -> Any:
-    path = _path(folder, case, worker)
+def _load(folder: str, name: str, worker: int) -> Any:
+    path = Path(folder, f"{name}.{worker}")
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 

@@ -9,118 +9,66 @@ its machine had failed; the others are started again by their agents, as two wor
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.training import linear_stack
+from tests.support.exchanges import bytes_decide
+from tests.support.properties import batches, build
+from tests.support.training import patched
+from tests.support.wrappers import RANK_2
 
-WORKERS = 3
-STEPS = 12
+WORKERS, STEPS = 3, 12
 EVERY = 3
 """Steps between two checkpoints."""
 DEATH = 7
 """The step in which a worker dies: the last checkpoint is one whole step old by then."""
 VICTIM = 0
 """The worker that writes the checkpoints, and at whose store the others have met."""
-WIDTH, BUCKET_MB = 64, 0.02
-BATCH = 48
-"""Samples in a step, whatever the number of workers."""
 SECONDS = 1000
 """After which a process that hangs is ended."""
 
-Hook = Callable[[PowerSGDState, Any], Any]
-
-
-def share(step: int, worker: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """A worker's inputs and targets in a step: every so many of the step's samples."""
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(BATCH, WIDTH, generator=generator)
-    teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(10_000)) / WIDTH**0.5
-    return inputs[worker::world_size], (inputs @ teacher)[worker::world_size]
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    return folder / f"checkpoint.{step}.pt"
-
 
 def last_checkpoint(folder: Path) -> int:
-    """Steps done before the last one, 0 where there is none."""
-    return max((int(path.name.split(".")[1]) for path in folder.glob("checkpoint.*.pt")), default=0)
+    """Steps done before the last one, 0 where there is none. The model is saved after the compression's state."""
+    return max((int(path.parent.name) for path in folder.glob("*/model")), default=0)
 
 
-def save(value: Any, path: Path) -> None:
-    """Whole or not at all: no one ever sees a file that is not complete."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    torch.save(value, unfinished)
-    os.replace(unfinished, path)
-
-
-def train(folder: Path, worker: int, world_size: int, hook: Hook = powerSGD_hook) -> dict[str, Any]:
-    """Train from the folder's last checkpoint to the end, and write checkpoints into it.
-
-    Returns:
-        The losses, and what there is at the end.
-    """
+def train(folder: Path, worker: int, world_size: int, dies: bool = False) -> dict[str, Any]:
+    """Train from the folder's last checkpoint to the end, and write checkpoints into it. What there is at the end."""
     first = last_checkpoint(folder)
-    model = linear_stack(6, WIDTH)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
-    state = PowerSGDState(
-        None, matrix_approximation_rank=2, start_powerSGD_iter=0, min_compression_rate=0, module=model
-    )  # fmt: skip
+    saved = torch.load(folder / str(first) / "model") if first else None
+    model = build("DDP", RANK_2, saved)
     if first:
-        saved = torch.load(checkpoint_path(folder, first), weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        state.load_state_dict(saved["powersgd"])
-    loaded = state.error()
-    replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    replica.register_comm_hook(state, hook)
-    losses = []
+        model.load(str(folder / str(first)))
+    loaded = model.mean_error()
     for step in range(first, STEPS):
-        inputs, targets = share(step, worker, world_size)
-        optimizer.zero_grad()
-        loss = (replica(inputs) - targets).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+        if dies and step == DEATH:
+            with patched(dist, "all_reduce", die):
+                model.step(batches(model, step))
+        model.step(batches(model, step))
         if (step + 1) % EVERY == 0:
-            save(state.error(), folder / f"error.{step + 1}.{worker}")
-            # All workers have a part in the mean error; one of them writes it.
-            powersgd = state.state_dict()
+            path = folder / str(step + 1)
+            path.mkdir(exist_ok=True)
+            torch.save(model.state.error(), path / f"error.{worker}")
+            model.save(str(path))
             if worker == 0:
-                parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "powersgd": powersgd}
-                save({**parts, "workers": world_size}, checkpoint_path(folder, step + 1))
-    return {
-        "first": first, "workers": world_size, "losses": losses, "loaded": loaded, "error": state.error(),
-        "parameters": model.state_dict(),
-    }  # fmt: skip
+                # Whole or not at all.
+                torch.save(model.parameters(), path / "unfinished")
+                os.replace(path / "unfinished", path / "model")
+    return {"first": first, "loaded": loaded, "error": model.state.error(), "parameters": model.parameters()}
 
 
-def dying(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """The hook, in which the process and its agent end once the exchange of the step's first bucket has begun."""
-    future = powerSGD_hook(state, bucket)
-    if state.iter == DEATH and bucket.index() == 0:
-        assert not bucket.is_last()
-        assert not future.done()
-        os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return future
-
-
-dying.__annotations__ = powerSGD_hook.__annotations__
+def die(*_arguments: Any, **_options: Any) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with_agent() -> None:
@@ -139,19 +87,16 @@ def end_with_agent() -> None:
 def main(folder: Path) -> None:
     end_with_agent()
     torch.set_num_threads(1)
+    bytes_decide()
     worker, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     beginning = last_checkpoint(folder) == 0
     while beginning and world_size < WORKERS:
         # The agent restarts this process once the other machines are there.
         time.sleep(0.1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-    result = train(folder, worker, world_size, dying if beginning and worker == VICTIM else powerSGD_hook)
-    save(result, folder / f"result.{worker}")
-    gc.collect()
-    dist.destroy_process_group()
+    torch.save(train(folder, worker, world_size, beginning and worker == VICTIM), folder / f"result.{worker}")
     # Gloo's threads now and then abort Python's shutdown, with plain DDP too, which the agent would take for a failure.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    dist.barrier()
     os._exit(0)
 
 

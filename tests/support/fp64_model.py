@@ -21,16 +21,10 @@ class Model:
 
     Everything depends on the bases by their span only, so a run can be followed with the bases that it chose itself.
 
-    Args:
-        errors: each worker's E [n, m].
-        left, right: bases [n, r] and [m, r].
-        repetitions: products of rank r in a step.
-        alternating: whether M is multiplied from the left and the right by turns, the even ones from the left.
-        turn: number of turns before.
-
-    Attributes:
-        sizes: for each worker what bounds its roundings: the sum of absolute values of whatever made up an element of
-            the last step's M and products [n, m].
+    ``errors`` are each worker's E [n, m], ``left`` and ``right`` bases [n, r] and [m, r]. There are ``repetitions``
+    products of rank r in a step. If ``alternating``, M is multiplied from the left and the right by turns, the even
+    ones from the left; ``turn`` is the number of turns before. ``sizes`` are for each worker what bounds its roundings:
+    the sum of absolute values of whatever made up an element of the last step's M and products [n, m].
     """
 
     def __init__(
@@ -46,10 +40,8 @@ class Model:
     ) -> Tensor:
         """Ĝ; then ``errors`` are what is left.
 
-        Args:
-            given: each worker's gradient.
-            basis: what makes a sum orthonormal; called in the order in which the bases are needed.
-            sizes: of the errors, where they are sums themselves; default their absolute values.
+        ``basis`` makes a sum orthonormal; it is called in the order in which the bases are needed. ``sizes`` are those
+        of the errors, where they are sums themselves; by default their absolute values.
         """
         rests = [G.double() + E for G, E in zip(given, self.errors, strict=True)]
         sizes = [

@@ -96,42 +96,39 @@ def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
     return total.astype(accumulator.dtype)
 
 
-@dataclasses.dataclass
-class Activity:
-    """Names of kernels in order and the bytes that each moves (only what is not masked), and torch's operations."""
+class Activity(TorchDispatchMode):
+    """What runs within: kernels and torch's operations that would run something on a device.
 
-    kernels: list[str] = dataclasses.field(default_factory=list)
-    loaded: list[int] = dataclasses.field(default_factory=list)
-    stored: list[int] = dataclasses.field(default_factory=list)
-    operations: list[str] = dataclasses.field(default_factory=list)
+    Attributes:
+        kernels: Names in order.
+        loaded, stored: Bytes that each kernel moves (only what is not masked).
+        operations: Names of those that are neither views nor allocations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[str] = []
+        self.loaded: list[int] = []
+        self.stored: list[int] = []
+        self.operations: list[str] = []
+        self.in_kernel = False
 
     @property
     def moved(self) -> int:
-        """Bytes loaded and stored."""
         return sum(self.loaded) + sum(self.stored)
 
     @property
     def launches(self) -> list[str]:
         return self.kernels + self.operations
 
-
-class _Operations(TorchDispatchMode):
-    """Notes every operation that would run something on a device: neither a view nor an allocation."""
-
-    def __init__(self, activity: Activity) -> None:
-        super().__init__()
-        self.activity = activity
-        self.in_kernel = False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
         results = result if isinstance(result, list | tuple) else [result]
         view = all(isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in inputs for r in results)
-        writes = func._schema.is_mutable
         allocates = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
-        if not self.in_kernel and not allocates and (writes or not view):
-            self.activity.operations.append(str(func))
+        if not self.in_kernel and not allocates and (func._schema.is_mutable or not view):
+            self.operations.append(str(func))
         return result
 
 
@@ -139,23 +136,21 @@ class _Operations(TorchDispatchMode):
 def watched(
     *,
     run_kernels: bool = True,
-    at_launch: Callable[[str, Sequence[Any]], None] | None = None,
-    at_access: Callable[[np.ndarray], None] | None = None,
+    at_launch: Callable[[str, Sequence[Any]], None] = lambda *_: None,
+    at_access: Callable[[np.ndarray], None] = lambda _: None,
 ) -> Iterator[Activity]:
     """Everything within is counted; without ``run_kernels`` launches are counted only.
 
     ``at_launch`` is called with each kernel's name and arguments, ``at_access`` with the addresses that it reaches.
     """
     activity = Activity()
-    operations = _Operations(activity)
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
 
     def count(sizes: list[int], ptrs: Any, mask: Any) -> None:
         reached = ptrs.data[mask.data.astype(bool)]
         sizes[-1] += reached.size * (ptrs.get_element_ty().primitive_bitwidth // 8)
-        if at_access is not None:
-            at_access(reached)
+        at_access(reached)
 
     def counted_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
         count(activity.loaded, ptrs, mask)
@@ -166,21 +161,20 @@ def watched(
         return store(self, ptrs, value, mask, *rest)
 
     def counted_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        at_launch(self.fn.__name__, args)
         activity.kernels.append(self.fn.__name__)
-        if at_launch is not None:
-            at_launch(self.fn.__name__, args)
         activity.loaded.append(0)
         activity.stored.append(0)
-        operations.in_kernel = True
+        activity.in_kernel = True
         try:
             return run(self, *args, **kwargs) if run_kernels else None
         finally:
-            operations.in_kernel = False
+            activity.in_kernel = False
 
     with (
         mock.patch.object(builder, "create_masked_load", counted_load),
         mock.patch.object(builder, "create_masked_store", counted_store),
         mock.patch.object(executor, "__call__", counted_run),
-        operations,
+        activity,
     ):
         yield activity

@@ -129,6 +129,8 @@ class Bucket:
         self.shapes, self.bypass, self.device = list(shapes), list(bypass), device
         self._factor_gap = factor_gap
         sizes = [n * m for n, m, _ in shapes]
+        # Elements of each P, and of the bypass tensors behind them; and of each Q.
+        self.row_sizes, self.column_sizes = [*(n * r for n, _, r in shapes), *bypass], [m * r for _, m, r in shapes]
         self.G = Memory([*sizes, *bypass], gradient, device, gap).fill(self.random([*sizes, *bypass]))
         self.M = None if error is None else Memory(sizes, error, device, gap).fill(self.random(sizes))
         self.first, self.P_hat = self.rows(), self.rows().fill(self.random(self.row_sizes))
@@ -137,14 +139,11 @@ class Bucket:
             factors.fill(self.random(self.column_sizes))
         self.rank = max((r for _, _, r in shapes), default=1)
         self.launches = select_configuration(architecture(device), self.rank)
+        first, count = self.first.offsets, len(shapes)
+        places = zip(shapes, first[:count], self.second.offsets, itertools.count(1), strict=False)
         self.table = BucketTable(
-            [
-                Matrix(n, m, r, p, q, key)
-                for key, ((n, m, r), p, q) in enumerate(
-                    zip(shapes, self.first.offsets[: len(shapes)], self.second.offsets, strict=True), start=1
-                )
-            ],
-            list(zip(bypass, self.first.offsets[len(shapes) :], itertools.repeat(0))),
+            [Matrix(*shape, p, q, key) for shape, p, q, key in places],
+            list(zip(bypass, first[count:], itertools.repeat(0))),
             self.launches.reconstruct.tile,
             self.launches.backproject.tile,
             device,
@@ -155,15 +154,6 @@ class Bucket:
     def left_basis(self) -> Memory:
         """Factors [n, r] that the left half of the alternating algorithm multiplies by."""
         return self.rows().fill(self.random(self.row_sizes))
-
-    @property
-    def row_sizes(self) -> list[int]:
-        """Elements of each P, and of the bypass tensors behind them."""
-        return [*(n * r for n, _, r in self.shapes), *self.bypass]
-
-    @property
-    def column_sizes(self) -> list[int]:
-        return [m * r for _, m, r in self.shapes]
 
     def random(self, sizes: Sequence[int]) -> list[Tensor]:
         return [torch.randn(size, generator=self.generator) for size in sizes]

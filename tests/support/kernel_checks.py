@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,40 +18,40 @@ from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GROWTH, NAN, Bucket, Bytes, Memory, rounding, stored
 
 
-def compensate_project(bucket: Bucket, applied: float = 0.0, growth: float = 1.0) -> Memory:
-    """Run the kernel and the packing behind it; P in the first message."""
-    parts, entries = bucket.parts(bucket.table.p_parts_numel), bucket.table.pack_P
-    compensate_project_triton(
-        bucket.table, bucket.pointers_G(), bucket.pointers_M(), bucket.P_hat.flat, bucket.Q.flat,
-        bucket.scalar(applied), bucket.scalar(growth), bucket.basis.flat, bucket.launches.compensate_project,
-        out=parts.flat,
-    )  # fmt: skip
-    assert parts.guarded()
-    bucket.finite.fill_(0 if len(entries) else 1)
-    pack_triton(entries, parts.flat, bucket.pointers_G(), bucket.finite, own=None, message=bucket.first.flat)
-    return bucket.first
-
-
-def compensate_backproject(bucket: Bucket, applied: float = 0.0, growth: float = 1.0) -> Memory:
-    """Run the kernel and the packing behind it; Q in the second message, and once more as this worker's own."""
-    parts, own, entries = bucket.parts(bucket.table.q_parts_numel), bucket.columns(), bucket.table.pack_left
-    compensate_backproject_triton(
-        bucket.table, bucket.pointers_G(), bucket.pointers_M(), bucket.P_hat.flat, bucket.Q.flat,
-        bucket.scalar(applied), bucket.scalar(growth), bucket.left_basis.flat, bucket.launches.compensate_backproject,
-        bucket.launches.backproject, out=parts.flat,
-    )  # fmt: skip
-    assert parts.guarded()
-    bucket.finite.fill_(0)
-    pack_triton(entries, parts.flat, bucket.pointers_G(), bucket.finite, own=own.flat, message=bucket.second.flat)
-    assert own.guarded()
-    for mine, sent in zip(own.views, bucket.second.views, strict=True):
-        torch.testing.assert_close(mine, sent, rtol=0, atol=0, equal_nan=True)
-    return bucket.second
-
-
 def compensate(bucket: Bucket, *, left: bool, applied: float = 0.0, growth: float = 1.0) -> Memory:
-    """M ← G + growth · (M − applied · P_hat Qᵀ), and its product with a basis: Mᵀ P if ``left``, else M Q."""
-    return (compensate_backproject if left else compensate_project)(bucket, applied, growth)
+    """M ← G + growth · (M − applied · P_hat Qᵀ), and its product with a basis: Mᵀ P if ``left``, else M Q.
+
+    Run the kernel and the packing behind it, into a message; Mᵀ P once more as this worker's own.
+    """
+    table, launches = bucket.table, bucket.launches
+    parts = bucket.parts(table.q_parts_numel if left else table.p_parts_numel)
+    entries, message = (table.pack_left, bucket.second) if left else (table.pack_P, bucket.first)
+    operands = (
+        table, bucket.pointers_G(), bucket.pointers_M(), bucket.P_hat.flat, bucket.Q.flat, bucket.scalar(applied),
+        bucket.scalar(growth),
+    )  # fmt: skip
+    if left:
+        compensate_backproject_triton(
+            *operands, bucket.left_basis.flat, launches.compensate_backproject, launches.backproject, out=parts.flat
+        )
+    else:
+        compensate_project_triton(*operands, bucket.basis.flat, launches.compensate_project, out=parts.flat)
+    own = bucket.columns() if left else None
+    bucket.finite.fill_(0 if len(entries) else 1)
+    pack_triton(
+        entries,
+        parts.flat,
+        bucket.pointers_G(),
+        bucket.finite,
+        own=None if own is None else own.flat,
+        message=message.flat,
+    )
+    assert parts.guarded()
+    if own is not None:
+        assert own.guarded()
+        for mine, sent in zip(own.views, message.views, strict=True):
+            torch.testing.assert_close(mine, sent, rtol=0, atol=0, equal_nan=True)
+    return message
 
 
 def check_compensate(bucket: Bucket, applied: float = 1.0, *, left: bool = False) -> None:
@@ -132,8 +132,7 @@ def check_backproject(bucket: Bucket, workers: int = 3) -> None:
     assert int(bucket.finite) == 1
 
 
-@dataclasses.dataclass
-class Exchanged:
+class Exchanged(NamedTuple):
     """What went over the wire, on the CPU: [workers, workers, size], [workers, numel], [workers, size], [numel]."""
 
     sent: Tensor

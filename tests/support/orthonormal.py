@@ -37,12 +37,12 @@ def assert_basis_of(P: Tensor, A: Tensor, name: str = "") -> None:
     assert (outside <= (2 * DEAD_COLUMN + 2 * u * r**0.5) * X.norm(dim=1)).all(), (name, float(outside.max()))
 
 
-def hard_inputs(r: int, heights: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Named matrices [n, r], with one more row than columns and with some more, or with the heights that are given."""
+def hard_inputs(r: int, heights: Sequence[int]) -> dict[str, Tensor]:
+    """Named matrices [n, r] of each height n."""
     found: dict[str, Tensor] = {}
     info = torch.finfo(torch.float32)
     tiny = info.smallest_normal * info.eps * 1000
-    for n in heights or (r + 1, r + 25):
+    for n in heights:
         generator = torch.Generator().manual_seed(n)
 
         def random(columns: int = r, n: int = n, generator: torch.Generator = generator) -> Tensor:
@@ -61,13 +61,9 @@ def hard_inputs(r: int, heights: Sequence[int] = ()) -> dict[str, Tensor]:
         sums[:, -1] = sums[:, : r - 1].sum(dim=1)
         sums[:, r // 3] = sums[:, 0]
         put("a column that is a sum", sums)
-        for values in ([1.0], [1.0, 1e-3], [1.0, 1e-6], [1.0, 1e-2, 1e-5]):
+        for values in ([1.0], [1.0, 1e-3], [1.0, 1e-6], [1.0, 1e-2, 1e-5], [1.0] * max(1, r // 2)):
             low = torch.randn(len(values), r, generator=generator)
-            put(
-                f"a product of rank {len(values)} down to {values[-1]}",
-                random(len(values)) * torch.tensor(values) @ low,
-            )
-        put("half the rank", random(max(1, r // 2)) @ torch.randn(max(1, r // 2), r, generator=generator))
+            put(f"a product of rank {len(values)} to {values[-1]}", random(len(values)) * torch.tensor(values) @ low)
         for kappa in (1.0, 1e2, 1e4, 1e6, 1e7):
             put(f"condition {kappa}", conditioned(n, r, kappa, seed=n)[0].float())
         positive = random().abs().clamp(0.05, 0.95)
@@ -94,14 +90,17 @@ def conditioned(n: int, r: int, kappa: float, seed: int) -> Tensor:
     return A
 
 
-def nearly_parallel(count: int, seed: int = 5) -> Iterator[Tensor]:
-    """Matrices whose columns differ from one another by 1 to 2⁻²⁵ of their norm, at all scales, some of integers."""
-    generator = torch.Generator().manual_seed(seed)
+def nearly_dependent(parallel: int, combined: int) -> Iterator[Tensor]:
+    """Matrices whose columns differ from one another by 1 to 2⁻²⁵ of their norm, at all scales, some of integers.
+
+    Then random columns of different scales, of which sums and differences are taken.
+    """
+    generator = torch.Generator().manual_seed(5)
 
     def scales(lowest: int, r: int) -> Tensor:
         return torch.exp2(torch.randint(lowest, 1, (1, r), generator=generator).double())
 
-    for index in range(count):
+    for index in range(parallel):
         n, r = [(6, 4), (16, 8), (5, 3)][index % 3]
         if index % 4 == 3:
             rest = torch.randint(-3, 4, (n, r), generator=generator).double()
@@ -110,13 +109,7 @@ def nearly_parallel(count: int, seed: int = 5) -> Iterator[Tensor]:
             first, rest = (torch.randn(n, k, dtype=torch.float64, generator=generator) for k in (1, r))
             A = (first + rest * scales(-25, r)) * scales(-60, r) * 2.0**30
         yield A.float()
-
-
-def combined(count: int, seed: int = 7) -> Iterator[Tensor]:
-    """Random columns of different scales, of which sums and differences are taken: several are nearly dependent."""
-    generator = torch.Generator().manual_seed(seed)
-    for index in range(count):
+    for index in range(combined):
         n, r = [(6, 4), (16, 8)][index % 2]
-        columns = torch.randn(n, r, dtype=torch.float64, generator=generator)
-        columns *= torch.exp2(-torch.randint(0, 24, (1, r), generator=generator).double())
+        columns = torch.randn(n, r, dtype=torch.float64, generator=generator) * scales(-23, r)
         yield (columns @ torch.randint(-1, 2, (r, r), generator=generator).double()).float()

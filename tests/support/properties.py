@@ -33,8 +33,6 @@ LIMIT = 1e-5
 U = 2.0**-24
 """Unit roundoff of fp32."""
 
-# Building blocks ------------------------------------------------------------------------------------------------------
-
 
 def build(wrapper: str, config: PowerSGDConfig | None, parameters: Gradients | None = None, **options: Any) -> Wrapped:
     """A new model in a wrapper, with parameters of its own or those that are given."""
@@ -106,23 +104,13 @@ def check_close(got: Gradients, expected: Gradients, start: Gradients, limit: fl
     assert difference <= limit * moved.norm() + 4 * U * flat(expected).norm(), f"{difference} of {moved.norm()}"
 
 
-# Full rank ------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A way of training.
 
-    Attributes:
-        micro: Micro-batches of a step.
-        step: Options of ``Wrapped.step``.
-        prepare: Changes the model before it is wrapped.
-        unused: Whether a layer is used in every second step only.
-        options: {first word of a wrapper: options of its constructor}.
-        after: Changes the wrapped model.
-        only: Whether the wrappers that ``options`` does not name do not have this way.
-        quick: The wrappers with which it is quick.
-        limit: Relative difference of what was learned.
+    ``prepare`` changes the model before it is wrapped with ``options``, which go by a wrapper's first word, ``after``
+    the wrapped one. If ``unused``, a layer is used in every second step only. ``quick`` names wrappers; with ``only``,
+    wrappers that ``options`` does not name do not have this way.
     """
 
     micro: int = 1
@@ -252,9 +240,6 @@ def exact_first(worker: int, world_size: int, *, wrapper: str) -> None:
     ledger.check()
 
 
-# Low rank -------------------------------------------------------------------------------------------------------------
-
-
 def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp32") -> None:
     """Nothing is lost: what is not applied is owed. All workers hold the same bits."""
     model = build(wrapper, FORMATS[form])
@@ -328,9 +313,6 @@ def spoiled(gradient: Tensor) -> Tensor:
     return gradient
 
 
-# Saved and loaded -----------------------------------------------------------------------------------------------------
-
-
 def resume(worker: int, world_size: int, *, wrapper: str, folder: str, form: str = "fp32") -> None:
     """A run that is saved goes on as if it had not been interrupted. ``taken_over`` reads what is left behind."""
     path = f"{folder}/{wrapper}"
@@ -401,8 +383,6 @@ def damaged(worker: int, world_size: int, *, wrapper: str) -> None:
     assert iteration(ours) == 4
 
 
-# Budgets --------------------------------------------------------------------------------------------------------------
-
 COMPRESSION = 3
 BUDGET = PowerSGDConfig(compression=COMPRESSION, min_compression_rate=1, replan_every=2, wire_dtype="int8")
 TOO_SMALL = PowerSGDConfig(bytes_per_step=10, min_compression_rate=1)
@@ -438,9 +418,6 @@ def ranks(report: RankReport) -> dict[str, int]:
     return {tensor.name: tensor.rank for tensor in report.tensors}
 
 
-# The door -------------------------------------------------------------------------------------------------------------
-
-
 def attached(worker: int, world_size: int, *, wrapper: str) -> None:
     """One line says that compression is on. A wrong configuration is refused by all, and changes nothing."""
     model = build(wrapper, None)
@@ -474,7 +451,7 @@ def watched(worker: int, world_size: int, *, wrapper: str) -> None:
         model.step(batches(model, step))
     # Where the framework does not say which bucket is the last one, looking at the error ends the step.
     model.state._engine.finish()
-    errors = model.state._engine.memory.error(model.state._engine.step)
+    errors = model.state._engine.residuals.error(model.state._engine.step)
     assert [record.step for record in records] == ([2, 3, 4] if worker == 0 else []), records
     for record in records:
         assert record.applied

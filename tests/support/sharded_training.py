@@ -6,10 +6,9 @@ import contextlib
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +20,9 @@ from torch.nn import functional as F
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
-from tests.support.distributed import HUNG, Failure, Worker, run
+from tests.support import distributed
+from tests.support.distributed import Cases, Failure, Worker, named
+from tests.support.training import patched
 
 WIDTH = 25
 TOKENS = 17
@@ -99,10 +100,10 @@ def train(model: Any, worker: int, *, steps: range, lr: float = 0.05) -> None:
         optimizer.step()
 
 
-def in_one_group(cases: Mapping[str, Worker], world_size: int, timeout: float = HUNG) -> dict[str, list[Any]]:
+def in_one_group(cases: Cases, world_size: int) -> dict[str, list[Any]]:
     """Like ``run_cases``, but in one process group: DTensor remembers groups of meshes that look the same."""
-    by_worker = run(_in_turn, world_size, cases, timeout=timeout)
-    return {name: [results.get(name, MISSING) for results in by_worker] for name in cases}
+    by_worker = distributed.run(_in_turn, world_size, named(cases))
+    return {name: [results.get(name, MISSING) for results in by_worker] for name in named(cases)}
 
 
 def _in_turn(worker: int, world_size: int, cases: Mapping[str, Worker]) -> dict[str, Any]:
@@ -118,27 +119,7 @@ def _in_turn(worker: int, world_size: int, cases: Mapping[str, Worker]) -> dict[
     return results
 
 
-def make_test(cases: Mapping[str, Worker] | Sequence[Worker], world_size: int) -> Callable[..., None]:
-    """A test of each case. All run in one process group, when the first one is asked for."""
-    named = cases if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
-
-    @functools.cache
-    def results() -> dict[str, list[Any]]:
-        return in_one_group(named, world_size)
-
-    @pytest.mark.parametrize("name", named)
-    def test(name: str) -> None:
-        """See the cases' docstrings."""
-        outcome(results(), name)
-
-    return test
-
-
-def outcome(results: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """Results of one case, see ``tests.support.distributed.outcome``."""
-    for worker, result in enumerate(results[name]):
-        assert not isinstance(result, Failure), f"{name} failed on worker {worker}:\n{result}"
-    return results[name]
+make_test = functools.partial(distributed.make_test, run_all=in_one_group)
 
 
 @functools.cache
@@ -193,26 +174,17 @@ def full_mesh(world_size: int) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def sent_elements(group: dist.ProcessGroup | None = None, names: tuple[str, ...] = ("all_reduce",)) -> Iterator[list]:
-    """Elements that each collective over a group (None: any) was handed."""
+def sent_elements() -> Iterator[list[int]]:
+    """Elements that each all-reduce was handed."""
     counts: list[int] = []
-    originals = {name: getattr(dist, name) for name in names}
+    original = dist.all_reduce
 
-    def counting(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if group is None or kwargs.get("group") is group:
-            counts.append(tensor.numel())
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts.append(tensor.numel())
         return original(tensor, *args, **kwargs)
 
-    for name, original in originals.items():
-        setattr(dist, name, functools.partial(counting, original))
-    try:
+    with patched(dist, "all_reduce", counting):
         yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-# Ways to train --------------------------------------------------------------------------------------------------------
 
 
 def freeze(model: Net) -> None:

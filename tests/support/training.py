@@ -43,13 +43,10 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Run:
-    """What ``train`` saw."""
+    """What ``train`` saw in each step."""
 
     gradients: list[Gradients] = dataclasses.field(default_factory=list)
     digests: list[str] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)
-    buckets: list[list[tuple[int, ...]]] = dataclasses.field(default_factory=list)
-    """For each backward pass the buckets in the order in which the hook was called, as sizes of their parameters."""
 
 
 def train(
@@ -60,7 +57,6 @@ def train(
     hook: Callable[..., Any] = powerSGD_hook,
     steps: Iterable[int] = range(10),
     bucket_cap_mb: float = 0.3,
-    accumulate: int = 1,
     lr: float = 0.05,
     group: dist.ProcessGroup | None = None,
     width: int = WIDTH,
@@ -72,35 +68,20 @@ def train(
     run = Run()
     replica = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, process_group=group, **options)
     if state is not None:
-        replica.register_comm_hook(state, recorded(hook, run.buckets))
+        # DDP looks at the names of hooks.
+        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with replica.join(enable=uneven):
         for step in steps:
             if before_step is not None:
                 before_step(step)
             optimizer.zero_grad()
-            for micro in range(accumulate):
-                inputs, targets = batch(worker, step, micro, width=width)
-                with contextlib.nullcontext() if micro == accumulate - 1 else replica.no_sync():
-                    loss = squared_error(replica(inputs), targets)
-                    loss.backward()
-            run.losses.append(float(loss.detach()))
+            inputs, targets = batch(worker, step, width=width)
+            squared_error(replica(inputs), targets).backward()
             run.gradients.append(gradients_of(model))
             optimizer.step()
             run.digests.append(digest([*run.gradients[-1].values(), *model.parameters()]))
     return run
-
-
-def recorded(hook: Callable[..., Any], log: list[list[tuple[int, ...]]]) -> Callable[..., Any]:
-    """A hook that writes down the buckets it is called with."""
-
-    def wrapper(state, bucket):
-        if bucket.index() == 0:
-            log.append([])
-        log[-1].append(tuple(parameter.numel() for parameter in bucket.parameters()))
-        return hook(state, bucket)
-
-    return wrapper
 
 
 def gradients_of(model: nn.Module) -> Gradients:

@@ -1,21 +1,14 @@
 """Every way of wrapping a model, behind one interface, for the properties in ``tests/support/properties.py``.
 
 All of it runs inside a worker. To add a wrapper, derive a class from ``Wrapped`` and put a row into ``WRAPPERS``:
+``__init__(net, config, **options)`` wraps ``net``, whose parameters have their values, as users do, with SGD without
+momentum at the rate ``RATE``, and compresses its gradients unless ``config`` is None. ``parameters()`` and
+``mean_error()``, over the workers and in units of the averaged gradients, are whole tensors by their names in ``Net``,
+equal on all workers. ``step`` skips a step on all workers if an average is not finite. ``save`` and ``load`` are
+collective and keep the compression's state alone.
 
-1. ``__init__(net, config, **options)`` wraps ``net`` (a ``Net`` whose parameters have their values already) as users
-   do, with SGD without momentum at the rate ``RATE``, and compresses its gradients. With ``config=None`` there is no
-   compression, and the framework averages by itself: that is what full rank is compared with. It sets ``net``,
-   ``module`` (what is called in the forward pass), ``optimizer`` and ``state`` (what users save and load, None without
-   compression). ``options`` are those of a way of training in ``properties.WAYS``.
-2. ``parameters()`` returns whole parameters by the names that they have in ``Net``, and ``mean_error()`` the mean error
-   over the workers as whole tensors, in units of the averaged gradients. Both are equal on all workers.
-3. ``step(batches)`` takes one training step with the micro-batches of this worker, and skips it on all workers if an
-   average is not finite. Most frameworks only need ``syncing``, or ``backward`` and ``update``.
-4. ``save(folder)`` and ``load(folder)`` are collective and keep the compression's state. The parameters are kept by
-   the caller, who gives ``__init__`` a ``Net`` that has them.
-
-Since the optimizer is plain SGD, what a step has averaged is (parameters before − parameters after) / ``RATE``: no
-property needs a framework's own gradients.
+What a step has averaged is (parameters before − parameters after) / ``RATE``: no property needs a framework's own
+gradients.
 """
 
 from __future__ import annotations
@@ -90,8 +83,6 @@ class Wrapped:
             self.state = attach(module, config, **options)
         self.optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
 
-    # A step -----------------------------------------------------------------------------------------------------------
-
     def step(
         self,
         batches: Sequence[Batch],
@@ -100,13 +91,9 @@ class Wrapped:
         all_reduce_last: bool = False,
         clip: float | None = None,
     ) -> None:
-        """Train with the mean loss of micro-batches.
+        """Train with the mean loss of micro-batches, and average after each of them or after the last.
 
-        Args:
-            batches: The micro-batches.
-            sync_each: Average the gradients after each of them.
-            all_reduce_last: Sum over the shards after each, and over the replicas after the last one.
-            clip: Largest norm of the gradient.
+        With ``all_reduce_last``, sum over the shards after each, and over the replicas after the last one.
         """
         self.optimizer.zero_grad()
         for index, batch in enumerate(batches):
@@ -133,8 +120,6 @@ class Wrapped:
         """Whose data this worker has."""
         return dist.get_rank()
 
-    # What is compared -------------------------------------------------------------------------------------------------
-
     def parameters(self) -> Gradients:
         return {plain(name): whole(parameter) for name, parameter in self.module.named_parameters()}
 
@@ -160,13 +145,19 @@ def everywhere(found: bool) -> bool:
 class FSDP1(Wrapped):
     """FSDP1 around each block and the model."""
 
-    strategy = ShardingStrategy.FULL_SHARD
-
-    def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        net: Net,
+        config: PowerSGDConfig | None,
+        *,
+        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        node_group: Any = None,
+        **options: Any,
+    ) -> None:
         module: Any = FullyShardedDataParallel(
             net,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=self.strategy,
+            sharding_strategy=strategy,
             device_id=torch.device("cpu"),
             **{"use_orig_params": True, **options},
         )
@@ -175,14 +166,6 @@ class FSDP1(Wrapped):
     def parameters(self) -> Gradients:
         with FullyShardedDataParallel.summon_full_params(self.module):
             return super().parameters()
-
-
-class GradientShards(FSDP1):
-    strategy = ShardingStrategy.SHARD_GRAD_OP
-
-
-class NoShards(FSDP1):
-    strategy = ShardingStrategy.NO_SHARD
 
 
 class FSDP2(Wrapped):
@@ -226,27 +209,21 @@ class Replicate(HSDP):
 
 
 class TensorParallel(HSDP):
-    """Tensor parallelism of two workers inside HSDP on replicas alone; with two workers, replicas alone."""
+    """Tensor parallelism of two workers inside HSDP on replicas alone; with two workers, replicas alone.
+
+    With ``by_mesh=False`` the replicas are a group.
+    """
 
     net_type = tensor_parallel.Net
 
-    by_mesh = True
-
-    def __init__(self, net: Any, config: PowerSGDConfig | None) -> None:
+    def __init__(self, net: Any, config: PowerSGDConfig | None, *, by_mesh: bool = True) -> None:
         mesh = tensor_parallel.mesh_of(2, 1, dist.get_world_size() // 2)
-        self.finish(net, tensor_parallel.parallel(net, mesh, two_dimensional=self.by_mesh or config is None), None)
+        self.finish(net, tensor_parallel.parallel(net, mesh, two_dimensional=by_mesh or config is None), None)
         if config is not None:
-            group = None if self.by_mesh else mesh["replicate"].get_group()
-            self.state = apply_powersgd(self.module, config, group)
+            self.state = apply_powersgd(self.module, config, None if by_mesh else mesh["replicate"].get_group())
 
     def data_worker(self) -> int:
         return dist.get_rank() // (dist.get_world_size() // 2)
-
-
-class TensorParallelByGroup(TensorParallel):
-    """The same with a group of replicas."""
-
-    by_mesh = False
 
 
 class PlainLoop(Wrapped):
@@ -341,9 +318,9 @@ class Exchanged(PlainLoop):
 class Engine(Wrapped):
     """DeepSpeed with a stage of ZeRO, and a loss scale that halves where a gradient is not finite."""
 
-    stage = 0
-
-    def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
+    def __init__(
+        self, net: Net, config: PowerSGDConfig | None, *, stage: int = 0, node_group: Any = None, **options: Any
+    ) -> None:
         from powersgd_triton.integrations import deepspeed
 
         deepspeed_training.prepare(dist.get_rank(), dist.get_world_size())
@@ -353,7 +330,7 @@ class Engine(Wrapped):
         if config is not None:
             given = {key: value for key, value in config.to_dict().items() if value is not None}
             section = {**given, "parameters": None, "node_group": node_group}
-        made = deepspeed_training.configuration(self.stage, section, options)
+        made = deepspeed_training.configuration(stage, section, options)
         made.pop("optimizer")
         made["zero_allow_untested_optimizer"] = True
         self.net, self.optimizer = net, torch.optim.SGD(net.parameters(), lr=RATE)
@@ -361,7 +338,7 @@ class Engine(Wrapped):
             self.module = deepspeed.initialize(
                 model=net, model_parameters=list(net.parameters()), config=made, optimizer=self.optimizer
             )[0]
-        if self.stage:
+        if stage:
             self.module.optimizer.loss_scaler = deepspeed_training.StubScaler()
         self.state = getattr(self.module, "powersgd", None)
 
@@ -378,18 +355,6 @@ class Engine(Wrapped):
 
     def load(self, folder: str) -> None:
         self.module.load_checkpoint(folder)
-
-
-class Engine1(Engine):
-    stage = 1
-
-
-class Engine2(Engine):
-    stage = 2
-
-
-class Engine3(Engine):
-    stage = 3
 
 
 def use_nodes() -> None:
@@ -422,14 +387,10 @@ FORMATS = {
 class Wrapper:
     """A row of the table.
 
-    Attributes:
-        make: (net, config, **options) -> Wrapped.
-        workers: The smallest number of workers that shows what is special to it.
-        elsewhere: Another number of workers, which can load what was saved.
-        shards: Into how many parts the rows of a parameter are split before they are compressed, of ``workers``.
-        thin: Whether only the most important cells are quick, since most of it is another wrapper's.
-        net: Makes the model.
-        lacks: {property or way of training: why it means nothing here}.
+    ``workers`` is the smallest number that shows what is special to it, ``elsewhere`` another one, which can load what
+    was saved. The rows of a parameter are split into ``shards`` parts before they are compressed. If ``thin``, only
+    the most important cells are quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of
+    training why they mean nothing here.
     """
 
     make: Callable[..., Wrapped]
@@ -454,10 +415,7 @@ ALTERNATING = {
     "budget": "it has ranks only",
     "void": "the error is in the gradient, so that of an element that is not finite goes with it",
 }
-LOCAL = {
-    "void": "a worker that is not finite contributes nothing",
-    "damaged": "it saves a part of each worker",
-}
+LOCAL = {"void": "a worker that is not finite contributes nothing", "damaged": "it saves a part of each worker"}
 # What it owes there is not saved, and decays.
 PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
 PARTS = {
@@ -479,8 +437,8 @@ ENGINE = {
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
-    "FSDP1 SHARD_GRAD_OP": Wrapper(GradientShards, thin=True),
-    "FSDP1 NO_SHARD": Wrapper(NoShards),
+    "FSDP1 SHARD_GRAD_OP": Wrapper(functools.partial(FSDP1, strategy=ShardingStrategy.SHARD_GRAD_OP), thin=True),
+    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, strategy=ShardingStrategy.NO_SHARD)),
     "FSDP2": Wrapper(FSDP2),
     "HSDP": Wrapper(HSDP, 4, 2, shards=2, lacks=PADDED),
     "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=True, lacks=PADDED),
@@ -488,14 +446,18 @@ WRAPPERS: dict[str, Wrapper] = {
     "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=True, lacks=NODES),
     "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=True, lacks=NODES),
     "tensor parallel": Wrapper(TensorParallel, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
-    "tensor parallel by group": Wrapper(TensorParallelByGroup, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
+    "tensor parallel by group": Wrapper(
+        functools.partial(TensorParallel, by_mesh=False), 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS
+    ),
     "Compressor": Wrapper(PlainLoop, lacks=LOOP),
     "optimizer": Wrapper(OptimizerLoop, lacks=LOOP | ALTERNATING),
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
     "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_training.py"}),
     # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
-    "DeepSpeed 1": Wrapper(Engine1, elsewhere=None, lacks=ENGINE),
-    "DeepSpeed 2": Wrapper(Engine2, elsewhere=None, lacks=ENGINE),
-    "DeepSpeed 3": Wrapper(Engine3, elsewhere=None, lacks=ENGINE),
-    "DeepSpeed 2 in nodes": Wrapper(functools.partial(in_nodes, Engine2), 4, None, thin=True, lacks=ENGINE),
+    "DeepSpeed 1": Wrapper(functools.partial(Engine, stage=1), elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2": Wrapper(functools.partial(Engine, stage=2), elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 3": Wrapper(functools.partial(Engine, stage=3), elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 2 in nodes": Wrapper(
+        functools.partial(in_nodes, functools.partial(Engine, stage=2)), 4, None, thin=True, lacks=ENGINE
+    ),
 }

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm import exchange
-from powersgd_triton.core.clock import BACKPROJECT, PROJECT
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 from tests.support.exchanges import latency_decides
-from tests.support.streams import Network, PhaseClock, StreamMachine, stream_machine
+from tests.support.streams import Network, StreamMachine, Timed, stream_machine
 
 pytestmark = pytest.mark.usefixtures("one_worker")
 
@@ -36,7 +35,7 @@ def train(machine: StreamMachine, network: Network | None = None) -> None:
         machine.futures.clear()
         # DDP makes its buckets anew after the first step.
         joined = exchange.SMALL_PART > 0 and network is not None
-        assert step == 0 or joined or len(state._engine.memory.buckets()) > 1
+        assert step == 0 or joined or len(state._engine.buckets.in_use()) > 1
         assert state.error()
         if saved is not None:
             state.load_state_dict(saved)
@@ -66,7 +65,7 @@ def test_messages_travel_during_the_backward_pass_and_kernels(backward: float, m
         state = PowerSGDState(None, start_powerSGD_iter=0, min_compression_rate=0.1, module=model)
         network = Network(machine, message)
         state._engine.connect(network)
-        state._engine.clock = PhaseClock(machine, {PROJECT: 1, BACKPROJECT: 1})
+        state._engine.listeners.append(Timed(machine, {"project": 1, "backproject": 1}))
         replica.register_comm_hook(state, powerSGD_hook)
         streams = network.stream, machine.current
 

@@ -35,38 +35,36 @@ PROGRAMS: dict[str, tuple[str, Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("rank", [None, "0", "1"])
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_worker_0_says_that_nothing_was_compressed(
-    case: str, rank: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, error, calls = PROGRAMS[case]
-    models: list[Any] = []
-    monkeypatch.setattr(adapter, "initialize", lambda *, model: models.append(model))
-    # What the runner replaces is restored.
-    monkeypatch.setattr(deepspeed, "initialize", deepspeed.initialize)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
     path = tmp_path / "train.py"
     path.write_text(program)
-    with contextlib.nullcontext() if error is None else pytest.raises(error):
-        runner.main([str(path)])
-    assert models == [1] * calls
-    said = "powersgd: off, nothing was compressed: the program did not call deepspeed.initialize\n"
-    assert capsys.readouterr().out == ("" if calls or rank == "1" else said)
+    for rank in (None, "0", "1"):
+        with monkeypatch.context() as patch:
+            models: list[Any] = []
+            patch.setattr(adapter, "initialize", lambda *, model, models=models: models.append(model))
+            # What the runner replaces is restored.
+            patch.setattr(deepspeed, "initialize", deepspeed.initialize)
+            patch.setattr(sys, "argv", sys.argv)
+            patch.setattr(sys, "path", list(sys.path))
+            patch.delenv("RANK", raising=False)
+            if rank is not None:
+                patch.setenv("RANK", rank)
+            with contextlib.nullcontext() if error is None else pytest.raises(error):
+                runner.main([str(path)])
+        assert models == [1] * calls
+        said = "powersgd: off, nothing was compressed: the program did not call deepspeed.initialize\n"
+        assert capsys.readouterr().out == ("" if calls or rank == "1" else said)
 
 
-@pytest.mark.parametrize(("arguments", "part"), [([], "usage: deepspeed"), (["nowhere.py"], "no file 'nowhere.py'")])
-def test_the_runner_asks_for_a_program(arguments: list[str], part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["runner", "--local_rank=0", *arguments])
-    with pytest.raises(SystemExit, match=part):
-        runpy.run_module(NAME, run_name="__main__")
-
-
-def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, part in (([], "usage: deepspeed"), (["nowhere.py"], "no file 'nowhere.py'")):
+        monkeypatch.setattr(sys, "argv", ["runner", "--local_rank=0", *arguments])
+        with pytest.raises(SystemExit, match=part):
+            runpy.run_module(NAME, run_name="__main__")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.delitem(sys.modules, NAME)
     with pytest.raises(ImportError, match=r"pip install 'powersgd_triton\[deepspeed\]'"):

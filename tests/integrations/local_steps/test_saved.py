@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,18 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import checkpoint
-from tests.support.distributed import run
-from tests.support.local_steps import NESTEROV, Training, flat, mean, owed, theta
+from tests.support.distributed import folder, make_test, run
+from tests.support.local_steps import NESTEROV, Training, flat, mean, owed, same_bits, theta
 from tests.support.small import complaint
 
 EVERY, INTERRUPTED, STEPS = 3, 8, 14
 """It is interrupted in the middle of a round."""
 
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("ternary", {}),
     ("ternary", {"outer": NESTEROV}),
-    ("int4", {"outer": functools.partial(torch.optim.Adam, lr=0.01), "delay": 2}),
+    ("int4", {"outer": ADAM, "delay": 2}),
     ("exact", {"outer": NESTEROV}),
     ("rank", {}),
     ("budget", {"outer": NESTEROV, "delay": 1}),
@@ -42,20 +45,23 @@ def changes(of: Training) -> Tensor:
     return mean(theta(of.sync) - flat(of.net) + owed(of.sync))
 
 
-def goes_on(worker: int, _world_size: int, folder: str) -> None:
+def save(of: Training, path: Path) -> None:
+    of.sync.save(path)
+    torch.save({"changes": changes(of), "steps": of.sync.steps}, path / "expected")
+
+
+def goes_on(worker: int, _world_size: int, saved_in: str) -> None:
     """The same workers go on with the same bits."""
     for index, (config, options) in enumerate(CASES):
-        path = Path(folder) / str(index)
+        path = Path(saved_in) / str(index)
         first, second = training(worker, config, options), training(worker, config, options)
         first.train(INTERRUPTED)
-        first.sync.save(path)
-        own = first.optimizer.state_dict()
-        torch.save(own, path / f"optimizer-{worker}")
-        torch.save(changes(first), path / "changes")
+        save(first, path)
+        saved = copy.deepcopy(first.optimizer.state_dict())
         first.train(STEPS - INTERRUPTED)
         second.train(2)
         second.sync.load(path)
-        second.optimizer.load_state_dict(torch.load(path / f"optimizer-{worker}"))
+        second.optimizer.load_state_dict(saved)
         second.done = INTERRUPTED
         second.train(STEPS - INTERRUPTED)
         assert torch.equal(flat(first.net), flat(second.net)), (config, options)
@@ -64,67 +70,105 @@ def goes_on(worker: int, _world_size: int, folder: str) -> None:
             assert getattr(first.sync, name) == getattr(second.sync, name), (config, options, name)
 
 
-def goes_on_elsewhere(worker: int, _world_size: int, folder: str) -> None:
-    """Another number of workers goes on from the mean changes."""
+def goes_on_elsewhere(worker: int, _world_size: int, saved_in: str) -> None:
+    """Another number of workers goes on from the mean changes, and saves them in the same folder."""
     for index, (config, options) in enumerate(CASES):
-        path = Path(folder) / str(index)
-        other = training(worker, config, options)
+        path = Path(saved_in) / str(index)
+        other, expected = training(worker, config, options), torch.load(path / "expected")
         other.sync.load(path)
-        missing = float((changes(other) - torch.load(path / "changes")).abs().max())
+        missing = float((changes(other) - expected["changes"]).abs().max())
         assert missing < 2e-6, (config, options, missing)
-        assert (other.sync.steps, other.sync.since) == (INTERRUPTED, INTERRUPTED % EVERY)
-        other.train(STEPS - INTERRUPTED)
+        assert other.sync.steps == expected["steps"]
+        assert other.sync.since == expected["steps"] % EVERY == 2
+        other.train(EVERY)
+        save(other, path)
         other.sync.finish()
         assert torch.allclose(mean(flat(other.net)), flat(other.net), atol=1e-6), (config, options)
 
 
-def refuses_bad_files(worker: int, world_size: int, folder: str) -> None:
-    """Files that are missing, torn, or of another model are errors on all workers, and change nothing."""
-    path = Path(folder)
-    ours = training(worker)
-    ours.train(INTERRUPTED)
-    ours.sync.save(path / "early")
-    ours.train(1)
-    ours.sync.save(path / "late")
-    dist.barrier()
-    if worker == 0:
-        # As if a worker had been killed while it saved.
-        name = f"powersgd-local-0-of-1-worker-1-of-{world_size}.pt"
-        (path / "late" / name).write_bytes((path / "early" / name).read_bytes())
-        (path / "damaged").mkdir()
-        content = (path / "early" / "powersgd-local-0-of-1.pt").read_bytes()
-        (path / "damaged" / "powersgd-local-0-of-1.pt").write_bytes(content[:-100])
-    dist.barrier()
-    state, before = ours.sync.state_dict(), flat(ours.net)
-    attempts: list[tuple[Callable[[], Any], str]] = [
-        (lambda: ours.sync.load(path / "nothing"), "^FileNotFoundError"),
-        (lambda: ours.sync.load(path / "late"), "^ValueError.* were not saved together"),
-        (lambda: ours.sync.load(path / "damaged"), "damaged"),
-        (
-            lambda: ours.sync.load_state_dict(state if worker else {**state, "matrices": {}}),
-            "belongs to another model",
-        ),
-        (lambda: ours.sync.load_state_dict({} if worker else state), "expected a saved state of LocalSteps"),
-    ]
-    for attempt, pattern in attempts:
-        said = complaint(attempt)
-        assert re.search(pattern, said, re.DOTALL), said
-        dist.barrier()
-    assert torch.equal(before, flat(ours.net))
-    ours.sync.load_state_dict(state)
-    assert torch.equal(before, flat(ours.net))
+def loads_the_other_kind(worker: int, _world_size: int) -> None:
+    """Codes and factors load each other's states, in the middle of a round and of an exchange under way."""
+    for saves, loads in (("ternary", "rank"), ("rank", "ternary"), ("int4", "exact")):
+        first, second = Training(worker, saves), Training(worker, loads, delay=2)
+        first.train(EVERY + 1)
+        second.train(EVERY + 1)
+        report = second.sync.load_state_dict(first.sync.state_dict())
+        assert report.loaded or report.carried
+        second.start, second.changed = first.start, first.changed.clone()
+        second.train(2 * EVERY)
+        second.finish()
+
+
+def saves_after_a_failure(worker: int, _world_size: int) -> None:
+    """The mean of the workers' errors, if an exchange has failed; the shared parameters, if its own are not finite."""
+    ours = Training(worker, "rank")
     ours.train(EVERY)
+    with mock.patch.object(ours.sync._engine, "advance", side_effect=RuntimeError("injected")):
+        assert "injected" in complaint(ours.train, EVERY)
+    expected, saved = mean(owed(ours.sync)), ours.sync.state_dict()["matrices"]
+    found = [saved[n].get("error", torch.zeros(t.shape)).expand(t.shape) for n, t in ours.sync.shared().items()]
+    assert expected.any()
+    assert (torch.cat([error.flatten() for error in found]) - expected).abs().max() < 1e-7
+    ours.train(2 * EVERY)
+    ours.check()
+    ours.train(1)
+    if worker == 0:
+        next(ours.net.parameters()).data[0, 0] = torch.nan
+    ours.sync.load_state_dict(ours.sync.state_dict())
+    ours.train(EVERY)
+    assert flat(ours.net).isfinite().all()
+    assert same_bits(theta(ours.sync))
+
+
+def refuses_bad_files(worker: int, world_size: int) -> None:
+    """Files that are missing, torn, or of another model are errors on all workers, and change nothing."""
+    ours, other = training(worker), training(worker, options={"outer": ADAM})
+    ours.train(INTERRUPTED)
+    other.train(EVERY)
+    with folder(worker) as name:
+        path = Path(name)
+        ours.sync.save(path / "early")
+        ours.train(1)
+        ours.sync.save(path / "late")
+        dist.barrier()
+        if worker == 0:
+            # As if a worker had been killed while it saved.
+            own = f"powersgd-local-0-of-1-worker-1-of-{world_size}.pt"
+            (path / "late" / own).write_bytes((path / "early" / own).read_bytes())
+            (path / "damaged").mkdir()
+            content = (path / "early" / "powersgd-local-0-of-1.pt").read_bytes()
+            (path / "damaged" / "powersgd-local-0-of-1.pt").write_bytes(content[:-100])
+        dist.barrier()
+        state, before = ours.sync.state_dict(), flat(ours.net)
+        attempts: list[tuple[Callable[[], Any], str]] = [
+            (lambda: ours.sync.load(path / "nothing"), "^FileNotFoundError"),
+            (lambda: ours.sync.load(path / "late"), "^ValueError.* were not saved together"),
+            (lambda: ours.sync.load(path / "damaged"), "damaged"),
+            (
+                lambda: ours.sync.load_state_dict(state if worker else {**state, "matrices": {}}),
+                "belongs to another model",
+            ),
+            (lambda: ours.sync.load_state_dict({} if worker else state), "expected a saved state of LocalSteps"),
+            (lambda: ours.sync.load_state_dict(other.sync.state_dict()), "another outer optimizer"),
+        ]
+        for attempt, pattern in attempts:
+            said = complaint(attempt)
+            assert re.search(pattern, said, re.DOTALL), said
+            dist.barrier()
+        assert torch.equal(before, flat(ours.net))
+        ours.sync.load_state_dict(state)
+        assert torch.equal(before, flat(ours.net))
+        ours.train(EVERY)
 
 
 def test_runs_go_on(tmp_path: Path) -> None:
-    """On as many workers as have saved the state, on more, and on fewer."""
+    """On as many workers as have saved the state, on fewer, on more, and on those whose own files are older."""
     run(goes_on, 2, str(tmp_path))
-    run(goes_on_elsewhere, 1, str(tmp_path))
-    run(goes_on_elsewhere, 3, str(tmp_path))
+    for workers in (1, 3, 2):
+        run(goes_on_elsewhere, workers, str(tmp_path))
 
 
-def test_bad_files_are_errors_on_all_workers(tmp_path: Path) -> None:
-    run(refuses_bad_files, 2, str(tmp_path))
+test_states = make_test([loads_the_other_kind, saves_after_a_failure, refuses_bad_files], 2)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])

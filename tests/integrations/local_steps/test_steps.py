@@ -1,26 +1,31 @@
-"""Local steps of a plain module: what they are equal to, what is conserved, and what is refused."""
+"""Local steps of a plain module: what they are equal to, what is conserved, what goes wrong, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import itertools
+import os
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.comm.agreement import DisagreementError
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.support.distributed import outcome, run, run_cases
+from tests.support.distributed import make_test, on_workers
 from tests.support.local_steps import (
     CONFIGS,
+    LOST,
     NESTEROV,
     TERNARY,
     WITH_MOMENTUM,
@@ -29,44 +34,42 @@ from tests.support.local_steps import (
     flat,
     mean,
     model,
+    owed,
+    same_bits,
     theta,
 )
-from tests.support.small import complaint
+from tests.support.small import complaint, logged, warnings
 
 STEPS, EVERY = 12, 4
 
 
-def equals_averaging_and_diloco(worker: int, _world_size: int) -> None:
-    """Exact messages are averaging of parameters, or DiLoCo with an outer optimizer."""
-    for outer in (None, NESTEROV):
-        net = model()
-        shared = copy.deepcopy(net)
-        start = flat(net)
-        inner = WITH_MOMENTUM(net.parameters())
-        updates = (outer or functools.partial(torch.optim.SGD, lr=1.0))(shared.parameters())
-        for step in range(STEPS):
-            backward(net, worker, step)
-            inner.step()
-            if (step + 1) % EVERY == 0:
-                for ours, local in zip(shared.parameters(), net.parameters(), strict=True):
-                    ours.grad = mean(ours.data - local.data)
-                updates.step()
-                net.load_state_dict(shared.state_dict())
-        training = Training(worker, "exact", EVERY, optimizer=WITH_MOMENTUM, outer=outer)
-        assert torch.equal(training.start, start)
-        training.train(STEPS)
-        assert (flat(net) - flat(training.net)).abs().max() <= 1e-5 < 0.01 < (flat(net) - start).abs().max()
+def equals_diloco(worker: int, _world_size: int) -> None:
+    """Exact messages are DiLoCo. Averaging of parameters is tested with wrappers."""
+    net, shared = model(), model()
+    start = flat(net)
+    inner, outer = WITH_MOMENTUM(net.parameters()), NESTEROV(shared.parameters())
+    for step in range(STEPS):
+        backward(net, worker, step)
+        inner.step()
+        if (step + 1) % EVERY == 0:
+            for ours, local in zip(shared.parameters(), net.parameters(), strict=True):
+                ours.grad = mean(ours.data - local.data)
+            outer.step()
+            net.load_state_dict(shared.state_dict())
+    training = Training(worker, "exact", EVERY, optimizer=WITH_MOMENTUM, outer=NESTEROV)
+    assert torch.equal(training.start, start)
+    training.train(STEPS)
+    assert (flat(net) - flat(training.net)).abs().max() <= 1e-5 < 0.01 < (flat(net) - start).abs().max()
 
 
-PAIRS = [*itertools.product(CONFIGS, (0, 1, 3))]
-"""Messages and delays."""
 FEW = [("exact", 1), ("ternary", 0), ("ternary", 3), ("int2", 1), ("int4", 3), ("int8", 0)]
 FEW += [("rank", 0), ("rank", 3), ("budget", 1), ("alternating", 0), ("alternating", 3)]
+"""Messages and delays."""
 
 
 def conserves(worker: int, world_size: int) -> None:
     """Nothing is lost, and all workers have the same bits."""
-    for config, delay in FEW if world_size == 2 else PAIRS:
+    for config, delay in FEW if world_size == 2 else itertools.product(CONFIGS, (0, 1, 3)):
         training = Training(worker, config, EVERY, optimizer=WITH_MOMENTUM, delay=delay)
         training.train(STEPS)
         assert training.sync.iteration == 3 - (delay > 0), (config, delay)
@@ -74,25 +77,37 @@ def conserves(worker: int, world_size: int) -> None:
         assert training.sync.iteration == 3, (config, delay)
 
 
-def averages_buffers(worker: int, _world_size: int) -> None:
-    """Exactly, whatever is done with differences. So are an optimizer's states on request."""
+def averages_buffers(worker: int, world_size: int) -> None:
+    """Exactly, whatever is done with differences. So are an optimizer's states on request.
+
+    A NaN in a buffer stays on its worker only. Nothing of a mask is sent, which does not change.
+    """
     norm: Any = nn.BatchNorm1d(3)
+    norm.register_buffer("mask", torch.ones(500, dtype=torch.bool))
+    norm.register_buffer("least", torch.full((2,), -torch.inf))
     net = nn.Sequential(nn.Linear(3, 3), norm)
     optimizer = torch.optim.Adam(net.parameters())
     sync = LocalSteps(net, TERNARY, every=2, optimizer=optimizer)
-    for step in range(2):
+    for step in range(4):
         net(torch.randn(4, 3, generator=torch.Generator().manual_seed(worker + 10 * step))).square().sum().backward()
         optimizer.step()
-        if step == 1:
-            averages = [optimizer.state[p]["exp_avg"] for p in net.parameters()]
-            found = [norm.running_mean, norm.running_var, *averages]
-            own = [tensor.clone() for tensor in found]
-            expected = [mean(tensor) for tensor in found]
+        averages = [optimizer.state[p]["exp_avg"] for p in net.parameters()]
+        found = [norm.running_mean, norm.running_var, *averages]
+        own, expected = copy.deepcopy(found), [mean(tensor) for tensor in found]
+        if step == 3:
+            norm.running_mean.fill_(worker + 1.0)
+            if worker == world_size - 1:
+                norm.running_mean[0] = torch.nan
+        before = sync._engine.sent
         sync.step()
-    for average, exact, before in zip(found, expected, own, strict=True):
-        assert (average - exact).abs().max() <= 1e-6 * exact.abs().max()
-        assert not torch.equal(average, before)
-    assert int(norm.num_batches_tracked) == 2
+        if step == 1:
+            for average, exact, local in zip(found, expected, own, strict=True):
+                assert (average - exact).abs().max() <= 1e-6 * exact.abs().max()
+                assert not torch.equal(average, local)
+            assert int(norm.num_batches_tracked) == 2
+    # The mean of 1, 2, … over the other workers.
+    assert norm.running_mean.tolist() == [world_size / 2] * 3
+    assert sync._engine.sent - before < 500
 
 
 def goes_on_after_nan(worker: int, world_size: int) -> None:
@@ -117,10 +132,7 @@ REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
     (lambda first: {"outer": (lambda _: 3) if first else None}, "must return a torch.optim.Optimizer; got int"),
     (lambda first: {"config": PowerSGDConfig(codes="int4") if first else TERNARY}, "DisagreementError.*config.codes"),
     (lambda _: {"config": PowerSGDConfig(compression="auto")}, "ValueError.*compression='auto' compares a step"),
-    (
-        lambda _: {"config": PowerSGDConfig(compression=20, max_overhead=0.1)},
-        "ValueError.*max_overhead is a share of a step",
-    ),
+    (lambda _: {"config": PowerSGDConfig(compression=20, max_overhead=0.1)}, "max_overhead is a share of a step"),
     (lambda first: {"model": nn.Linear(2, 3 if first else 4)}, "DisagreementError.*shape of 'bias'"),
     (lambda _: {"model": nn.ReLU()}, "ValueError.*no parameters that require gradients"),
     (lambda _: {"config": {"rank": 4}}, "TypeError.*config must be a PowerSGDConfig or None; got dict"),
@@ -136,7 +148,78 @@ def refuses(worker: int, _world_size: int) -> None:
     Training(worker).train(3)
 
 
-def takes_two_levels(worker: int, world_size: int) -> None:
+def raises_in_telemetry(worker: int, _world_size: int) -> None:
+    """An exception of a user's function after the exchange does not undo it."""
+    for config in ("ternary", "rank"):
+        training = Training(worker, config)
+        callback = mock.Mock(side_effect=KeyError("a user's mistake"))
+        if worker == 0:
+            training.sync.telemetry(callback, every=2)
+        for _ in range(4):
+            try:
+                training.train(3)
+            except KeyError:
+                training.sync.telemetry(every=0)
+        assert callback.call_count == (worker == 0)
+        assert training.sync.since == 0
+        training.check()
+
+
+def differs_in_states(worker: int, _world_size: int) -> None:
+    """Optimizers whose states differ in number are refused."""
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters())
+    sync = LocalSteps(net, TERNARY, 1, optimizer=optimizer)
+    backward(net, worker, 0)
+    if worker == 1:
+        next(net.parameters()).grad = None
+    optimizer.step()
+    with pytest.raises(DisagreementError, match="shapes of the optimizer's states"):
+        sync.step()
+
+
+def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
+    """Of another number of steps on each worker, of growing ones, and with a parameter that is frozen for a time."""
+    training = Training(worker, every=4)
+    training.train(4 + worker)
+    training.finish()
+    training.sync.finish()
+    assert training.sync.iteration == 2
+    training = Training(worker, delay=2, every=lambda steps: 3 + steps)
+    # Exchanges after 3 and 9 steps, and the last one.
+    training.train(14)
+    training.finish()
+    assert training.sync.iteration == 3
+    training = Training(worker)
+    for frozen in (False, True, False):
+        next(training.net.parameters()).requires_grad_(not frozen)
+        training.train(3)
+    training.check()
+
+
+def forgets(worker: int, _world_size: int) -> None:
+    """``forget`` begins anew."""
+    training = Training(worker, outer=NESTEROV, delay=1)
+    training.train(5)
+    assert owed(training.sync).any()
+    assert training.sync.outer.state
+    training.sync.forget()
+    assert same_bits(theta(training.sync))
+    assert torch.equal(flat(training.net), theta(training.sync))
+    assert not owed(training.sync).any()
+    assert not training.sync.outer.state
+    assert training.sync.since == 0
+
+
+ANY_NUMBER = [equals_diloco, conserves, averages_buffers, goes_on_after_nan, refuses]
+test_two_workers = make_test(
+    [*ANY_NUMBER, raises_in_telemetry, takes_rounds_of_other_lengths, forgets, differs_in_states], 2
+)
+test_three_workers = pytest.mark.slow(make_test(ANY_NUMBER, 3))
+
+
+@on_workers(4)
+def test_two_levels(worker: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size // 2, 2))
     for config in ("ternary", "rank"):
         training = Training(worker, config, EVERY, node_group=mesh)
@@ -145,22 +228,62 @@ def takes_two_levels(worker: int, world_size: int) -> None:
         training.finish()
 
 
-CASES = [equals_averaging_and_diloco, conserves, averages_buffers, goes_on_after_nan, refuses]
+@on_workers(4)
+def test_a_failed_fragment_of_a_shard(worker: int, world_size: int) -> None:
+    """FSDP2: the second of several fragments fails on all workers; later exchanges must not lose others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    across = mesh["replicate"].get_group()
+    net = model()
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh["shard"])
+    sync = LocalSteps(net, TERNARY, 6, group=across, delay=5)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    failed = []
+    for step in range(18):
+        backward(net, worker // 2, step)
+        optimizer.step()
+        engine = sync._engine
+        advance = engine.schedule.advance
+        # Only its first call in this step.
+        effects = [RuntimeError("injected"), *[mock.DEFAULT] * 20] if step == 7 else None
+        with mock.patch.object(engine.schedule, "advance", wraps=advance, side_effect=effects):
+            failed.append(complaint(sync.step))
+    sync.finish()
+    assert [step for step, said in enumerate(failed) if said != "nothing"] == [7], failed
+    assert same_bits(theta(sync), across)
 
 
-@functools.cache
-def results(workers: int) -> dict[str, list[Any]]:
-    return run_cases(CASES, workers)
+@pytest.mark.parametrize(("config", "delay"), [("rank", 0), ("ternary", 2), ("exact", 1)])
+@on_workers(2, casualties=[1])
+def test_the_survivor_goes_on(worker: int, world_size: int, config: str, delay: int) -> None:
+    """A peer is gone when the others exchange: the survivor is told, loses nothing, and goes on."""
+    training = Training(worker, config, EVERY, delay=delay)
+    sync, step_on = training.sync, training.sync.step
+    failures: list[str] = []
 
+    def step() -> None:
+        local, shared, kept = flat(training.net), theta(sync), owed(sync)
+        try:
+            step_on()
+        except RuntimeError as failure:
+            failures.append(str(failure))
+            assert torch.equal(local, flat(training.net))
+            assert torch.equal(shared, theta(sync))
+            assert float((kept - owed(sync)).abs().max()) < LOST
+            assert sync.since >= EVERY
+            # From here on only this worker's changes count.
+            training.changed, training.start = shared - local + kept, shared
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_workers(case: Any, workers: int) -> None:
-    outcome(results(workers), case)
-
-
-def test_two_levels() -> None:
-    run(takes_two_levels, 4)
+    sync.step = step  # type: ignore[method-assign]
+    training.train(10)
+    if worker == 1:
+        os._exit(1)
+    training.train(12)
+    (said,) = failures
+    assert "a sum over the workers failed" in said or "could not reach" in said
+    training.finish()
 
 
 def test_one_worker() -> None:
@@ -173,17 +296,23 @@ def test_one_worker() -> None:
     assert "An exchange comes every 3 steps" in str(training.sync.report())
     with pytest.raises(TypeError, match="have no loss scale"):
         training.sync.attach(torch.amp.GradScaler("cpu"))
+    training.train(1)
+    next(training.net.parameters()).data[0, 0] = torch.nan
+    with logged("powersgd_triton.integrations.local_steps") as messages:
+        training.sync.finish()
+    assert ["not finite" in text for text in warnings(messages)] == [True]
+    assert flat(training.net).isfinite().all()
 
 
 def test_codes_are_for_local_steps_only_and_stand_alone() -> None:
-    for make in (
-        lambda: Compressor(TERNARY, {"w": (4, 4)}),
-        lambda: PowerSGDState(TERNARY, process_group=None),
-    ):
-        with pytest.raises(ValueError, match="codes are for local steps"):
-            make()
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: Compressor(TERNARY, {"w": (4, 4)}), "codes are for local steps"),
+        (lambda: PowerSGDState(TERNARY, process_group=None), "codes are for local steps"),
+        (lambda: PowerSGDConfig(codes="int3"), "codes must be None or one of ternary, int2, int4, int8; got 'int3'"),
+    ]
     for field in ({"rank": 4}, {"compression": 20}, {"bytes_per_step": 1000}, {"wire_dtype": "int4"}):
-        with pytest.raises(ValueError, match=f"{next(iter(field))} has no use beside them"):
-            PowerSGDConfig(codes="int4", **field)
-    with pytest.raises(ValueError, match="codes must be None or one of ternary, int2, int4, int8; got 'int3'"):
-        PowerSGDConfig(codes="int3")
+        said = f"{next(iter(field))} has no use beside them"
+        refused.append((functools.partial(PowerSGDConfig, codes="int4", **field), said))
+    for make, said in refused:
+        with pytest.raises(ValueError, match=said):
+            make()

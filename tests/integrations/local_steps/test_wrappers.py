@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,130 +16,143 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
-from tests.support.deepspeed_cases import BF16
-from tests.support.deepspeed_jobs import Job, named, parametrized
-from tests.support.local_steps import TERNARY, batch, same_bits, theta
-from tests.support.local_wrappers import (
+from tests.support.deepspeed_training import BF16, BF16_OPTIMIZER, Job, parametrized
+from tests.support.distributed import folder
+from tests.support.local_steps import (
     BUILD,
-    EVERY,
     NODE,
-    RATE,
-    STEPS,
+    TERNARY,
+    WITH_MOMENTUM,
     WORKERS,
     Net,
     OddNet,
+    Training,
     Watch,
     across,
-    conserves,
-    equals_averaging,
-    in_ddp,
-    in_deepspeed,
-    in_fsdp2,
-    inside,
+    mean,
     mesh,
     node,
     real,
-    refused,
-    resumes,
+    same_bits,
+    theta,
 )
+from tests.support.small import complaint
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 1, bf16": {"stage": 1, **BF16},
-    "stage 2, bf16": {"stage": 2, **BF16},
-    "BF16_Optimizer": {"stage": 1, **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
-    "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-}
-CODED = ("exact", "ternary", "int2, delay")
+STEPS, EVERY = 9, 3
+
+
+def build(
+    kind: str, config: str = "ternary", every: int = EVERY, *, net: nn.Module | None = None, **more: Any
+) -> Training:
+    return BUILD[kind](dist.get_rank(), config, every, net=net or Net(), optimizer=WITH_MOMENTUM, **more)
+
+
+def equals_averaging(kind: str, clip: float = torch.inf, **options: Any) -> None:
+    """Exact messages average the replicas, as by hand. Steps between exchanges stay in a node, and clip there."""
+    expected = build("ddp", every=99, options={"clip": clip})
+    for _ in range(STEPS // EVERY):
+        expected.train(EVERY)
+        for tensor in expected.masters():
+            real(tensor).copy_(mean(real(tensor), across()))
+    got = build(kind, "exact", net=Net(seed=dist.get_rank(across())), options=options)
+    untrained, own = got.whole(), {*dist.get_process_group_ranks(node())}
+    for _ in range(STEPS // EVERY):
+        with Watch() as watch:
+            got.train(EVERY - 1)
+        assert watch.groups
+        assert all(own.issuperset(group) for group in watch.groups)
+        got.train(1)
+    assert (got.whole() - expected.whole()).abs().max() <= 1e-5 < 0.01 < (got.whole() - untrained).abs().max()
+
+
+def conserves(
+    kind: str, messages: Sequence[tuple[str, int]], net: Callable[[], nn.Module] = Net, **options: Any
+) -> None:
+    """Nothing is lost with each kind of message and each delay, and workers have the same bits."""
+    for config, delay in messages:
+        training = build(kind, config, net=net(), options=options, delay=delay)
+        training.train(STEPS - 1)
+        training.finish()
+        assert training.changed.abs().max() > 0.01, config
+        assert same_bits(training.whole(), None), config
+        # DDP takes those of a node's first worker in each step.
+        assert same_bits(next(training.model.buffers()), training.mean_over), config
+
+
+def resumes(kind: str, config: str, delay: int = 0, **options: Any) -> None:
+    """A run that is killed in a round goes on with the bits of one that is not."""
+    first = build(kind, config, options=options, delay=delay)
+    first.train(5)
+    with folder(dist.get_rank()) as path:
+        saved = first.save(path)
+        first.sync.save(path)
+        first.train(4)
+        second = build(kind, config, net=Net(seed=7), options=options, delay=delay)
+        second.load(path, saved)
+        second.sync.load(path)
+        second.done = 5
+        second.train(4)
+    assert torch.equal(theta(first.sync), theta(second.sync))
+    assert torch.equal(first.flat(), second.flat())
 
 
 def averages_states_and_follows_in_bf16(kind: str) -> None:
     """States of an optimizer are averaged on request. bf16 parameters follow shared ones in fp32."""
-    setup = BUILD[kind](Net().bfloat16())
-    sync = LocalSteps(setup.model, TERNARY, EVERY, group=across(), optimizer=setup.optimizer)
-    setup.train(range(2 * EVERY), sync)
-    buffers = [real(state["momentum_buffer"]).reshape(-1) for state in setup.optimizer.state.values()]
+    training = build(kind, net=Net().bfloat16(), share=True)
+    training.train(2 * EVERY)
+    buffers = [real(state["momentum_buffer"]).reshape(-1) for state in training.optimizer.state.values()]
     assert len(buffers) == 7
-    assert same_bits(torch.cat(buffers), setup.mean_over)
-    assert torch.equal(setup.flat(), theta(sync).bfloat16())
-    assert same_bits(theta(sync), setup.mean_over)
+    assert same_bits(torch.cat(buffers), training.mean_over)
+    assert torch.equal(training.flat(), theta(training.sync).bfloat16())
+    assert same_bits(theta(training.sync), training.mean_over)
 
 
 def shares_an_exchange() -> None:
-    """The workers of a DDP node share an exchange: sums take two levels."""
-    setup = in_ddp(Net())
-    sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
-    setup.train(range(EVERY), sync)
-    setup.train(range(EVERY - 1), sync)
+    """The workers of a DDP node share an exchange: sums take two levels. Gradients may be compressed too."""
+    training = build("ddp")
+    state = attach(training.model, PowerSGDConfig(rank=2, min_compression_rate=0))
+    training.train(2 * EVERY - 1)
     with Watch() as watch:
-        sync.step()
-    assert sync._engine.communicator.inside is not None
+        training.sync.step()
+    assert training.sync._engine.communicator.inside is not None
     worker = dist.get_rank()
     first = worker // NODE * NODE
     assert {(first, first + 1), (worker % NODE, worker % NODE + NODE)} < set(watch.groups)
+    assert any(error.any() for error in state.error().values())
+    assert same_bits(training.whole(), None)
+
+
+def local(model: Any, group: Any = None) -> LocalSteps:
+    return LocalSteps(model, TERNARY, EVERY, group=group)
+
+
+def refused(cases: Sequence[tuple[Callable[[], Any], str]]) -> None:
+    for make, pattern in cases:
+        said = complaint(make)
+        assert re.search(pattern, said, re.DOTALL), (pattern, said)
 
 
 def refuses() -> None:
     """Models that communicate with the wrong workers, or that are not supported."""
-
-    def over_all() -> Any:
-        return DistributedDataParallel(Net())
-
-    def in_fsdp1() -> Any:
-        return FullyShardedDataParallel(nn.Linear(4, 4), process_group=node(), device_id=torch.device("cpu"))
-
+    over_all, inside = DistributedDataParallel(Net()), DistributedDataParallel(Net(), process_group=node())
+    fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), process_group=node(), device_id=torch.device("cpu"))
+    hybrid = fully_shard(Net(), mesh=mesh())
     refused(
-        over_all,
-        r"DistributedDataParallel averages gradients over the workers \[0, 1, 2, 3\] in every step.*"
-        "process_group=node",
+        [
+            (lambda: local(over_all), r"gradients over the workers \[0, 1, 2, 3\] in every step.*process_group=node"),
+            (lambda: local(over_all, across()), r"changes over the workers \[\d, \d\].*group=across"),
+            (lambda: local(inside, node()), "must have worker . in common, and no other"),
+            (lambda: local(Net() if dist.get_rank() else "no model"), "model must be a torch.nn.Module; got str"),
+            (
+                lambda: local(hybrid, across()),
+                r'replicate dimension.*give fully_shard mesh\["shard"\], and LocalSteps group=mesh\["replicate"\]',
+            ),
+            (lambda: build("fsdp2", group=None), r'fully_shard averages.*group=mesh\["replicate"\]'),
+            (lambda: local(fsdp1, across()), r"support fully_shard \(FSDP2\); got FullyShardedDataParallel"),
+            (lambda: local(nn.Sequential(inside), across()), "wrapped model; got Sequential, which has one as '0'"),
+            (lambda: node_mpu(node(), node()), "ValueError.*must have this worker in common, and no other"),
+        ]
     )
-    refused(over_all, r"LocalSteps averages changes over the workers \[\d, \d\].*group=across", across())
-    refused(lambda: in_ddp(Net()).model, "must have worker . in common, and no other", node())
-    refused(lambda: Net() if dist.get_rank() else "no model", "model must be a torch.nn.Module; got str")
-    refused(
-        lambda: fully_shard(Net(), mesh=mesh()),
-        r'has a replicate dimension.*give fully_shard mesh\["shard"\], and LocalSteps group=mesh\["replicate"\]',
-        across(),
-    )
-    refused(
-        lambda: in_fsdp2(Net()).model,
-        r'fully_shard averages gradients over the workers.*group=mesh\["replicate"\]',
-    )
-    refused(in_fsdp1, r"local steps support fully_shard \(FSDP2\); got FullyShardedDataParallel", across())
-    refused(
-        lambda: nn.Sequential(in_ddp(Net()).model),
-        "expected the wrapped model; got Sequential, which has one as '0'",
-        across(),
-    )
-    with pytest.raises(ValueError, match="must have this worker in common, and no other"):
-        node_mpu(node(), node())
-
-
-def compresses_gradients_too() -> None:
-    """Gradients may be compressed inside a node at the same time."""
-    setup = in_ddp(Net())
-    state = attach(setup.model, PowerSGDConfig(rank=2, min_compression_rate=0))
-    sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
-    setup.train(range(STEPS), sync)
-    assert any(error.any() for error in state.error().values())
-    assert same_bits(setup.whole(), None)
-
-
-def trains(steps: int = 60, **options: Any) -> None:
-    """Nodes learn together in ternary codes, with clipping, and communicate in exchanges only."""
-    setup = in_deepspeed(Net(), **options, gradient_clipping=1.0)
-    sync = LocalSteps(setup.model, TERNARY, EVERY, group=across())
-    losses = []
-    for step in range(steps):
-        with Watch() as watch:
-            losses.append(float(setup.advance(*batch(dist.get_rank(), step % 6))))
-        assert inside(watch.groups)
-        sync.step()
-    assert same_bits(setup.whole(), None)
-    assert same_bits(theta(sync), across())
-    assert torch.equal(setup.flat(), theta(sync))
-    assert sum(losses[-6:]) < 0.5 * sum(losses[:6]), losses
 
 
 def refuses_engines() -> None:
@@ -147,76 +161,73 @@ def refuses_engines() -> None:
     from powersgd_triton.integrations import deepspeed as adapter
 
     def everywhere() -> Any:
-        optimizer = torch.optim.SGD((net := Net().requires_grad_()).parameters(), lr=RATE)
-        config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
-        return deepspeed.initialize(
-            model=net, config={**config, "zero_allow_untested_optimizer": True}, optimizer=optimizer
-        )[0]  # fmt: skip
+        deepspeed.utils.groups.mpu = None
+        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 2}}
+        config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+        net = Net()
+        return deepspeed.initialize(model=net, model_parameters=list(net.down.parameters()), config=config)[0]
 
     def compressed() -> Any:
-        engine = in_deepspeed(Net(), stage=2).model
+        engine = build("deepspeed").model
         adapter.enable(engine, PowerSGDConfig(rank=2, min_compression_rate=0))
         return engine
 
-    for make, pattern in (
-        (lambda: in_deepspeed(Net(), stage=0).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 0"),
-        (lambda: in_deepspeed(Net(), stage=3).model, "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3"),
-        (everywhere, r"averages gradients over the workers \[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)"),
-        (compressed, "compresses gradients within its node.*take the section out"),
-    ):
-        deepspeed.utils.groups.mpu = None
-        refused(make, pattern, across())
-    low_rank = PowerSGDConfig(rank=2)
-    refused(lambda: in_deepspeed(Net()).model, "no matrices of low rank: give codes", across(), low_rank)
+    refused(
+        [
+            (lambda: build("deepspeed", options={"stage": 0}), "need DeepSpeed's ZeRO stage 1 or 2.*got stage 0"),
+            (lambda: build("deepspeed", options={"stage": 3}), "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3"),
+            (lambda: local(everywhere(), across()), r"\[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)"),
+            (lambda: local(compressed(), across()), "compresses gradients within its node.*take the section out"),
+            (lambda: build("deepspeed", "rank"), "no matrices of low rank: give codes"),
+        ]
+    )
 
 
-ALL = ("exact", "ternary", "int2, delay", "rank", "budget")
+CODED = (("exact", 0), ("ternary", 0), ("int2", 2))
+ALL = (*CODED, ("rank", 0), ("budget", 0))
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-CASES: dict[str, Callable[[], None]] = {
+ENGINES: dict[str, dict[str, Any]] = {
+    "stage 1, bf16": {"stage": 1, **BF16},
+    "stage 2": {"stage": 2},
+    "BF16_Optimizer": {"stage": 1, **BF16_OPTIMIZER},
+    "stage 2, offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+}
+STAGE_2_BF16: dict[str, Any] = {"stage": 2, **BF16}
+QUICK: dict[str, Callable[[], None]] = {
     "ddp averages": partial(equals_averaging, "ddp"),
     "fsdp2 averages": partial(equals_averaging, "fsdp2"),
-    "ddp conserves": partial(conserves, "ddp", ("ternary", "rank")),
+    "ddp conserves": partial(conserves, "ddp", (("ternary", 0), ("rank", 0))),
     "fsdp2 conserves": partial(conserves, "fsdp2", ALL),
-    "odd tensors": partial(conserves, "ddp", ("ternary", "budget"), OddNet),
-    "offload": partial(conserves, "fsdp2", ("int2, delay",), **OFFLOAD),
+    "odd tensors": partial(conserves, "ddp", (("ternary", 0), ("budget", 0)), OddNet),
+    "offload": partial(conserves, "fsdp2", (("int2", 2),), **OFFLOAD),
     "ddp resumes": partial(resumes, "ddp", "ternary"),
-    "fsdp2 resumes": partial(resumes, "fsdp2", "int2, delay"),
+    "fsdp2 resumes": partial(resumes, "fsdp2", "int2", 2),
     "ddp in bf16": partial(averages_states_and_follows_in_bf16, "ddp"),
     "fsdp2 in bf16": partial(averages_states_and_follows_in_bf16, "fsdp2"),
     "levels": shares_an_exchange,
     "refusals": refuses,
-    "gradients": compresses_gradients_too,
 }
-SLOW: dict[str, Callable[[], None]] = {
-    "ddp conserves everything": partial(conserves, "ddp", ALL),
-    "odd tensors, everything": partial(conserves, "ddp", ALL, OddNet),
-    "offload, everything": partial(conserves, "fsdp2", ALL, **OFFLOAD),
-    "ddp resumes, delay": partial(resumes, "ddp", "int2, delay"),
-    "fsdp2 resumes, ternary": partial(resumes, "fsdp2", "ternary"),
-}
-STAGE_2_BF16 = ENGINES["stage 2, bf16"]
 QUICK_ENGINES: dict[str, Callable[[], None]] = {
     "engines: refusals": refuses_engines,
     "engines average and clip": partial(equals_averaging, "deepspeed", clip=0.1, stage=2, gradient_clipping=0.1),
     "engines conserve": partial(conserves, "deepspeed", CODED, **STAGE_2_BF16),
-    "engines resume": partial(resumes, "deepspeed", "int2, delay", **STAGE_2_BF16),
+    "engines resume": partial(resumes, "deepspeed", "int2", 2, **STAGE_2_BF16),
 }
-SLOW_ENGINES: dict[str, Callable[[], None]] = {}
-for name, kind in ENGINES.items():
-    SLOW_ENGINES[f"trains, {name}"] = partial(trains, **kind)
-    SLOW_ENGINES[f"conserves, {name}"] = partial(conserves, "deepspeed", CODED, **kind)
-for name in ("stage 1", "stage 2"):
-    SLOW_ENGINES[f"averages, {name}"] = partial(equals_averaging, "deepspeed", **ENGINES[name])
-for name in ("stage 2, bf16", "stage 2", "BF16_Optimizer"):
-    SLOW_ENGINES[f"resumes, {name}"] = partial(resumes, "deepspeed", "ternary", **ENGINES[name])
-
-JOBS = [*named(CASES, WORKERS, engine=False), *named(SLOW, WORKERS, slow=True, engine=False)]
-JOBS += [*named(QUICK_ENGINES, WORKERS, engine=True), *named(SLOW_ENGINES, WORKERS, slow=True, engine=True)]
+SLOW_ENGINES: dict[str, Callable[[], None]] = {
+    "engines average, stage 1": partial(equals_averaging, "deepspeed", stage=1),
+    "engines resume, BF16_Optimizer": partial(resumes, "deepspeed", "ternary", **ENGINES["BF16_Optimizer"]),
+    **{f"engines conserve, {name}": partial(conserves, "deepspeed", CODED, **how) for name, how in ENGINES.items()},
+}
+JOBS = [
+    Job(body, (), WORKERS, cases is SLOW_ENGINES, cases is not QUICK, name)
+    for cases in (QUICK, QUICK_ENGINES, SLOW_ENGINES)
+    for name, body in cases.items()
+]
 
 
 @parametrized(JOBS)
 def test_local_steps(job: Job, finish: Callable[[Job], None]) -> None:
-    """See the functions above and in ``local_wrappers.py``."""
+    """See the functions above."""
     if job.engine:
         pytest.importorskip("deepspeed")
     finish(job)

@@ -12,22 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from powersgd_triton.integrations.accelerate import compress
-from tests.support.frameworks.job import (
-    ADAM,
-    BATCH,
-    CLIP,
-    DDP,
-    HSDP,
-    MICRO_BATCHES,
-    REPLICATE,
-    SAVED,
-    ZERO2,
-    Data,
-    Job,
-    NotOfferedError,
-    deepspeed_configuration,
-    whole,
-)
+from tests.support.frameworks.job import DDP, HSDP, ZERO2, Data, Job, growing_scale, whole
 
 
 def pretend_gpus(*, deepspeed: bool = False) -> None:
@@ -48,64 +33,59 @@ def pretend_gpus(*, deepspeed: bool = False) -> None:
 
 
 def accelerator_for(job: Job) -> Accelerator:
-    """Make the accelerator that a user of this wrapper makes.
-
-    Raises:
-        NotOfferedError: Accelerate refuses it.
-    """
+    """Make the accelerator that a user of this wrapper makes."""
     # An accelerator's state is the process's.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     options: dict[str, Any] = {
-        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_accumulation_steps": Job.MICRO_BATCHES,
         "mixed_precision": "bf16" if job.bf16 else "no",
     }
     if job.wrapper == DDP:
-        return Accelerator(cpu=True, **options)
+        accelerator = Accelerator(cpu=True, **options)
+        if job.scaled:
+            # Accelerate has a scaler on GPUs only.
+            accelerator.scaler = growing_scale()
+        return accelerator
     if job.wrapper == ZERO2:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        plugin = DeepSpeedPlugin(hf_ds_config=job.deepspeed())
         pretend_gpus(deepspeed=True)
-        configuration = deepspeed_configuration(job.parameters)
-        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration), **options)
+        return Accelerator(deepspeed_plugin=plugin, **options)
     pretend_gpus()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
     )
-    replicas, shards = {HSDP: (2, 2), REPLICATE: (2, 1)}.get(job.wrapper, (1, 2))
-    if replicas > 1:
-        options["parallelism_config"] = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards)
-    try:
-        return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
-    except ValueError as error:
-        raise NotOfferedError(str(error)) from error
+    if job.wrapper == HSDP:
+        options["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return Accelerator(cpu=True, fsdp_plugin=plugin, **options)
 
 
 def train(job: Job) -> dict[str, Tensor]:
     """Return the parameters after the last step."""
     accelerator = accelerator_for(job)
     net = job.net()
-    optimizer = torch.optim.AdamW(net.parameters(), **ADAM)
-    loader = torch.utils.data.DataLoader(Data(), batch_size=BATCH)
+    optimizer = torch.optim.AdamW(net.parameters(), **Job.ADAM)
+    loader = torch.utils.data.DataLoader(Data(), batch_size=Job.BATCH)
     model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     if job.options is not None:
         compress(accelerator, model, **job.options)
     if job.resume:
         accelerator.load_state(str(job.folder))
-    step, micro = job.steps.start, job.steps.start * MICRO_BATCHES
+    step, micro = job.steps.start, job.steps.start * Job.MICRO_BATCHES
     while step in job.steps:
         epoch = micro % len(loader)
         for batch in accelerator.skip_first_batches(loader, epoch) if epoch else loader:
             micro += 1
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch)["loss"])
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                if accelerator.sync_gradients and job.clip is not None:
+                    accelerator.clip_grad_norm_(model.parameters(), job.clip)
                 optimizer.step()
                 optimizer.zero_grad()
-            if micro % MICRO_BATCHES:
+            if micro % Job.MICRO_BATCHES:
                 continue
             step += 1
-            if job.save and step == SAVED:
+            if job.save and step == Job.SAVED:
                 accelerator.save_state(str(job.folder))
             if step not in job.steps:
                 break

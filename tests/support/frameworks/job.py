@@ -1,33 +1,42 @@
-"""What every framework trains, and how a training is described. All of it runs inside a worker."""
+"""One protocol of a framework's job: what is trained, and what must come of it. All but ``measure`` runs in workers."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import io
 import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.support.checks import same_bits
+from tests.support.distributed import run
+from tests.support.small import logged, warnings
+
 WIDTH, TARGETS, SAMPLES = 32, 8, 64
-BATCH, MICRO_BATCHES, STEPS, SAVED = 4, 2, 6, 3
-CLIP = 0.5
-# A larger epsilon than usual, so that rounding is not amplified where second moments are still close to zero.
-ADAM: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.0}
+LIMIT = 1e-6
+# bf16 rounds 2⁻⁸ off what these models compute. A difference of one rounding changes a parameter by less than a step.
+BF16_LIMIT = 5e-3
 
 DDP, FSDP2, HSDP, REPLICATE, ZERO2 = "DDP", "FSDP2 1-D", "HSDP 2 × 2", "`replicate()`", "DeepSpeed ZeRO 2"
 FSDP1 = "FSDP1"
 """Only with frameworks that still offer it, and not in the table."""
 WRAPPERS = [DDP, FSDP2, HSDP, REPLICATE, ZERO2]
+FRAMEWORKS = {"Accelerate": "accelerate", "transformers' Trainer": "transformers", "Lightning": "lightning"}
+"""{name: package, and module of this folder, which has ``train(job)``}."""
+# The others refuse replicate(): FSDP without a dimension to shard across.
+CELLS = [(name, wrapper) for name in FRAMEWORKS for wrapper in WRAPPERS if wrapper != REPLICATE or name == "Lightning"]
 FULL_RANK: dict[str, Any] = {"rank": 999, "min_compression_rate": 0}
 RANK_4: dict[str, Any] = {"rank": 4, "min_compression_rate": 1}
-
-
-class NotOfferedError(Exception):
-    """The framework refuses to wrap a model in this way. The message is the framework's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,30 +44,56 @@ class Job:
     """One training.
 
     Attributes:
-        wrapper: One of ``WRAPPERS``.
+        wrapper: One of ``WRAPPERS``, or ``FSDP1``.
         folder: Where to save checkpoints. All workers use the same one.
         options: Fields of the compression's configuration. None trains without it.
-        save: Save a checkpoint after ``SAVED`` steps.
+        save: Save a checkpoint after half of the steps.
         resume: Start with other weights, and continue from that checkpoint.
         bf16: Train with the framework's mixed precision.
+        scaled: Train in fp32 with a loss scale that doubles in every step.
         parameters: How DeepSpeed's parameters are sent. None gathers them as they are.
+        clip: The largest norm of a step's gradients.
     """
 
+    BATCH: ClassVar[int] = 4
+    MICRO_BATCHES: ClassVar[int] = 2
+    STEPS: ClassVar[int] = 6
+    SAVED: ClassVar[int] = 3
+    # A larger epsilon than usual, so that rounding is not amplified where second moments are still close to zero.
+    ADAM: ClassVar[dict[str, Any]] = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-3, "weight_decay": 0.0}
+
     wrapper: str
-    folder: Path
+    folder: Path = Path()
     options: dict[str, Any] | None = None
     save: bool = False
     resume: bool = False
     bf16: bool = False
+    scaled: bool = False
     parameters: str | None = None
+    clip: float | None = 0.5
 
     @property
     def steps(self) -> range:
-        return range(SAVED if self.resume else 0, STEPS)
+        return range(self.SAVED if self.resume else 0, self.STEPS)
 
     def net(self) -> Net:
         """The model before it is wrapped."""
         return Net(seed=1 if self.resume else 0)
+
+    def resumed(self) -> Job:
+        return dataclasses.replace(self, save=False, resume=True)
+
+    def deepspeed(self) -> dict[str, Any]:
+        """DeepSpeed's configuration."""
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return {
+            "train_micro_batch_size_per_gpu": self.BATCH,
+            "gradient_accumulation_steps": self.MICRO_BATCHES,
+            "gradient_clipping": self.clip,
+            "zero_optimization": {"stage": 2},
+            # DeepSpeed and Accelerate ignore the section.
+            "powersgd": {"parameters": self.parameters},
+        }
 
 
 class Block(nn.Module):
@@ -106,27 +141,23 @@ class Data(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def be_launched(worker: int, workers: int) -> None:
     """Set what a launcher such as torchrun sets. The process group exists already."""
+    if workers == 1:
+        return
+    ranks = {"RANK": worker, "LOCAL_RANK": worker, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
     # DeepSpeed asks for the address too, and does not connect to it.
-    os.environ |= {
-        "RANK": str(worker),
-        "LOCAL_RANK": str(worker),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | {name: str(n) for name, n in ranks.items()}
 
 
-def deepspeed_configuration(parameters: str | None = None) -> dict[str, Any]:
-    """DeepSpeed's configuration of these trainings, with parameters sent in a format, or gathered as they are."""
-    return {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": 2},
-        # DeepSpeed and Accelerate ignore the section.
-        "powersgd": {"parameters": parameters},
-    }
+def trainings(framework: str) -> Callable[[Job], dict[str, Tensor]]:
+    """Trains a job with a framework, and returns its parameters after the last step."""
+    train: Callable[[Job], dict[str, Tensor]]
+    train = importlib.import_module(f"tests.support.frameworks.{FRAMEWORKS[framework]}").train
+    return train
+
+
+def growing_scale() -> torch.amp.GradScaler:
+    """Its powers of two leave all bits as they are."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -150,10 +181,96 @@ def loss(parameters: dict[str, Tensor] | None = None) -> float:
         return float(net(data.inputs, data.labels)["loss"])
 
 
-def batches(first: int = 0) -> list[dict[str, Tensor]]:
-    """This worker's micro-batches in the order of a loop without a framework, from a step on."""
-    data, worker, workers = Data(), dist.get_rank(), dist.get_world_size()
-    count = STEPS * MICRO_BATCHES
-    index = torch.arange(count * workers * BATCH).view(count, workers, BATCH)[:, worker] % SAMPLES
-    found = [{"inputs": data.inputs[i], "labels": data.labels[i]} for i in index]
-    return found[first * MICRO_BATCHES :]
+def difference(ones: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Largest difference of an element."""
+    assert ones.keys() == others.keys()
+    return largest(one.float() - others[name].float() for name, one in ones.items())
+
+
+def largest(errors: Iterable[Tensor]) -> float:
+    return max(error.abs().max().item() for error in errors)
+
+
+# What is asked of every framework -------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """A cell of the table: largest differences of a parameter, and losses."""
+
+    full_rank: float
+    resumed: float
+    start: float
+    native: float
+    compressed: float
+
+
+def measure(framework: str, wrapper: str, *, bf16: bool = False) -> Cell:
+    """Run a cell's trainings in processes of their own, and return the worker's with the largest differences."""
+    with tempfile.TemporaryDirectory() as folder:
+        cells: list[Cell]
+        cells = run(trains_and_resumes, 4 if wrapper == HSDP else 2, framework, wrapper, folder, bf16)
+        return max(cells)
+
+
+def trains_and_resumes(worker: int, workers: int, framework: str, wrapper: str, folder: str, bf16: bool) -> Cell:
+    """Full rank is the framework's own training; a checkpoint goes on where it was saved, but not without our state."""
+    be_launched(worker, workers)
+    train, limit = trainings(framework), BF16_LIMIT if bf16 else LIMIT
+    job = Job(wrapper, Path(folder, "exact"), bf16=bf16)
+    native = train(job)
+    full_rank = difference(train(dataclasses.replace(job, options=FULL_RANK)), native)
+    assert full_rank <= limit
+    job = dataclasses.replace(job, folder=Path(folder, "compressed"), options=RANK_4, save=True)
+    uninterrupted = train(job)
+    dist.barrier()
+    resumed: list[float] = []
+    assert warnings_of(lambda: resumed.append(difference(train(job.resumed()), uninterrupted))) == []
+    assert resumed[0] <= limit
+    cell = Cell(full_rank, resumed[0], loss(), loss(native), loss(uninterrupted))
+    assert cell.compressed < 0.9 * cell.start
+    assert cell.native < 0.9 * cell.start
+    if not bf16:
+        forget(job.folder)
+        (warning,) = warnings_of(lambda: resumed.append(difference(train(job.resumed()), uninterrupted)))
+        assert "errors start at zero" in warning
+        assert 1e-4 < resumed[1] < 1
+    return cell
+
+
+def warnings_of(call: Callable[[], object]) -> list[str]:
+    """What the package warns of in a call."""
+    with logged("powersgd_triton") as messages:
+        call()
+    return warnings(messages)
+
+
+def forget(folder: Path, pattern: str = "powersgd*") -> None:
+    """Take what the compression saved out of the checkpoints in a folder that all workers know. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found = [*folder.rglob(pattern)]
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        for path in [] if found else folder.glob("*.ckpt"):
+            content = torch.load(path)
+            del content["callbacks"]["PowerSGD"]
+            torch.save(content, path)
+    dist.barrier()
+
+
+def follows_the_loss_scale(worker: int, workers: int, framework: str) -> None:
+    """The error is owed in the units of the gradients, whose scale changes from step to step."""
+    be_launched(worker, workers)
+    # Accelerate clips scaled gradients in fp32.
+    train, job = trainings(framework), Job(DDP, options=RANK_4, clip=None)
+    assert difference(train(dataclasses.replace(job, scaled=True)), train(job)) < LIMIT
+
+
+def is_off_in_one_process(worker: int, workers: int, framework: str) -> None:
+    train = trainings(framework)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trained = train(Job(DDP, options=RANK_4))
+    assert "powersgd: off, since" in printed.getvalue()
+    assert "nothing to send" in printed.getvalue()
+    assert same_bits(trained, train(Job(DDP)))
+    assert difference(trained, whole(Net())) > 1e-3

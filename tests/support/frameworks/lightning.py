@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -19,24 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from powersgd_triton.integrations.lightning import PowerSGD
-from tests.support.frameworks.job import (
-    ADAM,
-    CLIP,
-    DDP,
-    FSDP1,
-    HSDP,
-    MICRO_BATCHES,
-    REPLICATE,
-    SAVED,
-    STEPS,
-    ZERO2,
-    Job,
-    batches,
-    deepspeed_configuration,
-    whole,
-)
+from tests.support.frameworks.job import DDP, FSDP1, HSDP, REPLICATE, SAMPLES, ZERO2, Data, Job, growing_scale, whole
 
-CHECKPOINT = f"step={SAVED}.ckpt"
+CHECKPOINT = f"step={Job.SAVED}.ckpt"
 
 
 class PretendGPUs(CUDAAccelerator):  # type: ignore[misc,unused-ignore]
@@ -90,7 +76,7 @@ class Module(pl.LightningModule):  # type: ignore[misc,unused-ignore]
         self.net(**batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), **ADAM)
+        return torch.optim.AdamW(self.parameters(), **Job.ADAM)
 
     def configure_model(self) -> None:
         # Lightning calls this in each fit() and validate().
@@ -106,48 +92,24 @@ class Module(pl.LightningModule):  # type: ignore[misc,unused-ignore]
         shard(self.net, mesh=mesh)
 
 
-def strategy_for(job: Job) -> Any:
-    """The strategy of a wrapper."""
-    if job.wrapper == DDP:
-        return DDPStrategy(process_group_backend="gloo")
-    if job.wrapper == ZERO2:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        left_to_lightning = {"gradient_accumulation_steps", "gradient_clipping"}
-        configuration = {key: v for key, v in deepspeed_configuration().items() if key not in left_to_lightning}
-        return DeepSpeedStrategy(config=configuration, process_group_backend="gloo")
-    if job.wrapper == FSDP1:
-        return FSDPOnCPUs(process_group_backend="gloo", state_dict_type="sharded")
-    return ModelParallelStrategy(dist.get_world_size(), 1, process_group_backend="gloo")
+class Scaled(MixedPrecision):  # type: ignore[misc,unused-ignore]
+    """fp32 with a loss scale."""
 
+    def __init__(self) -> None:
+        super().__init__("16-mixed", "cpu", growing_scale())
 
-def trainer_for(job: Job, strategy: Any = None, **options: Any) -> pl.Trainer:
-    """Make the trainer that a user of this wrapper makes. ``options`` are further arguments, or replace these."""
-    callbacks = options.pop("callbacks", [] if job.options is None else [PowerSGD(**job.options)])
-    if job.save:
-        callbacks = [*callbacks, ModelCheckpoint(job.folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)]
-    settings: dict[str, Any] = {
-        "accelerator": PretendGPUs() if job.wrapper in (FSDP1, ZERO2) else "cpu",
-        "devices": dist.get_world_size(),
-        "strategy": strategy or strategy_for(job),
-        "plugins": [LightningEnvironment()],
-        "precision": "bf16-mixed" if job.bf16 else "32-true",
-        "max_steps": STEPS,
-        "accumulate_grad_batches": MICRO_BATCHES,
-        # Lightning refuses to clip by the norm with FSDP1.
-        "gradient_clip_val": None if job.wrapper == FSDP1 else CLIP,
-        "enable_checkpointing": job.save,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(**{**settings, **options, "callbacks": callbacks})
+    def autocast_context_manager(self) -> Any:
+        return contextlib.nullcontext()
 
 
 class Loader:
     """This worker's micro-batches of one epoch. It is resumable, as Lightning wants it for resuming in mid-epoch."""
 
     def __init__(self) -> None:
-        self.batches, self.position = batches(), 0
+        data, count, workers = Data(), Job.STEPS * Job.MICRO_BATCHES, dist.get_world_size()
+        index = torch.arange(count * workers * Job.BATCH).view(count, workers, Job.BATCH)[:, dist.get_rank()] % SAMPLES
+        self.batches = [{"inputs": data.inputs[i], "labels": data.labels[i]} for i in index]
+        self.position = 0
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -165,15 +127,46 @@ class Loader:
         self.position = state_dict["position"]
 
 
-def train(job: Job) -> dict[str, Tensor]:
-    """Return the parameters after the last step."""
-    module, trainer = Module(job), trainer_for(job)
-    trainer.fit(module, Loader(), ckpt_path=job.folder / CHECKPOINT if job.resume else None)
-    return parameters(trainer)
+def strategy_for(job: Job) -> Any:
+    """The strategy of a wrapper."""
+    if job.wrapper == DDP:
+        return DDPStrategy(process_group_backend="gloo")
+    if job.wrapper == ZERO2:
+        left_to_lightning = {"gradient_accumulation_steps", "gradient_clipping"}
+        configuration = {key: value for key, value in job.deepspeed().items() if key not in left_to_lightning}
+        return DeepSpeedStrategy(config=configuration, process_group_backend="gloo")
+    if job.wrapper == FSDP1:
+        return FSDPOnCPUs(process_group_backend="gloo", state_dict_type="sharded")
+    return ModelParallelStrategy(dist.get_world_size(), 1, process_group_backend="gloo")
 
 
-def parameters(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Copies of all parameters, whole and by their names in the network. Collective."""
+def trainer_for(job: Job, strategy: Any = None, **options: Any) -> Any:
+    """Make the trainer that a user of this wrapper makes. ``options`` are further arguments, or replace these."""
+    callbacks = options.pop("callbacks", [] if job.options is None else [PowerSGD(**job.options)])
+    if job.save:
+        callbacks = [*callbacks, ModelCheckpoint(job.folder, "{step}", every_n_train_steps=Job.SAVED, save_top_k=-1)]
+    settings: dict[str, Any] = {
+        "accelerator": PretendGPUs() if job.wrapper in (FSDP1, ZERO2) else "cpu",
+        "devices": dist.get_world_size(),
+        "strategy": strategy or strategy_for(job),
+        "plugins": [LightningEnvironment(), *([Scaled()] if job.scaled else [])],
+        "precision": "bf16-mixed" if job.bf16 else None,
+        "max_steps": Job.STEPS,
+        "accumulate_grad_batches": Job.MICRO_BATCHES,
+        # Lightning refuses to clip by the norm with FSDP1.
+        "gradient_clip_val": None if job.wrapper == FSDP1 else job.clip,
+        "enable_checkpointing": job.save,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**{**settings, **options, "callbacks": callbacks})
+
+
+def train(job: Job, strategy: Any = None) -> dict[str, Tensor]:
+    """Return the parameters after the last step, whole and by their names in the network. Collective."""
+    trainer = trainer_for(job, strategy)
+    trainer.fit(Module(job), Loader(), ckpt_path=job.folder / CHECKPOINT if job.resume else None)
     model: Any = trainer.strategy.model
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
