@@ -70,6 +70,8 @@ class PendingExchange:
             raise
         if finish and not self.counts:
             self._take_back()
+        elif finish:
+            self._undo.clear()
         return finish
 
     @property

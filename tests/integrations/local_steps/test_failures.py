@@ -61,20 +61,20 @@ def fails_anywhere(worker: int, config: str, delay: int, mesh: Any = None) -> No
 
 
 @on_workers(2)
-def test_any_message(worker: int, _world_size: int) -> None:
+def test_any_message(worker: int, world_size: int) -> None:
     """Fragments that were averaged and written already are taken back too."""
     for config, delay in (("rank", 0), ("int8 factors", 2), ("alternating", 0), ("ternary", 0)):
         fails_anywhere(worker, config, delay)
 
 
 @on_workers(4)
-def test_any_message_on_two_levels(worker: int, _world_size: int) -> None:
+def test_any_message_on_two_levels(worker: int, world_size: int) -> None:
     """The errors of a node have the sum of its workers' pseudo-gradients."""
     fails_anywhere(worker, "rank", 0, init_device_mesh("cpu", (2, 2)))
 
 
 @on_workers(4)
-def test_one_shard(worker: int, _world_size: int) -> None:
+def test_one_shard(worker: int, world_size: int) -> None:
     """The exchange of one FSDP2 shard fails. The other shard hears of it, and both send their changes again."""
     for config in ("ternary", "rank"):
         training = InFSDP2(worker, config, 1)
