@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -181,12 +181,7 @@ class Handle:
         """
         saved = self.state_dict()
 
-        def write() -> None:
-            if self._communicator.index == 0:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                save_file(saved, Path(folder) / self._file())
-
-        self._together("save", write)
+        self._together("save", lambda: self._write(saved, Path(folder)))
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """Continue from what ``save`` wrote. Collective.
@@ -208,7 +203,7 @@ class Handle:
         if not self._together("load", path.exists, FOUND):
             self._begin_without(path, missing_ok)
             return None
-        return self.load_state_dict(path)
+        return self.load_state_dict(self._read(path))
 
     def forget(self) -> None:
         """Set all errors to zero, because the weights were replaced."""
@@ -217,6 +212,15 @@ class Handle:
     def _file(self) -> str:
         """Return the name of the file that ``save`` writes."""
         return FILE
+
+    def _write(self, state: Mapping[str, Any], folder: Path) -> None:
+        if self._communicator.index == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(state, folder / self._file())
+
+    def _read(self, path: Path) -> StateDict:
+        """Return what ``load_state_dict`` takes."""
+        return path
 
     def _begin_without(self, path: Path, missing_ok: bool) -> None:
         """Set all errors to zero, because a folder has no state. Collective. An error if it must have one."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from powersgd_triton.checkpoint import load as load_file
 from powersgd_triton.checkpoint import save as save_file
+from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.core.saved_state import listing
 
 KEY = "local_steps"
@@ -22,7 +23,7 @@ OWN = ("own", "own_error")
 """Parts that belong to one worker: its parameters, unless they are θ, and its error."""
 
 COMMON = ("shared", "changes")
-"""Parts that are equal on all workers: θ, and the mean of θ − local parameters, if a round was begun."""
+"""Parts that are equal on all workers: θ, and the mean pseudo-gradient, if a round was begun."""
 
 Matrices = dict[str, dict[str, Tensor]]
 
@@ -34,15 +35,13 @@ class SavedRound:
     Attributes:
         steps, since: As in ``LocalSteps``.
         worker: (index, number) of the worker that saved it.
-        mark: Tells it from other saved states. Equal on all workers.
-        parts: {name: {"shared": θ, "changes": mean of θ − local parameters, "own", "own_error"}}.
+        parts: {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}.
         outer: State of the outer optimizer, with tensors and in the order of the parameters.
     """
 
     steps: int
     since: int
     worker: tuple[int, int]
-    mark: int
     parts: Matrices
     outer: dict[str, Any]
 
@@ -58,17 +57,15 @@ def pack(saved: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
                 matrices[name][OUTER + key] = value.detach().clone()
             else:
                 numbers.setdefault(name, {})[key] = value
-    state = {"state": numbers, "param_groups": this.outer["param_groups"]}
-    rest = {"steps": this.steps, "since": this.since, "worker": list(this.worker), "mark": this.mark, "outer": state}
+    # Tells this state from others. Equal on all workers.
+    mark = sum(int(fingerprint(parts[key])) for parts in this.parts.values() for key in COMMON if key in parts)
+    outer = {"state": numbers, "param_groups": this.outer["param_groups"]}
+    rest = {"steps": this.steps, "since": this.since, "worker": list(this.worker), "mark": mark, "outer": outer}
     return {**saved, "matrices": matrices, KEY: rest}
 
 
 def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], SavedRound]:
-    """Return what ``pack`` has joined.
-
-    Args:
-        state: Result of ``pack``.
-        shapes: {name: shape} of the tensors of the model that loads it.
+    """Return what ``pack`` has joined. ``shapes`` are {name: shape} of the model that loads it.
 
     Raises:
         ValueError: It is not a saved state of local steps, or belongs to another model.
@@ -101,7 +98,7 @@ def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str,
             engine[name] = saved
     state_of_outer = {"state": {k: v for k, v in outer.items() if v}, "param_groups": rest["outer"]["param_groups"]}
     worker = (int(rest["worker"][0]), int(rest["worker"][1]))
-    this = SavedRound(rest["steps"], rest["since"], worker, rest["mark"], parts, state_of_outer)
+    this = SavedRound(rest["steps"], rest["since"], worker, parts, state_of_outer)
     return {**{key: value for key, value in state.items() if key != KEY}, "matrices": engine}, this
 
 
@@ -113,7 +110,6 @@ def write(state: Mapping[str, Any], common: Path, own: Path, *, first: bool) -> 
 
 
 def _without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return a saved state without some parts of its tensors."""
     dropped = set(keys)
     matrices = {name: {k: parts[k] for k in parts.keys() - dropped} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +22,13 @@ from powersgd_triton.core.facts import common_facts, replicated_facts, saved_fac
 from powersgd_triton.core.loading import adopt, checked, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
-from powersgd_triton.handle import FOUND, Folder, Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.local_steps import saved
+from powersgd_triton.integrations.local_steps.arguments import chosen_config
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, averaging, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
 from powersgd_triton.layout.layout import sizes
-from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
 
@@ -106,22 +105,7 @@ class LocalSteps(Handle):
             self.every = self._length(0)
             if self.delay >= self.every:
                 raise ValueError(f"delay must be below every={self.every}, so that exchanges do not meet; got {delay}")
-            if config is not None and not isinstance(config, PowerSGDConfig):
-                raise TypeError(f"config must be a PowerSGDConfig or None; got {type(config).__name__}")
-            chosen = PowerSGDConfig(rank=_no_rank) if config is None else config
-            if chosen.measures:
-                refuse_auto(chosen, "an exchange of local steps")
-                raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
-            if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-            if local.flat and config is not None and chosen.codes is None:
-                raise ValueError(
-                    "DeepSpeed's workers own parts of several parameters in a row, which are no matrices of low rank: "
-                    f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got rank={config.rank}, '
-                    f"compression={config.compression}, bytes_per_step={config.bytes_per_step}"
-                )
-            if not any(map(math.prod, local.shapes.values())):
-                raise ValueError("the model has no parameters that require gradients")
+            chosen = chosen_config(config, local, optimizer)
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
@@ -137,18 +121,15 @@ class LocalSteps(Handle):
             device = travel_device(communicator.group)
         super().__init__(together("LocalSteps", prepare, communicator, device))
         self._device, self._optimizer, self.outer = device, optimizer, self._outer.optimizer
-        # Steps since the last exchange began, and steps in all.
         self.since = self.steps = 0
         self._undo = Undo(self._engine)
         self._pending: PendingExchange | None = None
         with torch.no_grad():
             self._outer.begin_equal()
 
-    # Steps -----------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of the local optimizer. Every ``every`` steps, exchange what was changed; then collective.
+        """Count a step of the local optimizer. Every ``every`` steps, exchange pseudo-gradients; then collective.
 
         Raises:
             RuntimeError: A worker was lost. The local and the shared parameters and the errors stay as they are.
@@ -181,7 +162,6 @@ class LocalSteps(Handle):
         self._advance(finish=False)
 
     def _length(self, steps: int) -> int:
-        """Return the length of the round that begins after so many steps."""
         return whole_number("every", self._every(steps) if callable(self._every) else self._every, 1)
 
     def _advance(self, *, finish: bool) -> None:
@@ -200,7 +180,10 @@ class LocalSteps(Handle):
                     self.since += pending.since
         if pending.counts:
             self._engine.sent += self._outer.average_exactly(pending.finite, self._optimizer)
-            self._check()
+            every, theta = self.config.check_every, self._outer.theta()
+            if every and self._step.ended % every == 0:
+                prints = {f"shared {name!r}": int(fingerprint(tensor)) for name, tensor in theta.items()}
+                self._compare("a check", lambda: (None, {}, prints))
         elif ended:
             logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
 
@@ -211,17 +194,8 @@ class LocalSteps(Handle):
             workers.minimum(flag)
         return bool(flag)
 
-    def _check(self) -> None:
-        """Compare θ over the workers after each ``check_every`` exchanges."""
-        every = self.config.check_every
-        if every and self._step.ended % every == 0:
-            prints = {f"shared {name!r}": int(fingerprint(theta)) for name, theta in self._outer.theta().items()}
-            self._compare("a check", lambda: (None, {}, prints))
-
     def _compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
         return together(call, act, self._communicator, self._device)
-
-    # What a user asks ------------------------------------------------------------------------------------------------
 
     def shared(self) -> Tensors:
         """Return copies {name: θ} of the shared parameters, in at least fp32, with the same bits on all workers."""
@@ -240,8 +214,6 @@ class LocalSteps(Handle):
         """Return how tensors are sent, and the bytes of an exchange. ``print`` shows a table."""
         return dataclasses.replace(super().report(), every=self.every)
 
-    # Checkpoints -----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return θ, the outer optimizer's state, the errors, and this worker's own parameters. Collective.
@@ -249,6 +221,9 @@ class LocalSteps(Handle):
         If each worker loads its own result, training goes on with the same bits, also in the middle of a round. For
         that, each worker must save and load its local optimizer, too. Any worker's result can be loaded on any number
         of workers: all then start from the mean of what the workers had. An exchange under way is finished.
+
+        ``save`` writes one file with what all workers share, and one of each worker's own. If it is interrupted, files
+        may not fit together, which ``load`` notices.
         """
         self._advance(finish=True)
         settle(self._engine)
@@ -256,9 +231,7 @@ class LocalSteps(Handle):
         parts = self._outer.parts(begun=self.since > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
-        common = [part for each in parts.values() for key, part in each.items() if key in saved.COMMON]
-        mark = sum(int(fingerprint(part)) for part in common)
-        this = saved.SavedRound(self.steps, self.since, self._place, mark, parts, self.outer.state_dict())
+        this = saved.SavedRound(self.steps, self.since, self._place, parts, self.outer.state_dict())
         return saved.pack(state, this)
 
     @torch.no_grad()
@@ -300,44 +273,13 @@ class LocalSteps(Handle):
         # Errors of tensors in codes are added to the next differences, as those of tensors without factors are.
         return dataclasses.replace(report, loaded=report.carried, carried=())
 
-    def save(self, folder: Folder) -> None:
-        """Write the state into a checkpoint's folder, which all workers can read. Collective.
+    def _write(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Write what all workers share to one file, and what is this worker's own to another."""
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.write(state, folder / self._file(), folder / self._file(own=True), first=self._place[0] == 0)
 
-        One file has what all workers share, and each worker writes a file of its own. An interrupted call leaves what
-        an earlier call has written, or files that do not fit together, which ``load`` notices.
-
-        Raises:
-            OSError: The folder cannot be written. On the other workers this is a ``DisagreementError``.
-        """
-        state = self.state_dict()
-
-        def write() -> None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            saved.write(
-                state, Path(folder) / self._file(), Path(folder) / self._file(own=True), first=not self._place[0]
-            )
-
-        self._together("save", write)
-
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """Continue from what ``save`` wrote, with any number of workers. Collective. See ``load_state_dict``.
-
-        Args:
-            folder: The checkpoint's folder.
-            missing_ok: Whether the folder may have been written without local steps. θ is then the first worker's
-                parameters, as at the start, and errors are zero.
-
-        Raises:
-            FileNotFoundError: The folder has no state. Nothing was changed.
-            ValueError: A worker's state belongs to another model, or the files do not fit together, or have another
-                format. Nothing was changed.
-            DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
-        """
-        path, own = Path(folder) / self._file(), Path(folder) / self._file(own=True)
-        if not self._together("load", path.exists, FOUND):
-            self._begin_without(path, missing_ok)
-            return None
-        return self.load_state_dict(self._together("load", lambda: saved.joined(path, own)))
+    def _read(self, path: Path) -> StateDict:
+        return self._together("load", lambda: saved.joined(path, path.with_name(self._file(own=True))))
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
@@ -356,8 +298,3 @@ class LocalSteps(Handle):
             shard, shards = shard * workers.world_size + workers.index, shards * workers.world_size
         worker, workers_ = self._place
         return f"powersgd-local-{shard}-of-{shards}" + (f"-worker-{worker}-of-{workers_}" if own else "") + ".pt"
-
-
-def _no_rank(_name: str, _shape: tuple[int, ...]) -> int:
-    """Return the rank of tensors that are averaged exactly."""
-    return 0
