@@ -40,6 +40,12 @@ def is_bf16_optimizer(optimizer: Any) -> bool:
     return type(optimizer).__name__ == "BF16_Optimizer"
 
 
+def masters_of(optimizer: Any) -> Any:
+    """Return the fp32 partitions that this worker updates at ZeRO stages 1 and 2, and with BF16_Optimizer, by group."""
+    bf16 = is_bf16_optimizer(optimizer)
+    return optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+
+
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return a parameter's shape, even if ZeRO 3 has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -44,16 +44,9 @@ def section_of(engine: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Content of the section "powersgd".
+    """Content of the section "powersgd". With ``problems``, ``config`` is the default.
 
-    Attributes:
-        config: Configuration of the compression. If there are problems, it is the default.
-        enabled: Whether compression is on.
-        parameters: Format in which parameters are sent. None for DeepSpeed's own all-gather.
-        parameters_given: Whether the section says so, and it is not the default.
-        node_group: "auto" if sums are to take two levels, else None.
-        configures: Whether the section has a field of ``PowerSGDConfig``.
-        problems: All that is wrong with it.
+    ``parameters_given`` and ``configures`` say whether it has that key, and whether it has a field of PowerSGDConfig.
     """
 
     config: PowerSGDConfig = dataclasses.field(default_factory=PowerSGDConfig)

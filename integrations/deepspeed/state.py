@@ -34,13 +34,9 @@ FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 
 @dataclasses.dataclass
 class Gradient:
-    """One parameter's gradient on its way through DeepSpeed.
+    """One parameter's gradient on its way through DeepSpeed, contiguous, and the ``shape`` of the whole parameter.
 
-    Attributes:
-        name: Name of the parameter.
-        shape: Shape of the whole parameter.
-        tensor: This worker's own gradient, contiguous, with as many elements as ``shape``.
-        part: (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
+    ``part`` is (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
     """
 
     name: str
@@ -50,17 +46,7 @@ class Gradient:
 
 
 class DeepSpeedState(Handle):
-    """The compression of one engine's gradients, available as ``engine.powersgd``.
-
-    Args:
-        config: Configuration of the compression.
-        engine: A ``DeepSpeedEngine``.
-        group: Process group of the workers that average gradients with each other.
-        node_group: Groups of the workers that share a node, see ``comm.nodes.NodeGroup``.
-
-    Raises:
-        ValueError: The configuration's budget is too small for the model.
-    """
+    """The compression of one engine's gradients, available as ``engine.powersgd``. ``enable`` makes it."""
 
     saved_with_model = True
 

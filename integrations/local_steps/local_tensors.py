@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
@@ -55,15 +56,8 @@ class LocalTensors:
 
 
 def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
-    """Return this worker's tensors of a model that takes local steps in ``group``.
-
-    Raises:
-        TypeError: The model is not a module, or is wrapped in something that is not supported.
-        ValueError: The model's wrapper communicates with the workers of ``group`` in every step, or its configuration
-            is not supported.
-    """
+    """Return this worker's tensors of a model that takes local steps in ``group``. An error if it is not supported."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -96,8 +90,6 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTen
 
 def local(tensor: Tensor) -> Tensor:
     """Return this worker's part of a tensor, as a view that is real. Complex [...] becomes real [..., 2]."""
-    from torch.distributed.tensor import DTensor
-
     part = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     return torch.view_as_real(part) if part.is_complex() else part
 
@@ -129,13 +121,10 @@ def _buffers(model: nn.Module) -> Named:
 
 def _largest_part(parameter: Tensor) -> Shape:
     """Return the shape of ``local(parameter)`` on the worker with the largest part."""
-    from torch.distributed.tensor import DTensor
-
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for placement, workers in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-            dim = getattr(placement, "dim", None)
-            if dim is not None:
+            if (dim := getattr(placement, "dim", None)) is not None:
                 shape[dim] = -(-shape[dim] // workers)
     return (*shape, 2) if parameter.is_complex() else tuple(shape)
 
@@ -159,7 +148,7 @@ def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors
 
 
 def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
-    from powersgd_triton.integrations.deepspeed.engines import averaging_group, is_bf16_optimizer
+    from powersgd_triton.integrations.deepspeed.engines import averaging_group, masters_of
 
     stage, optimizer, module = int(engine.zero_optimization_stage()), engine.optimizer, engine.module
     if stage not in (1, 2):
@@ -179,10 +168,9 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
     _check_apart(
         workers, group, "DeepSpeed", "give deepspeed.initialize mpu=node_mpu(node, across), and LocalSteps group=across"
     )
-    attribute = "fp32_groups_flat_partition" if is_bf16_optimizer(optimizer) else "single_partition_of_fp32_groups"
 
     def tensors() -> Named:
-        for index, partition in enumerate(getattr(optimizer, attribute)):
+        for index, partition in enumerate(masters_of(optimizer)):
             yield f"group {index}", partition.detach()
 
     def frozen() -> Named:

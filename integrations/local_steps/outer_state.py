@@ -30,21 +30,7 @@ def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class OuterState:
-    """The shared parameters θ beside this worker's own.
-
-    Args:
-        local: This worker's tensors of the model.
-        outer: Returns the outer optimizer.
-        communicator: The workers that share θ.
-        device: Device from which pseudo-gradients are sent.
-
-    Raises:
-        TypeError: ``outer`` returns something else.
-
-    Attributes:
-        shared: {name: θ}, in at least fp32.
-        optimizer: The outer optimizer.
-    """
+    """The shared parameters θ, in at least fp32, beside this worker's own, which are sent from ``device``."""
 
     def __init__(self, local: LocalTensors, outer: Outer, communicator: Communicator, device: torch.device) -> None:
         self.local, self._communicator, self._device = local, communicator, device
@@ -191,11 +177,8 @@ class OuterState:
     def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
         """Average the buffers that have changed, and the optimizer's states if asked. Return the bytes sent.
 
-        Collective. Workers that are not finite, or have a NaN in what is averaged, do not count.
-
-        Raises:
-            DisagreementError: The optimizer's states differ in number or shape, for example because a parameter had a
-                gradient on some workers only. Nothing was changed.
+        Collective. Workers that are not finite, or have a NaN in what is averaged, do not count. DisagreementError if
+        states differ in number or shape, for example because a parameter had a gradient on some workers only.
         """
         tensors = self._changed_buffers()
         if optimizer is not None:

@@ -19,18 +19,12 @@ FRAGMENT = 1 << 25
 
 
 class PendingExchange:
-    """An exchange under way. It is one step of the engine.
-
-    Args:
-        engine: Averages the pseudo-gradients.
-        undo: Takes them out of the engine's errors again.
-        outer: θ, and this worker's own parameters.
-        delay: Number of steps that the exchange may take. 0 for none.
-        since: Number of steps whose changes are exchanged.
+    """An exchange under way. It is one step of the engine, and may take ``delay`` steps of the local optimizer.
 
     Attributes:
         gradients: {name: pseudo-gradient}. When the exchange ``counts``, they are their means.
         finite: Whether this worker was finite, as a scalar on the device.
+        since: Number of steps whose changes are exchanged.
         begun: {name: local parameters when the exchange began}, with a delay.
     """
 

@@ -30,13 +30,10 @@ Matrices = dict[str, dict[str, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class SavedRound:
-    """What a saved state says of the round under way.
+    """What a saved state of ``worker`` (index, number) says of the round under way.
 
-    Attributes:
-        steps, since: As in ``LocalSteps``.
-        worker: (index, number) of the worker that saved it.
-        parts: {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}.
-        outer: State of the outer optimizer, with tensors and in the order of the parameters.
+    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``outer`` is the state of
+    the outer optimizer, with tensors and in the order of the parameters.
     """
 
     steps: int
@@ -65,11 +62,7 @@ def pack(saved: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
 
 
 def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], SavedRound]:
-    """Return what ``pack`` has joined. ``shapes`` are {name: shape} of the model that loads it.
-
-    Raises:
-        ValueError: It is not a saved state of local steps, or belongs to another model.
-    """
+    """Return what ``pack`` has joined. ValueError unless it has the tensors {name: shape} of this model."""
     if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
         raise ValueError("expected a saved state of LocalSteps; got something else, such as the state of an adapter")
     rest, matrices = state[KEY], state["matrices"]
@@ -116,12 +109,7 @@ def _without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def joined(common: Path, own: Path) -> dict[str, Any]:
-    """Read a saved state from its files. ``own`` may be missing, if it was saved by another number of workers.
-
-    Raises:
-        ValueError: They do not belong together.
-        OSError: A file cannot be read.
-    """
+    """Read a saved state from its files. ``own`` may be missing, if it was saved by another number of workers."""
     state = load_file(common)
     if not own.exists():
         return state
