@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -29,14 +28,13 @@ class PendingExchange:
     """
 
     def __init__(self, engine: Engine, undo: Undo, outer: OuterState, delay: int, since: int) -> None:
-        self._engine, self._step, self._undo, self._outer = engine, engine.step, undo, outer
+        self._engine, self._undo, self._outer = engine, undo, outer
         self.gradients, self.finite = outer.pseudo_gradients()
         self.begun = outer.copies(self.finite) if delay else None
         self.since, self._left = since, delay
         self._waiting = _fragments(self.gradients, delay)
-        self._ended = self._step.ended
         self.counts = False
-        undo.clear()
+        undo.begin()
 
     def advance(self, *, finish: bool) -> bool:
         """Advance by one step, or to the end. Return whether the exchange has ended.
@@ -58,30 +56,20 @@ class PendingExchange:
                 self._engine.advance(self._device)
         except BaseException:
             # A user's function in telemetry, for example, comes after the end: the other workers count the exchange.
-            self.counts = self._step.ended > self._ended
+            self.counts = self._undo.ended
             if not self.counts:
-                self._void()
+                self._undo.give_up(self._device)
+                self._take_back()
             raise
         if finish and not self.counts:
             self._take_back()
         elif finish:
-            self._undo.clear()
+            self._undo.begin()
         return finish
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self.gradients.values())).device
-
-    def _void(self) -> None:
-        """Void the engine's step, of which the workers that hold other shards hear, and take it back."""
-        engine = self._engine
-        if self._step.keys and engine.communicator.others:
-            # They end the step too, and agree with this worker that it does not count. They may be gone.
-            self._step.verdict(self._device).zero_()
-            with contextlib.suppress(RuntimeError):
-                engine.end_step()
-        engine.void()
-        self._take_back()
 
     def _take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""

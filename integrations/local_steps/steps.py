@@ -18,8 +18,8 @@ from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
-from powersgd_triton.core.loading import adopt, checked, save, settle
+from powersgd_triton.core.facts import common_facts, saved_facts
+from powersgd_triton.core.loading import adopt, checked, facts_of, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Handle
@@ -113,7 +113,7 @@ class LocalSteps(Handle):
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
             own |= {"outer": saved.settings_of(self._outer.optimizer), **common_facts(chosen, 0)}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
-            return engine, own, dtypes | replicated_facts(chosen, local.shapes, engine.plan)
+            return engine, own, {**dtypes, **facts_of(engine)}
 
         device = next((tensor.device for _, tensor in local.tensors()), torch.device("cpu"))
         if device.type == "cpu" and dist.is_initialized():
@@ -188,7 +188,6 @@ class LocalSteps(Handle):
             logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
 
     def _everywhere(self, true: bool) -> bool:
-        """Return whether something is true on all workers. Collective."""
         flag = torch.tensor(int(true), device=self._device)
         for workers in (self._communicator, *self._communicator.others):
             workers.minimum(flag)
@@ -242,7 +241,6 @@ class LocalSteps(Handle):
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        engine = self._engine
 
         def read() -> tuple[tuple[dict[str, Any], saved.SavedRound], Facts, Facts]:
             shapes = {name: tuple(theta.shape) for name, theta in self._outer.theta().items()}
@@ -255,16 +253,15 @@ class LocalSteps(Handle):
         own = self._everywhere(this.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            state = saved.with_errors(content, this) if own else content
-            owner = self._place if own else None
-            parsed = checked(engine, state, sizes(engine.tensors(), self.config), owner=owner)
+            state, owner = (saved.with_errors(content, this), self._place) if own else (content, None)
+            parsed = checked(self._engine, state, sizes(self._engine.tensors(), self.config), owner=owner)
             saved.check_groups_of(this.outer, self.outer.state_dict())
             return parsed, {}, saved_facts(parsed[0])
 
         loaded, report = self._compare("load_state_dict", check)
         self.outer.load_state_dict(this.outer)
         self._pending = None
-        adopt(engine, loaded, report)
+        adopt(self._engine, loaded, report)
         self._outer.load(this.parts, own=own)
         self.steps, self.since = this.steps, this.since
         self.every = self._length(self.steps - self.since)

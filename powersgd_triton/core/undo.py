@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from powersgd_triton.core.engine import Engine
@@ -22,9 +24,10 @@ class Undo:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._streams = engine.residuals.streams
-        # What was added to the error buffers since ``clear``.
+        self._engine = engine
+        # What was added to the error buffers in the step that ``begin`` began, and the number of steps before.
         self._added: dict[Bucket, Mapping[str, Tensor]] = {}
+        self._ended = 0
         engine.listeners.append(self)
 
     def watch(self, task: Task) -> Task:
@@ -41,13 +44,29 @@ class Undo:
         """See ``Listener``."""
         return None
 
-    def clear(self) -> None:
-        """Begin anew."""
+    def begin(self) -> None:
+        """Begin a step."""
+        self._ended = self._engine.step.ended
         self._added.clear()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the step has ended, if only with an exception of a listener."""
+        return self._engine.step.ended > self._ended
+
+    def give_up(self, device: torch.device) -> None:
+        """Void the step, which has failed on this worker. Collective if others compress other shards."""
+        engine = self._engine
+        if engine.step.keys and engine.communicator.others:
+            # They end the step too, and agree with this worker that it does not count. They may be gone.
+            engine.step.verdict(device).zero_()
+            with contextlib.suppress(RuntimeError):
+                engine.end_step()
+        engine.void()
 
     def subtract(self, gradients: Mapping[str, Tensor]) -> None:
         """Subtract {name: G} from the error buffers to which it was added. Nobody has changed them since."""
-        with self._streams.everywhere():
+        with self._engine.residuals.streams.everywhere():
             for bucket, added in self._added.items():
                 # The workers of a node have added rows of their sum, which nobody overwrites.
                 found = added if bucket.shared else gradients
@@ -55,7 +74,7 @@ class Undo:
                     for piece, M in zip(group.segments, buffers, strict=True):
                         if piece.name in gradients:
                             M.sub_(found[piece.name].view_as(M))
-        self.clear()
+        self._added.clear()
 
 
 class _Noting:
