@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,10 +45,12 @@ class Handle:
     Attributes:
         saved_with_model: Whether the framework's own checkpoints contain the state, as DeepSpeed's do.
         replaces_reduce_scatter: Whether gradients would be reduce-scattered without compression, not all-reduced.
+        no_loss_scale: Why errors cannot follow a loss scale. Empty if they can.
     """
 
     saved_with_model = False
     replaces_reduce_scatter = False
+    no_loss_scale = ""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step, self._residuals = engine, engine.step, engine.residuals
@@ -92,11 +94,20 @@ class Handle:
         report = RankReport.of(plan.layout_of(tensors), config, plan.spectra, found, communicator.share[1])
         return dataclasses.replace(report, zeroed=sum(int(count.sum()) for b in buckets for count in b.zeroed))
 
+    def _layout(self, tensors: Tensors) -> Layout:
+        """Return the layout of tensors with the ranks in force."""
+        return self._engine.plan.layout_of(tensors)
+
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.
 
-        Call it once, before training. It does not synchronize with the device. TypeError for anything else.
+        Call it once, before training. It does not synchronize with the device.
+
+        Raises:
+            TypeError: ``scaler`` is neither a scaler nor a function, or there is nothing to scale, as in local steps.
         """
+        if self.no_loss_scale:
+            raise TypeError(f"{self.no_loss_scale}; got {scaler!r}")
         self._step.loss_scale = LossScale(scaler)
 
     def telemetry(self, callback: Callback | None = None, *, writer: Any = None, every: int = 50) -> None:
@@ -171,12 +182,7 @@ class Handle:
         """
         saved = self.state_dict()
 
-        def write() -> None:
-            if self._communicator.index == 0:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                save_file(saved, Path(folder) / self._file())
-
-        self._together("save", write)
+        self._together("save", lambda: self._write(saved, Path(folder)))
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """Continue from what ``save`` wrote. Collective.
@@ -209,6 +215,11 @@ class Handle:
     def _find(self, path: Path) -> Path | None:
         """Return where there is a saved state."""
         return path if path.exists() else None
+
+    def _write(self, state: Mapping[str, Any], folder: Path) -> None:
+        if self._communicator.index == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(state, folder / self._file())
 
     def _read(self, path: Path) -> StateDict:
         """Return what ``load_state_dict`` takes. Possibly collective."""

@@ -32,7 +32,9 @@ from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
-from powersgd_triton.integrations.deepspeed.parameters import ParameterSeam, why_not_differences
+from powersgd_triton.integrations.deepspeed.engines import averaging_group, loss_scale_source
+from powersgd_triton.integrations.deepspeed.overrides import override_class
+from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
 from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
     PowerSGDConfigError,
@@ -42,9 +44,8 @@ from powersgd_triton.integrations.deepspeed.refusals import (
     refuse,
     section_of,
 )
-from powersgd_triton.integrations.deepspeed.seams import averaging_group, loss_scale_source, seam_class
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
-from powersgd_triton.integrations.deepspeed.traffic import describe, expected_traffic
+from powersgd_triton.integrations.deepspeed.traffic import Traffic, describe
 
 __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
 
@@ -117,23 +118,28 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     state, parameters = prepared
     engine.powersgd = state
     state.attach(loss_scale_source(engine))
-    seam_class(engine)(engine, state)
+    override_class(engine)(engine, state)
     if parameters is not None:
-        state.parameters = ParameterSeam(engine, state.config, parameters)
+        state.parameters = ParameterOverride(engine, state.config, parameters)
         attach_exports(engine, state)
     _attach_guard(engine, state)
     attach_checkpoints(engine, state)
-    announce(describe(engine, state))
+    announce(describe(engine, state.config, state.traffic(), state.parameters))
     return state
 
 
+def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:  # noqa: ARG001
+    """Return the bytes that an engine's step sends after ``start_iter``, with and without compression."""
+    return state.traffic()
+
+
 def _attach_guard(engine: Any, state: DeepSpeedState) -> None:
-    """End a step of the compression with the engine's step, and check that its gradients came through the seam."""
+    """End a step of the compression with the engine's step, and check that its gradients came through the override."""
     original = engine._take_model_step
 
     @functools.wraps(original)
     def take_model_step(*args: Any, **kwargs: Any) -> Any:
-        # Fails loudly if a release of DeepSpeed no longer calls the method that the seam replaces.
+        # Fails loudly if a release of DeepSpeed no longer calls the method that is overridden.
         state.check_reached()
         result = original(*args, **kwargs)
         state.close_step()

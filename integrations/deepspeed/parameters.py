@@ -24,7 +24,7 @@ from torch import Tensor
 from powersgd_triton.comm.agreement import fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, masters_of
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
@@ -32,31 +32,18 @@ GATHER = "all_gather_dp_groups"
 """DeepSpeed's function that gathers parameters. The modules of both optimizers import it under this name."""
 
 
-class ParameterSeam:
-    """The all-gather of parameters in the optimizer's step.
-
-    Args:
-        engine: A ``DeepSpeedEngine`` for which ``why_not_differences`` finds no reason.
-        config: Configuration of the compression, for the backend.
-        width: Format of the differences, a key of ``DIFFERENCES``.
-
-    Attributes:
-        width: Format of the differences.
-    """
+class ParameterOverride:
+    """Overrides the all-gather of parameters in the optimizer's step, unless ``why_not_differences`` has a reason."""
 
     def __init__(self, engine: Any, config: PowerSGDConfig, width: str) -> None:
         self.width = DIFFERENCES[width]
         optimizer = self._optimizer = engine.optimizer
         self._config = config
         self._module = _gathering_module(optimizer)
-        # The attributes with v flat, the parameters that are views of it, and the owner's w: by parameter group.
-        self._attributes = ("bit16_groups_flat", "bit16_groups", "single_partition_of_fp32_groups")
-        if is_bf16_optimizer(optimizer):
-            self._attributes = ("bf16_groups_flat", "bf16_groups", "fp32_groups_flat_partition")
         groups = self._groups()
         # The owner's v. DeepSpeed rounds w into the partition before it gathers.
         self._kept = [torch.empty_like(group.own) for group in groups]
-        parameters = getattr(optimizer, self._attributes[1])
+        parameters = optimizer.bf16_groups if is_bf16_optimizer(optimizer) else optimizer.bit16_groups
         self._padding = [_gaps(group.rows, views) for group, views in zip(groups, parameters, strict=True)]
         self._steps = 0
         self._sent = self._exact = False
@@ -144,21 +131,16 @@ class ParameterSeam:
             for gap in padding:
                 group.rows.view(-1)[gap].zero_()
         self._steps += 1
-        if self._config.check_every and self._steps % self._config.check_every == 0:
-            self._check(groups)
-
-    def _check(self, groups: Sequence[Group]) -> None:
-        """Compare v over the workers. What changes it besides the optimizer may differ on each."""
-        prints = {f"parameters of group {index}": int(fingerprint(g.rows)) for index, g in enumerate(groups)}
-        if groups:
+        if groups and self._config.check_every and self._steps % self._config.check_every == 0:
+            # What changes v besides the optimizer may differ on each worker.
+            prints = {f"parameters of group {index}": int(fingerprint(g.rows)) for index, g in enumerate(groups)}
             together("a check", lambda: (None, {}, prints), groups[0].communicator, groups[0].own.device)
 
     def _groups(self) -> list[Group]:
         """Return the optimizer's parameter groups. Not kept, since DeepSpeed may offload and reload their tensors."""
-        optimizer, (flats, _, partitions) = self._optimizer, self._attributes
-        found = zip(
-            getattr(optimizer, flats), getattr(optimizer, partitions), optimizer.real_dp_process_group, strict=True
-        )
+        optimizer = self._optimizer
+        flats = optimizer.bf16_groups_flat if is_bf16_optimizer(optimizer) else optimizer.bit16_groups_flat
+        found = zip(flats, masters_of(optimizer), optimizer.real_dp_process_group, strict=True)
         return [Group(flat.detach(), masters.detach(), workers) for flat, masters, workers in found]
 
     def _messages(self, group: Group) -> list[slice]:
@@ -177,14 +159,7 @@ class ParameterSeam:
 
 
 class Group:
-    """A parameter group of the optimizer.
-
-    Attributes:
-        rows: v [workers, elements of a partition].
-        own: This owner's row of it.
-        masters: This owner's w.
-        communicator: The workers.
-    """
+    """A parameter group: v as ``rows`` [workers, numel of a partition], this owner's ``own`` row, its masters w."""
 
     def __init__(self, flat: Tensor, masters: Tensor, workers: dist.ProcessGroup) -> None:
         # DeepSpeed's collectives, so that its communication logger counts the messages.

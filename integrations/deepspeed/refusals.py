@@ -13,8 +13,9 @@ from packaging.version import Version
 
 from powersgd_triton.comm.nodes import AUTO
 from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig
+from powersgd_triton.integrations.deepspeed.engines import averaging_group, is_bf16_optimizer
+from powersgd_triton.integrations.deepspeed.overrides import override_class
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
-from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer, seam_class
 from powersgd_triton.layout.wire_format import DIFFERENCES
 from powersgd_triton.planning.tuning import refuse_auto
 
@@ -43,16 +44,9 @@ def section_of(engine: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Content of the section "powersgd".
+    """Content of the section "powersgd". With ``problems``, ``config`` is the default.
 
-    Attributes:
-        config: Configuration of the compression. If there are problems, it is the default.
-        enabled: Whether compression is on.
-        parameters: Format in which parameters are sent. None for DeepSpeed's own all-gather.
-        parameters_given: Whether the section says so, and it is not the default.
-        node_group: "auto" if sums are to take two levels, else None.
-        configures: Whether the section has a field of ``PowerSGDConfig``.
-        problems: All that is wrong with it.
+    ``parameters_given`` and ``configures`` say whether it has that key, and whether it has a field of PowerSGDConfig.
     """
 
     config: PowerSGDConfig = dataclasses.field(default_factory=PowerSGDConfig)
@@ -158,7 +152,7 @@ def _optimizer_problems(engine: Any, stage: int) -> list[str]:
             f"fp16 at ZeRO stage 0: DeepSpeed {deepspeed.__version__} does not scale the loss there (from "
             f"{FP16_UNSCALED_AT_STAGE_0} on, see its pull request #8393): use stage 1, bf16 or torch_autocast"
         )
-    kind = seam_class(engine)
+    kind = override_class(engine)
     owner = kind.owner(engine)
     if not callable(getattr(owner, kind.method, None)):
         problems.append(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed.comm
 import torch
@@ -20,13 +20,13 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import adopt, compared, save
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
+from powersgd_triton.integrations.deepspeed.engines import whole_numel, whole_shape
+from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
+from powersgd_triton.integrations.deepspeed.traffic import Traffic, traffic_of
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
-
-if TYPE_CHECKING:
-    from powersgd_triton.integrations.deepspeed.parameters import ParameterSeam
 
 FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
@@ -34,13 +34,9 @@ FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 
 @dataclasses.dataclass
 class Gradient:
-    """One parameter's gradient on its way through DeepSpeed.
+    """One parameter's gradient on its way through DeepSpeed, contiguous, and the ``shape`` of the whole parameter.
 
-    Attributes:
-        name: Name of the parameter.
-        shape: Shape of the whole parameter.
-        tensor: This worker's own gradient, contiguous, with as many elements as ``shape``.
-        part: (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
+    ``part`` is (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
     """
 
     name: str
@@ -50,17 +46,7 @@ class Gradient:
 
 
 class DeepSpeedState(Handle):
-    """The compression of one engine's gradients, available as ``engine.powersgd``.
-
-    Args:
-        config: Configuration of the compression.
-        engine: A ``DeepSpeedEngine``.
-        group: Process group of the workers that average gradients with each other.
-        node_group: Groups of the workers that share a node, see ``comm.nodes.NodeGroup``.
-
-    Raises:
-        ValueError: The configuration's budget is too small for the model.
-    """
+    """The compression of one engine's gradients, available as ``engine.powersgd``. ``enable`` makes it."""
 
     saved_with_model = True
 
@@ -82,16 +68,12 @@ class DeepSpeedState(Handle):
         super().__init__(new_engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
         # Set if parameters are sent as differences.
-        self.parameters: ParameterSeam | None = None
+        self.parameters: ParameterOverride | None = None
 
     # A step -----------------------------------------------------------------------------------------------------
 
     def name_of(self, parameter: Tensor) -> str:
-        """Return a parameter's name in the module.
-
-        Raises:
-            RuntimeError: The parameter was not in the module when compression was switched on.
-        """
+        """Return a parameter's name in the module. RuntimeError if it was not there when compression began."""
         try:
             return self._names[id(parameter)]
         except KeyError:
@@ -101,7 +83,7 @@ class DeepSpeedState(Handle):
             ) from None
 
     def compressing(self) -> bool:
-        """Return whether to compress the seam's gradients. Note that DeepSpeed has called the seam in this step."""
+        """Return whether to compress gradients. Note that DeepSpeed has called the override in this step."""
         self._reached = True
         return bool(self._framework.global_steps >= self.config.start_iter)
 
@@ -111,30 +93,20 @@ class DeepSpeedState(Handle):
         if not gradients:
             return
         views = {gradient.name: gradient.tensor.view(gradient.shape) for gradient in gradients}
-        targets = [g.tensor.view(-1) if g.part is None else g.part[1] for g in gradients]
-        ranges = {
-            gradient.name: (0 if gradient.part is None else gradient.part[0], target)
-            for gradient, target in zip(gradients, targets, strict=True)
-            if target.numel()
-        }
+        parts = {g.name: g.part or (0, g.tensor.view(-1)) for g in gradients}
         whole = all(gradient.part is None for gradient in gradients)
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
         bucket = self._engine.begin(
-            tuple(gradient.name for gradient in gradients),
-            lambda: {gradient.name: gradient.shape for gradient in gradients},
-            gradients[0].tensor.device,
+            tuple(views), lambda: {gradient.name: gradient.shape for gradient in gradients}, gradients[0].tensor.device
         )
-        self._engine.average(bucket, views, ranges=None if whole else ranges)
+        ranges = None if whole else {name: (first, out) for name, (first, out) in parts.items() if out.numel()}
+        self._engine.average(bucket, views, ranges=ranges)
         if factor != 1.0:
-            for target in targets:
-                target.mul_(factor)
+            for _, out in parts.values():
+                out.mul_(factor)
 
     def check_reached(self) -> None:
-        """Check that DeepSpeed has called the seam. Call it before the optimizer's step.
-
-        Raises:
-            RuntimeError: No gradient has come through the seam since the last step.
-        """
+        """Raise RuntimeError if DeepSpeed has not called the override in this step. Call it before the optimizer's."""
         if self.shapes and not self._reached:
             raise RuntimeError(
                 f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
@@ -152,11 +124,13 @@ class DeepSpeedState(Handle):
 
     def report(self) -> RankReport:
         """Return which tensors are compressed, at which rank, their bytes, and the bytes of a whole step."""
-        # That module needs this one.
-        from powersgd_triton.integrations.deepspeed.traffic import expected_traffic
-
-        traffic = expected_traffic(self._framework, self)
+        traffic = self.traffic()
         return dataclasses.replace(super().report(), whole_step=(traffic.plain, traffic.sent))
+
+    def traffic(self) -> Traffic:
+        """Return the bytes that a step sends after ``start_iter``."""
+        workers = self._communicator.world_size
+        return traffic_of(self._framework, self.config, self._layout(self.shapes), workers, self.parameters)
 
     def exact_parameters(self) -> AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
@@ -189,13 +163,9 @@ class DeepSpeedState(Handle):
         return self.adopt(*read)
 
     def read(self, find: Callable[[], Path | None]) -> tuple[SavedState, LoadReport] | None:
-        """Check what ``save`` wrote, before anything is loaded. Collective on the workers of all pipeline stages.
+        """Check what ``save`` wrote to the folder that ``find`` returns, and return what ``adopt`` takes.
 
-        Args:
-            find: Returns the folder. None if there is none.
-
-        Returns:
-            What ``adopt`` takes. None if there is no saved state.
+        Collective on the workers of all pipeline stages. Nothing is loaded yet. None if there is no saved state.
         """
 
         def files() -> dict[str, Any] | None:
@@ -224,11 +194,7 @@ class DeepSpeedState(Handle):
         return folder if folder.is_dir() else None
 
     def _files(self, folder: Path) -> dict[str, Any] | None:
-        """Return the state that a folder has. None if there is none.
-
-        Raises:
-            ValueError: A file is damaged, or this is a universal checkpoint without the state.
-        """
+        """Return the state that a folder has. ValueError if it is damaged, or lost in a universal checkpoint."""
         _, part = self._place()
         files = sorted(folder.glob(FILE.format(stage="*", part=f"{part:02d}")))
         if not files and self._framework.load_universal_checkpoint():
@@ -253,7 +219,6 @@ class DeepSpeedState(Handle):
         return FILE.format(stage=f"{stage:02d}", part=f"{part:02d}")
 
     def _place(self) -> tuple[int, int]:
-        """Return (pipeline stage, tensor-parallel slice) of this worker."""
         engine = self._framework
         stage = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
         return int(stage), int(engine.checkpoint_mp_rank)
@@ -264,13 +229,3 @@ class DeepSpeedState(Handle):
 
     def _sizes(self) -> dict[str, Size]:
         return sizes(self.shapes, self.config)
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return a parameter's shape, even if ZeRO 3 has partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def whole_numel(parameter: Tensor) -> int:
-    """Return a parameter's number of elements, even if ZeRO 3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import describe_bytes, describe_ranks
-from powersgd_triton.integrations.deepspeed.seams import is_bf16_optimizer
-from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, whole_numel
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, whole_numel
+from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ranks.report import RankReport, fewer
 
 
@@ -54,12 +56,12 @@ class Traffic:
         return self.plain / self.sent if self.sent else 1.0
 
 
-def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
-    """Return the bytes that a step sends after ``start_iter``."""
-    layout = state._engine.plan.layout_of(state.shapes)
+def traffic_of(
+    engine: Any, config: PowerSGDConfig, layout: Layout, workers: int, override: ParameterOverride | None
+) -> Traffic:
+    """Return the bytes that an engine's step sends after ``start_iter``. ``override`` sends its parameters, if any."""
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
-    compressed = sum(segment.numel for segment in layout.compressed)
     bf16_optimizer = is_bf16_optimizer(optimizer)
     if bf16_optimizer:
         gradient_size = optimizer.grad_acc_dtype.itemsize
@@ -77,36 +79,32 @@ def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:
         # Frozen parameters too, in each forward and backward pass.
         every = [whole_numel(parameter) * parameter.element_size() for parameter in engine.module.parameters()]
         parameters = 2.0 * engine.gradient_accumulation_steps() * sum(every)
-    elif state.parameters is not None:
-        parameters = state.parameters.plain_bytes()
+    elif override is not None:
+        parameters = override.plain_bytes()
     elif stage or bf16_optimizer:
-        trainable = [p for p in engine.module.parameters() if p.requires_grad]
-        parameters = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
-    workers = state._communicator.world_size
+        parameters = sum(p.numel() * p.element_size() for p in engine.module.parameters() if p.requires_grad)
     # A ring's share of the whole.
     share = (workers - 1) / workers
     return Traffic(
         elements=layout.numel,
-        compressed=compressed,
+        compressed=sum(segment.numel for segment in layout.compressed),
         gradients=share * micro_batches * (1 if once else 2) * layout.numel * gradient_size,
-        factors=share * micro_batches * 2 * RankReport.of(layout, state.config, {}).bytes_per_step,
+        factors=share * micro_batches * 2 * RankReport.of(layout, config, {}).bytes_per_step,
         parameters=share * parameters,
-        differences=share * (parameters if state.parameters is None else state.parameters.sent_bytes()),
+        differences=share * (parameters if override is None else override.sent_bytes()),
     )
 
 
-def describe(engine: Any, state: DeepSpeedState) -> str:
+def describe(engine: Any, config: PowerSGDConfig, traffic: Traffic, override: ParameterOverride | None) -> str:
     """Return one line for the log."""
-    traffic = expected_traffic(engine, state)
-    stage = int(engine.zero_optimization_stage())
     share = 100 * traffic.compressed / traffic.elements if traffic.elements else 0.0
     parameters = ""
     if traffic.parameters:
-        how = "as DeepSpeed sends them" if state.parameters is None else f"in {state.parameters.width.name}"
+        how = "as DeepSpeed sends them" if override is None else f"in {override.width.name}"
         parameters = f"Parameters are sent {how}. "
     return (
-        f"powersgd: on at ZeRO stage {stage} ({type(engine.optimizer).__name__}), {describe_ranks(state.config)}; "
-        f"{share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients take "
-        f"{fewer(traffic.reduction)} bytes. {parameters}In a whole step each worker sends "
+        f"powersgd: on at ZeRO stage {int(engine.zero_optimization_stage())} ({type(engine.optimizer).__name__}), "
+        f"{describe_ranks(config)}; {share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients "
+        f"take {fewer(traffic.reduction)} bytes. {parameters}In a whole step each worker sends "
         f"{describe_bytes(traffic.sent)} in place of {describe_bytes(traffic.plain)} ({fewer(traffic.total_reduction)})"
     )

@@ -9,7 +9,7 @@ for batch in batches:
 sync.finish()
 """
 
-from powersgd_triton.integrations.local_steps.held import node_mpu
+from powersgd_triton.integrations.local_steps.local_tensors import node_mpu
 from powersgd_triton.integrations.local_steps.steps import LocalSteps
 
 __all__ = ["LocalSteps", "node_mpu"]

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.checkpoint import load as load_file
+from powersgd_triton.checkpoint import save as save_file
+from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.core.saved_state import listing
 
 KEY = "local_steps"
@@ -21,27 +23,22 @@ OWN = ("own", "own_error")
 """Parts that belong to one worker: its parameters, unless they are θ, and its error."""
 
 COMMON = ("shared", "changes")
-"""Parts that are equal on all workers: θ, and the mean of θ − local parameters, if a round was begun."""
+"""Parts that are equal on all workers: θ, and the mean pseudo-gradient, if a round was begun."""
 
 Matrices = dict[str, dict[str, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedRound:
-    """What a saved state says of the round under way.
+    """What a saved state of ``worker`` (index, number) says of the round under way.
 
-    Attributes:
-        steps, since: As in ``LocalSteps``.
-        worker: (index, number) of the worker that saved it.
-        mark: Tells it from other saved states. Equal on all workers.
-        parts: {name: {"shared": θ, "changes": mean of θ − local parameters, "own", "own_error"}}.
-        outer: State of the outer optimizer, with tensors and in the order of the parameters.
+    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``outer`` is the state of
+    the outer optimizer, with tensors and in the order of the parameters.
     """
 
     steps: int
     since: int
     worker: tuple[int, int]
-    mark: int
     parts: Matrices
     outer: dict[str, Any]
 
@@ -57,21 +54,15 @@ def pack(saved: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
                 matrices[name][OUTER + key] = value.detach().clone()
             else:
                 numbers.setdefault(name, {})[key] = value
-    state = {"state": numbers, "param_groups": this.outer["param_groups"]}
-    rest = {"steps": this.steps, "since": this.since, "worker": list(this.worker), "mark": this.mark, "outer": state}
+    # Tells this state from others. Equal on all workers.
+    mark = sum(int(fingerprint(parts[key])) for parts in this.parts.values() for key in COMMON if key in parts)
+    outer = {"state": numbers, "param_groups": this.outer["param_groups"]}
+    rest = {"steps": this.steps, "since": this.since, "worker": list(this.worker), "mark": mark, "outer": outer}
     return {**saved, "matrices": matrices, KEY: rest}
 
 
 def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], SavedRound]:
-    """Return what ``pack`` has joined.
-
-    Args:
-        state: Result of ``pack``.
-        shapes: {name: shape} of the tensors of the model that loads it.
-
-    Raises:
-        ValueError: It is not a saved state of local steps, or belongs to another model.
-    """
+    """Return what ``pack`` has joined. ValueError unless it has the tensors {name: shape} of this model."""
     if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
         raise ValueError("expected a saved state of LocalSteps; got something else, such as the state of an adapter")
     rest, matrices = state[KEY], state["matrices"]
@@ -100,24 +91,25 @@ def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str,
             engine[name] = saved
     state_of_outer = {"state": {k: v for k, v in outer.items() if v}, "param_groups": rest["outer"]["param_groups"]}
     worker = (int(rest["worker"][0]), int(rest["worker"][1]))
-    this = SavedRound(rest["steps"], rest["since"], worker, rest["mark"], parts, state_of_outer)
+    this = SavedRound(rest["steps"], rest["since"], worker, parts, state_of_outer)
     return {**{key: value for key, value in state.items() if key != KEY}, "matrices": engine}, this
 
 
-def without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return a saved state without some parts of its tensors."""
+def write(state: Mapping[str, Any], common: Path, own: Path, *, first: bool) -> None:
+    """Write this worker's parts of a saved state to a file. The ``first`` worker writes what all share to another."""
+    save_file(_without(state, COMMON), own)
+    if first:
+        save_file(_without(state, OWN), common)
+
+
+def _without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     dropped = set(keys)
     matrices = {name: {k: parts[k] for k in parts.keys() - dropped} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices}
 
 
 def joined(common: Path, own: Path) -> dict[str, Any]:
-    """Read a saved state from its files. ``own`` may be missing, if it was saved by another number of workers.
-
-    Raises:
-        ValueError: They do not belong together.
-        OSError: A file cannot be read.
-    """
+    """Read a saved state from its files. ``own`` may be missing, if it was saved by another number of workers."""
     state = load_file(common)
     if not own.exists():
         return state
@@ -161,13 +153,3 @@ def with_errors(engine: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
         if "own_error" in parts:
             matrices.setdefault(name, {})["error"] = parts["own_error"]
     return {**engine, "matrices": matrices}
-
-
-def start(this: SavedRound, name: str, dtype: torch.dtype, *, own: bool) -> Tensor:
-    """Return the local parameters with which a worker goes on: its own, or θ − the mean changes."""
-    parts = this.parts[name]
-    if own and "own" in parts:
-        return parts["own"]
-    shared = parts["shared"]
-    # As θ was rounded into the parameters when the round began.
-    return shared.to(dtype).to(shared.dtype) - parts["changes"] if "changes" in parts else shared

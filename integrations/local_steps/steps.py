@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,35 +13,22 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.checkpoint import StateDict, opened
-from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
-from powersgd_triton.core.loading import adopt, checked, save
+from powersgd_triton.core.facts import common_facts, saved_facts
+from powersgd_triton.core.loading import adopt, checked, facts_of, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
-from powersgd_triton.handle import FOUND, Folder, Handle
-from powersgd_triton.integrations.local_steps.flight import Flight
-from powersgd_triton.integrations.local_steps.held import Held, held, levels
-from powersgd_triton.integrations.local_steps.replica import Outer, Replica, Tensors, averaging, without_padding
-from powersgd_triton.integrations.local_steps.saved import (
-    COMMON,
-    OWN,
-    SavedRound,
-    check_groups_of,
-    joined,
-    pack,
-    settings_of,
-    start,
-    unpack,
-    with_errors,
-    without,
-)
+from powersgd_triton.core.undo import Undo
+from powersgd_triton.handle import Handle
+from powersgd_triton.integrations.local_steps import saved
+from powersgd_triton.integrations.local_steps.arguments import chosen_config
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local_tensors
+from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, averaging, without_padding
+from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
 from powersgd_triton.layout.layout import sizes
-from powersgd_triton.ops.step import LossScaleSource
-from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
 
@@ -55,30 +41,28 @@ class LocalSteps(Handle):
     """Averages what workers have changed in ``every`` steps of their own, in compressed form. Collective.
 
     Each worker trains with an optimizer of its own. The workers share a copy of the parameters, θ. After ``every``
-    steps each worker sends the difference of θ and its own parameters, and the mean difference is the gradient with
-    which ``outer`` updates θ (Douillard et al. 2023, arXiv:2311.08105). All workers then go on from θ. What compression
-    does not send is added to the worker's next difference. At the start, all workers get the parameters and buffers of
-    the first one.
+    steps each worker sends its pseudo-gradient, the difference of θ and its own parameters. The outer optimizer updates
+    θ by their mean (DiLoCo, Douillard et al. 2023, arXiv:2311.08105), and all workers go on from θ. What compression
+    does not send is added to the worker's next pseudo-gradient. Buffers are averaged exactly. If a worker's parameters
+    are not finite, its pseudo-gradient is zero, and it goes on from θ like the others. At the start, all workers get
+    the parameters and buffers of the first one.
 
     Call ``step`` after each ``optimizer.step()``, and ``finish`` after the last one.
-
-    In an exchange, buffers are averaged exactly. If a worker's parameters are not finite, it contributes no changes of
-    its own, and goes on from θ like the others.
 
     Args:
         model: A module, a DistributedDataParallel over the workers of a node, an FSDP2 model that is sharded over
             ``mesh["shard"]``, or a DeepSpeed engine with ZeRO stage 1 or 2 inside a node. Parameters that do not
             require gradients are left out.
-        config: How differences are compressed: with ``codes``, or with factors as gradients are. Budgets and all fields
-            that count steps count exchanges. None sends differences in fp32.
+        config: How pseudo-gradients are compressed: with ``codes``, or with factors as gradients are. Budgets and all
+            fields that count steps count exchanges. None sends them in fp32.
         every: Number of steps from one exchange to the next, or a function of the number of steps so far that returns
             it, for rounds that grow as the learning rate falls. It must be the same on all workers.
-        outer: Returns the optimizer of θ, for example ``lambda p: torch.optim.SGD(p, lr=0.8)``. Default: rate 1, so
+        outer: Returns the outer optimizer, for example ``lambda p: torch.optim.SGD(p, lr=0.8)``. Default: rate 1, so
             that θ becomes the mean of the workers' parameters.
-        group: The workers that exchange differences. None for all. If the model is wrapped, these are the workers with
-            this worker's place in each replica.
-        node_group: Sum differences within a node first; see docs/cluster.md. A DistributedDataParallel over a node does
-            so by itself.
+        group: The workers that exchange pseudo-gradients. None for all. If the model is wrapped, these are the workers
+            with this worker's place in each replica.
+        node_group: Sum pseudo-gradients within a node first; see docs/cluster.md. A DistributedDataParallel over a node
+            does so by itself.
         delay: Number of steps for which an exchange travels while the next steps are computed. What arrives is then
             added to the local parameters. 0 waits for it.
         optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
@@ -91,9 +75,11 @@ class LocalSteps(Handle):
 
     Attributes:
         every: Number of steps of the round under way.
-        outer: The optimizer of θ, for example for a schedule of its learning rate.
+        outer: The outer optimizer, for example for a schedule of its learning rate.
         steps, since: Number of steps so far, and since the last exchange began.
     """
+
+    no_loss_scale = "local steps send differences of parameters, which have no loss scale"
 
     def __init__(
         self,
@@ -107,72 +93,51 @@ class LocalSteps(Handle):
         delay: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        def find() -> tuple[tuple[Held, Communicator], Facts, Facts]:
-            found = held(model, group)
-            nodes = levels(found, group, node_group)
-            whole = None if nodes is not None and found.node is not None else group
-            return (found, Communicator(whole, found.shards, node_group=nodes)), {}, {}
+        def find() -> tuple[tuple[LocalTensors, Communicator], Facts, Facts]:
+            local = local_tensors(model, group)
+            return (local, local.communicator(group, node_group)), {}, {}
 
         # The other workers would wait for one that has refused its model.
-        found, communicator = together("LocalSteps", find, Communicator(group))
+        local, communicator = together("LocalSteps", find, Communicator(group))
 
         def prepare() -> tuple[Engine, Facts, Facts]:
             self._every, self.delay = every, whole_number("delay", delay)
             self.every = self._length(0)
             if self.delay >= self.every:
                 raise ValueError(f"delay must be below every={self.every}, so that exchanges do not meet; got {delay}")
-            if config is not None and not isinstance(config, PowerSGDConfig):
-                raise TypeError(f"config must be a PowerSGDConfig or None; got {type(config).__name__}")
-            chosen = PowerSGDConfig(rank=_no_rank) if config is None else config
-            if chosen.measures:
-                refuse_auto(chosen, "an exchange of local steps")
-                raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
-            if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-            if found.flat and config is not None and chosen.codes is None:
-                raise ValueError(
-                    "DeepSpeed's workers own parts of several parameters in a row, which are no matrices of low rank: "
-                    f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got rank={config.rank}, '
-                    f"compression={config.compression}, bytes_per_step={config.bytes_per_step}"
-                )
-            tensors = dict(found.tensors())
-            if not any(map(math.prod, found.shapes.values())):
-                raise ValueError("the model has no parameters that require gradients")
+            chosen = chosen_config(config, local, optimizer)
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
-            engine = new_engine(chosen, communicator, lambda: found.shapes, quantized=True)
-            self._replica = Replica(found, outer or averaging, communicator, device)
+            engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
+            self._outer = OuterState(local, outer or averaging, communicator, device)
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
-            own |= {"outer": settings_of(self._replica.outer), **common_facts(chosen, 0)}
-            dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in tensors.items()}
-            return engine, own, dtypes | replicated_facts(chosen, found.shapes, engine.plan)
+            own |= {"outer": saved.settings_of(self._outer.optimizer), **common_facts(chosen, 0)}
+            dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
+            return engine, own, {**dtypes, **facts_of(engine)}
 
-        device = next((tensor.device for _, tensor in found.tensors()), torch.device("cpu"))
+        device = next((tensor.device for _, tensor in local.tensors()), torch.device("cpu"))
         if device.type == "cpu" and dist.is_initialized():
             # Offloaded parameters are exchanged from the GPU, if the group is one of GPUs.
             device = travel_device(communicator.group)
         super().__init__(together("LocalSteps", prepare, communicator, device))
-        self._device, self._optimizer, self.outer = device, optimizer, self._replica.outer
-        # Steps since the last exchange began, and steps in all.
+        self._device, self._optimizer, self.outer = device, optimizer, self._outer.optimizer
         self.since = self.steps = 0
-        # The exchange under way.
-        self._flight: Flight | None = None
+        self._undo = Undo(self._engine)
+        self._pending: PendingExchange | None = None
         with torch.no_grad():
-            self._replica.begin_equal()
-
-    # Steps -----------------------------------------------------------------------------------------------------------
+            self._outer.begin_equal()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of the local optimizer. Every ``every`` steps, exchange what was changed; then collective.
+        """Count a step of the local optimizer. Every ``every`` steps, exchange pseudo-gradients; then collective.
 
         Raises:
-            RuntimeError: A worker was lost. The local and the shared parameters and what is owed stay as they are.
+            RuntimeError: A worker was lost. The local and the shared parameters and the errors stay as they are.
             DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
         """
         self.steps += 1
         self.since += 1
-        self._travel()
+        self._advance(finish=False)
         if self.since >= self.every:
             self._exchange()
 
@@ -182,132 +147,91 @@ class LocalSteps(Handle):
 
         The workers may have taken different numbers of steps since the last exchange.
         """
-        self._land()
+        self._advance(finish=True)
         if self._everywhere(self.since == 0):
             return
         self._exchange()
-        self._land()
-        self._replica.warn()
+        self._advance(finish=True)
+        self._outer.warn()
 
     def _exchange(self) -> None:
         """Begin an exchange. Without a delay, finish it."""
-        self._land()
-        differences, finite = self._replica.differences()
-        begun = self._replica.copies(finite) if self.delay else None
-        self._flight = Flight(self._engine, differences, self.delay, self.since, begun)
-        self._finite, self.since = finite, 0
-        self.every = self._length(self.steps)
-        self._travel()
+        self._advance(finish=True)
+        self._pending = PendingExchange(self._engine, self._undo, self._outer, self.delay, self.since)
+        self.since, self.every = 0, self._length(self.steps)
+        self._advance(finish=False)
 
     def _length(self, steps: int) -> int:
-        """Return the length of the round that begins after so many steps."""
         return whole_number("every", self._every(steps) if callable(self._every) else self._every, 1)
 
-    def _travel(self) -> None:
-        """Advance the exchange under way by one step, if there is one."""
-        if self._flight is not None:
-            self._fly(self._flight, self._flight.travel)
-
-    def _land(self) -> None:
-        """Finish the exchange under way, if there is one, and go on from what it has changed."""
-        if self._flight is not None:
-            self._fly(self._flight, self._flight.finish)
-
-    def _fly(self, flight: Flight, act: Callable[[], None]) -> None:
-        """Advance the exchange under way, and use what has arrived.
-
-        If it fails before it has arrived, the next exchange sends what this one has not. Afterwards, for example if a
-        user's function raises an exception in telemetry, it counts, since the other workers count it too.
-        """
-        failed = True
+    def _advance(self, *, finish: bool) -> None:
+        """Advance the exchange under way by one step, or to the end, and use what has arrived."""
+        pending, ended = self._pending, True
+        if pending is None:
+            return
         try:
-            act()
-            failed = False
+            ended = pending.advance(finish=finish)
         finally:
-            if flight.arrived or failed:
-                self._flight = None
-                if flight.counts:
-                    self._replica.update(flight.differences, flight.begun)
+            if ended:
+                self._pending = None
+                if pending.counts:
+                    self._outer.update(pending.gradients, pending.begun)
                 else:
-                    self.since += flight.since
-        if flight.counts:
-            self._engine.sent += self._replica.average_exactly(self._finite, self._optimizer)
-            self._check()
-        elif flight.arrived:
+                    self.since += pending.since
+        if pending.counts:
+            self._engine.sent += self._outer.average_exactly(pending.finite, self._optimizer)
+            every, theta = self.config.check_every, self._outer.theta()
+            if every and self._step.ended % every == 0:
+                prints = {f"shared {name!r}": int(fingerprint(tensor)) for name, tensor in theta.items()}
+                self._compare("a check", lambda: (None, {}, prints))
+        elif ended:
             logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
 
     def _everywhere(self, true: bool) -> bool:
-        """Return whether something is true on all workers. Collective."""
         flag = torch.tensor(int(true), device=self._device)
         for workers in (self._communicator, *self._communicator.others):
             workers.minimum(flag)
         return bool(flag)
 
-    def _check(self) -> None:
-        """Compare θ over the workers after each ``check_every`` exchanges."""
-        every = self.config.check_every
-        if every and self._step.ended % every == 0:
-            theta = self._replica.theta()
-            self._compare(
-                "a check", lambda: (None, {}, {f"shared {n!r}": int(fingerprint(p)) for n, p in theta.items()})
-            )
-
     def _compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
         return together(call, act, self._communicator, self._device)
 
-    # What a user asks ------------------------------------------------------------------------------------------------
-
     def shared(self) -> Tensors:
         """Return copies {name: θ} of the shared parameters, in at least fp32, with the same bits on all workers."""
-        return {name: theta.clone() for name, theta in self._replica.theta().items()}
+        return {name: theta.clone() for name, theta in self._outer.theta().items()}
 
     def error(self) -> Tensors:
-        """Return copies {name: E} of this worker's errors, what it has not sent yet of its changes, as θ is shaped.
+        """Return copies {name: E} of what this worker has not sent yet of its pseudo-gradients, as θ is shaped.
 
         If sums take two levels, E is what the node has not sent yet of this worker's part, and zero elsewhere. The
         result has no tensors of which nothing was sent, and is empty without error feedback.
         """
-        theta, shapes = self._replica.theta(), self._replica.held.shapes
+        theta, shapes = self._outer.theta(), self._outer.local.shapes
         return {name: without_padding(E.view(shapes[name]), theta[name]) for name, E in super().error().items()}
 
     def report(self) -> RankReport:
         """Return how tensors are sent, and the bytes of an exchange. ``print`` shows a table."""
         return dataclasses.replace(super().report(), every=self.every)
 
-    def attach(self, scaler: LossScaleSource) -> None:
-        """Refuse a loss scale: what local steps send are differences of parameters.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(f"local steps send differences of parameters, which have no loss scale; got {scaler!r}")
-
-    # Checkpoints -----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return θ, the outer optimizer's state, what is owed, and this worker's own parameters. Collective.
+        """Return θ, the outer optimizer's state, the errors, and this worker's own parameters. Collective.
 
         If each worker loads its own result, training goes on with the same bits, also in the middle of a round. For
         that, each worker must save and load its local optimizer, too. Any worker's result can be loaded on any number
         of workers: all then start from the mean of what the workers had. An exchange under way is finished.
+
+        ``save`` writes one file with what all workers share, and one of each worker's own. If it is interrupted, files
+        may not fit together, which ``load`` notices.
         """
-        self._land()
-        engine = self._engine
-        engine.residuals.materialize(self._step, engine.residuals.buckets())
-        errors, saved = super().error(), save(engine)
-        parts = {name: {"shared": shared} for name, shared in self.shared().items()}
+        self._advance(finish=True)
+        settle(self._engine)
+        errors, state = super().error(), save(self._engine)
+        parts = self._outer.parts(begun=self.since > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
-        if self.since:
-            differences, finite = self._replica.differences()
-            copies = self._replica.copies(finite)
-            for name, tensor in self._replica.held.tensors():
-                changes = without_padding(self._communicator.mean(differences[name]), tensor).to(tensor.device)
-                parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
-        mark = sum(int(fingerprint(part)) for each in parts.values() for key, part in each.items() if key in COMMON)
-        this = SavedRound(self.steps, self.since, self._place, mark, parts, self.outer.state_dict())
-        return pack(saved, this)
+        this = saved.SavedRound(self.steps, self.since, self._place, parts, self.outer.state_dict())
+        return saved.pack(state, this)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
@@ -317,12 +241,10 @@ class LocalSteps(Handle):
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        engine = self._engine
 
-        def read() -> tuple[tuple[dict[str, Any], SavedRound], Facts, Facts]:
-            content, this = unpack(
-                opened(state_dict), {name: tuple(theta.shape) for name, theta in self._replica.theta().items()}
-            )
+        def read() -> tuple[tuple[dict[str, Any], saved.SavedRound], Facts, Facts]:
+            shapes = {name: tuple(theta.shape) for name, theta in self._outer.theta().items()}
+            content, this = saved.unpack(opened(state_dict), shapes)
             shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in this.parts.items()}
             return (content, this), {"steps": this.steps, "since": this.since}, shared
 
@@ -331,23 +253,16 @@ class LocalSteps(Handle):
         own = self._everywhere(this.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            parsed = checked(
-                engine,
-                with_errors(content, this) if own else content,
-                sizes(engine.tensors(), self.config),
-                owner=self._place if own else None,
-            )
-            check_groups_of(this.outer, self.outer.state_dict())
+            state, owner = (saved.with_errors(content, this), self._place) if own else (content, None)
+            parsed = checked(self._engine, state, sizes(self._engine.tensors(), self.config), owner=owner)
+            saved.check_groups_of(this.outer, self.outer.state_dict())
             return parsed, {}, saved_facts(parsed[0])
 
-        saved, report = self._compare("load_state_dict", check)
+        loaded, report = self._compare("load_state_dict", check)
         self.outer.load_state_dict(this.outer)
-        self._flight = None
-        adopt(engine, saved, report)
-        for name, theta in self._replica.theta().items():
-            theta.copy_(this.parts[name]["shared"])
-        held = self._replica.held
-        self._replica.write({name: start(this, name, tensor.dtype, own=own) for name, tensor in held.tensors()})
+        self._pending = None
+        adopt(self._engine, loaded, report)
+        self._outer.load(this.parts, own=own)
         self.steps, self.since = this.steps, this.since
         self.every = self._length(self.steps - self.since)
         if self.config.codes is None:
@@ -355,54 +270,19 @@ class LocalSteps(Handle):
         # Errors of tensors in codes are added to the next differences, as those of tensors without factors are.
         return dataclasses.replace(report, loaded=report.carried, carried=())
 
-    def save(self, folder: Folder) -> None:
-        """Write the state into a checkpoint's folder, which all workers can read. Collective.
+    def _write(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Write what all workers share to one file, and what is this worker's own to another."""
+        folder.mkdir(parents=True, exist_ok=True)
+        saved.write(state, folder / self._file(), folder / self._file(own=True), first=self._place[0] == 0)
 
-        One file has what all workers share, and each worker writes a file of its own. An interrupted call leaves what
-        an earlier call has written, or files that do not fit together, which ``load`` notices.
-
-        Raises:
-            OSError: The folder cannot be written. On the other workers this is a ``DisagreementError``.
-        """
-        state = self.state_dict()
-
-        def write() -> None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            save_file(without(state, COMMON), Path(folder) / self._file(own=True))
-            if self._place[0] == 0:
-                save_file(without(state, OWN), Path(folder) / self._file())
-
-        self._together("save", write)
-
-    def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
-        """Continue from what ``save`` wrote, with any number of workers. Collective. See ``load_state_dict``.
-
-        Args:
-            folder: The checkpoint's folder.
-            missing_ok: Whether the folder may have been written without local steps. θ is then the first worker's
-                parameters, as at the start, and nothing is owed.
-
-        Raises:
-            FileNotFoundError: The folder has no state. Nothing was changed.
-            ValueError: A worker's state belongs to another model, or the files do not fit together, or have another
-                format. Nothing was changed.
-            DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
-        """
-        path, own = Path(folder) / self._file(), Path(folder) / self._file(own=True)
-        if not self._together("load", path.exists, FOUND):
-            self._begin_without(path, missing_ok)
-            return None
-        return self.load_state_dict(self._together("load", lambda: joined(path, own)))
+    def _read(self, path: Path) -> StateDict:
+        return self._together("load", lambda: saved.joined(path, path.with_name(self._file(own=True))))
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
-        self._flight, self.since, self.every = None, 0, self._length(self.steps)
+        self._pending, self.since, self.every = None, 0, self._length(self.steps)
         super().forget()
-        self.outer.state.clear()
-        theta = self._replica.theta()
-        for name, tensor in self._replica.held.tensors():
-            theta[name].copy_(tensor)
-        self._replica.begin_equal()
+        self._outer.forget()
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -415,8 +295,3 @@ class LocalSteps(Handle):
             shard, shards = shard * workers.world_size + workers.index, shards * workers.world_size
         worker, workers_ = self._place
         return f"powersgd-local-{shard}-of-{shards}" + (f"-worker-{worker}-of-{workers_}" if own else "") + ".pt"
-
-
-def _no_rank(_name: str, _shape: tuple[int, ...]) -> int:
-    """Return the rank of tensors that are averaged exactly."""
-    return 0

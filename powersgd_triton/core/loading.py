@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import Tensors, saved_facts
+from powersgd_triton.core.facts import Tensors, replicated_facts, saved_facts
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 
 logger = logging.getLogger("powersgd_triton")
@@ -26,6 +26,16 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
     engine.finish()
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
+
+
+def facts_of(engine: Engine) -> Facts:
+    """Return what workers that compress the same tensors must have in common."""
+    return replicated_facts(engine.config, engine.tensors(), engine.plan)
+
+
+def settle(engine: Engine) -> None:
+    """Turn error buffers into E, so that a run that loads E goes on with the same bits."""
+    engine.residuals.materialize(engine.step, engine.residuals.buckets())
 
 
 def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> LoadReport:

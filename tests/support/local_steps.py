@@ -33,6 +33,7 @@ CONFIGS: dict[str, PowerSGDConfig | None] = {
     "int4": PowerSGDConfig(codes="int4"),
     "int8": PowerSGDConfig(codes="int8"),
     "rank": PowerSGDConfig(rank=2, min_compression_rate=0),
+    "int8 factors": PowerSGDConfig(rank=2, min_compression_rate=0, wire_dtype="int8"),
     "budget": PowerSGDConfig(compression=3, replan_every=2, min_compression_rate=0),
     "alternating": PowerSGDConfig(rank=2, algorithm="alternating", start_iter=1),
 }

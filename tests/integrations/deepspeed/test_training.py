@@ -212,11 +212,11 @@ def carries_what_deepspeed_alone_skips(stage: int) -> None:
 
 def notices_what_goes_around(stage: int) -> None:
     """An error says that DeepSpeed has stopped calling what was replaced."""
-    from powersgd_triton.integrations.deepspeed.seams import seam_class
+    from powersgd_triton.integrations.deepspeed.overrides import override_class
 
     with engine_for(Case("", stage), RANK_4) as engine:
         losses(engine, range(1))
-        kind = seam_class(engine)
+        kind = override_class(engine)
         # The method of the class is found again.
         delattr(kind.owner(engine), kind.method)
         with pytest.raises(RuntimeError, match=r"step 1 without it"):

@@ -25,6 +25,7 @@ from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.distributed import make_test, on_workers
 from tests.support.local_steps import (
     CONFIGS,
+    LOST,
     NESTEROV,
     TERNARY,
     WITH_MOMENTUM,
@@ -268,7 +269,7 @@ def test_the_survivor_goes_on(worker: int, world_size: int, config: str, delay: 
             failures.append(str(failure))
             assert torch.equal(local, flat(training.net))
             assert torch.equal(shared, theta(sync))
-            assert torch.equal(kept, owed(sync))
+            assert float((kept - owed(sync)).abs().max()) < LOST
             assert sync.since >= EVERY
             # From here on only this worker's changes count.
             training.changed, training.start = shared - local + kept, shared

@@ -1,4 +1,4 @@
-"""What a worker holds of a model: the tensors that its optimizer changes, under each wrapper."""
+"""The tensors that a worker's optimizer changes, under each wrapper of a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.integrations.names import is_deepspeed, plain_name, uncompiled
 
@@ -20,8 +22,8 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """What a worker holds of a model. All tensors are real, and writing to them changes the model.
+class LocalTensors:
+    """The tensors of a model on this worker. All are real, and writing to them changes the model.
 
     Attributes:
         tensors: Yields (name, tensor) of all that the optimizer changes: this worker's parts of the parameters, or of
@@ -45,17 +47,17 @@ class Held:
     node: dist.ProcessGroup | None = None
     flat: bool = False
 
+    def communicator(self, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Communicator:
+        """Return the workers of an exchange. Those of a node that hold the same values share its work."""
+        if self.node is not None and node_group is None and group is not None:
+            node_group = (self.node, group) if dist.get_world_size(self.node) > 1 else None
+        whole = None if self.node is not None and node_group is not None else group
+        return Communicator(whole, self.shards, node_group=node_group)
 
-def held(model: nn.Module, group: dist.ProcessGroup | None) -> Held:
-    """Return what this worker holds of a model that takes local steps in ``group``.
 
-    Raises:
-        TypeError: The model is not a module, or is wrapped in something that is not supported.
-        ValueError: The model's wrapper communicates with the workers of ``group`` in every step, or its configuration
-            is not supported.
-    """
+def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
+    """Return this worker's tensors of a model that takes local steps in ``group``. An error if it is not supported."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
@@ -88,15 +90,13 @@ def held(model: nn.Module, group: dist.ProcessGroup | None) -> Held:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this worker's part of a tensor, as a view that is real. Complex [...] becomes real [..., 2]."""
-    from torch.distributed.tensor import DTensor
-
     part = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     return torch.view_as_real(part) if part.is_complex() else part
 
 
-def _of_parameters(model: nn.Module, before: Callable[[], None] = lambda: None, **rest: Any) -> Held:
-    """Return what a worker holds of a model whose parameters are what the optimizer changes. ``rest``: as in Held."""
-    # Not asked again: a parameter that is frozen later stays in the exchanges, and keeps what is owed.
+def _of_parameters(model: nn.Module, before: Callable[[], None] = lambda: None, **rest: Any) -> LocalTensors:
+    """Return the tensors of a model whose parameters are what the optimizer changes."""
+    # Not asked again: a parameter that is frozen later stays in the exchanges, and keeps its error.
     shapes = {plain_name(name): _largest_part(p) for name, p in model.named_parameters() if p.requires_grad}
 
     def parameters(*, trainable: bool) -> Named:
@@ -105,7 +105,7 @@ def _of_parameters(model: nn.Module, before: Callable[[], None] = lambda: None, 
             if (plain_name(name) in shapes) is trainable:
                 yield plain_name(name), local(parameter)
 
-    return Held(
+    return LocalTensors(
         lambda: parameters(trainable=True),
         shapes,
         lambda: _buffers(model),
@@ -121,18 +121,15 @@ def _buffers(model: nn.Module) -> Named:
 
 def _largest_part(parameter: Tensor) -> Shape:
     """Return the shape of ``local(parameter)`` on the worker with the largest part."""
-    from torch.distributed.tensor import DTensor
-
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for placement, workers in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-            dim = getattr(placement, "dim", None)
-            if dim is not None:
+            if (dim := getattr(placement, "dim", None)) is not None:
                 shape[dim] = -(-shape[dim] // workers)
     return (*shape, 2) if parameter.is_complex() else tuple(shape)
 
 
-def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> Held:
+def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
     from powersgd_triton.integrations.fsdp2.replicas import reshard
     from powersgd_triton.integrations.fsdp2.units import worker_groups
 
@@ -150,8 +147,8 @@ def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> Held:
     return _of_parameters(model, lambda: reshard(model), shards=shards)
 
 
-def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> Held:
-    from powersgd_triton.integrations.deepspeed.seams import averaging_group, is_bf16_optimizer
+def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
+    from powersgd_triton.integrations.deepspeed.engines import averaging_group, masters_of
 
     stage, optimizer, module = int(engine.zero_optimization_stage()), engine.optimizer, engine.module
     if stage not in (1, 2):
@@ -171,10 +168,9 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> Held:
     _check_apart(
         workers, group, "DeepSpeed", "give deepspeed.initialize mpu=node_mpu(node, across), and LocalSteps group=across"
     )
-    attribute = "fp32_groups_flat_partition" if is_bf16_optimizer(optimizer) else "single_partition_of_fp32_groups"
 
     def tensors() -> Named:
-        for index, partition in enumerate(getattr(optimizer, attribute)):
+        for index, partition in enumerate(masters_of(optimizer)):
             yield f"group {index}", partition.detach()
 
     def frozen() -> Named:
@@ -184,7 +180,7 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> Held:
 
     shapes = {name: tuple(partition.shape) for name, partition in tensors()}
     refresh = optimizer.update_lp_params
-    return Held(tensors, shapes, lambda: _buffers(module), frozen, refresh, shards=[workers], flat=True)
+    return LocalTensors(tensors, shapes, lambda: _buffers(module), frozen, refresh, shards=[workers], flat=True)
 
 
 def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamespace:
@@ -236,10 +232,3 @@ def _check_apart(inner: dist.ProcessGroup, group: dist.ProcessGroup | None, wrap
             f"{wrapper} averages gradients over the workers {workers} in every step, and LocalSteps averages changes "
             f"over the workers {exchanging}. They must have worker {dist.get_rank()} in common, and no other: {advice}"
         )
-
-
-def levels(found: Held, group: dist.ProcessGroup | None, node_group: NodeGroup) -> NodeGroup:
-    """Return how sums take two levels. Workers of a node that hold the same values share the work of an exchange."""
-    if found.node is None or node_group is not None or group is None:
-        return node_group
-    return (found.node, group) if dist.get_world_size(found.node) > 1 else None

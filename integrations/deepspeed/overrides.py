@@ -1,4 +1,4 @@
-"""DeepSpeed: the method that averages gradients at each ZeRO stage, and its replacement by compression."""
+"""DeepSpeed: the method that averages gradients at each ZeRO stage, overridden to compress them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, Gradient, whole_shape
-from powersgd_triton.ops.step import LossScaleSource
-
-STAGE_3_METHOD = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, whole_shape
+from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, Gradient
 
 
-class AllReduceSeam:
-    """The engine's all-reduce of a list of gradients: stage 0, the pipeline engine, and BF16_Optimizer."""
+class GradientOverride:
+    """Overrides ``method`` of an engine's optimizer, or of the engine itself."""
 
-    method = "allreduce_no_retain"
+    method = ""
 
     def __init__(self, engine: Any, state: DeepSpeedState) -> None:
-        self._engine, self._state = engine, state
-        self._original = engine.allreduce_no_retain
-        self._workers = dist.get_process_group_ranks(state.group)
-        engine.allreduce_no_retain = self._reduce
+        self._engine, self._optimizer, self._state = engine, engine.optimizer, state
+        owner = self.owner(engine)
+        self._original = getattr(owner, self.method)
+        setattr(owner, self.method, self._reduce)
 
     @staticmethod
     def owner(engine: Any) -> Any:
         """Return the object that has the method."""
+        return engine.optimizer
+
+    def _reduce(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class AllReduceOverride(GradientOverride):
+    """The engine's all-reduce of a list of gradients: stage 0, the pipeline engine, and BF16_Optimizer."""
+
+    method = "allreduce_no_retain"
+
+    @staticmethod
+    def owner(engine: Any) -> Any:
         return engine
 
     def _reduce(
@@ -39,20 +50,20 @@ class AllReduceSeam:
         numel_per_bucket: int = 500_000_000,
         dp_world_size: float | None = None,
     ) -> None:
-        compressing = self._state.compressing()
-        if not compressing or dist.get_process_group_ranks(dp_group) != self._workers:
+        compressing, workers = self._state.compressing(), dist.get_process_group_ranks(self._state.group)
+        if not compressing or dist.get_process_group_ranks(dp_group) != workers:
             self._original(bucket, dp_group, numel_per_bucket, dp_world_size)
             return
         known, unknown = self._named(bucket)
         if unknown:
             self._original(unknown, dp_group, numel_per_bucket, dp_world_size)
-        divisor = len(self._workers) / (dp_world_size or len(self._workers))
+        divisor = len(workers) / (dp_world_size or len(workers))
         averaging = getattr(self._engine, "gradient_average", True)
         # Copy gradients that are not contiguous, as DeepSpeed itself does.
         copies = [gradient.tensor.contiguous() for gradient in known]
         self._state.average(
             [Gradient(g.name, g.shape, copy) for g, copy in zip(known, copies, strict=True)],
-            divisor if averaging else len(self._workers),
+            divisor if averaging else len(workers),
         )
         for gradient, copy in zip(known, copies, strict=True):
             if copy is not gradient.tensor:
@@ -71,36 +82,25 @@ class AllReduceSeam:
             for parameter in self._engine.module.parameters():
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     flats[parameter.grad.data_ptr()] = [(parameter.grad, parameter)]
-        known: list[Gradient] = []
-        unknown: list[Tensor] = []
-        for tensor in bucket:
-            pairs = flats.get(tensor.data_ptr())
-            if pairs is None:
-                unknown.append(tensor)
-                continue
-            for gradient, parameter in pairs:
-                known.append(Gradient(self._state.name_of(parameter), tuple(parameter.shape), gradient.detach()))
-        return known, unknown
+        known = [
+            Gradient(self._state.name_of(parameter), tuple(parameter.shape), gradient.detach())
+            for tensor in bucket
+            for gradient, parameter in flats.get(tensor.data_ptr(), [])
+        ]
+        return known, [tensor for tensor in bucket if tensor.data_ptr() not in flats]
 
 
-class BucketSeam:
+class BucketOverride(GradientOverride):
     """The optimizer's all-reduce of a flat bucket, of which each worker keeps slices: stages 1 and 2."""
 
     method = "gradient_reduction_w_predivide"
 
     def __init__(self, engine: Any, state: DeepSpeedState) -> None:
-        self._optimizer, self._state = engine.optimizer, state
-        self._original = self._optimizer.gradient_reduction_w_predivide
+        super().__init__(engine, state)
         # DeepSpeed up to 0.17.1 has one bucket and no argument for its dtype.
         self._buckets_by_dtype = len(inspect.signature(self._original).parameters) == 2
         # With reduce_scatter, the optimizer would not call this method, and would cut gradients at partitions.
         self._optimizer.reduce_scatter = False
-        self._optimizer.gradient_reduction_w_predivide = self._reduce
-
-    @staticmethod
-    def owner(engine: Any) -> Any:
-        """Return the object that has the method."""
-        return engine.optimizer
 
     def _reduce(self, tensor: Tensor, *dtype: torch.dtype) -> Any:
         optimizer = self._optimizer
@@ -138,25 +138,19 @@ class BucketSeam:
         return int(first), int(min(numel - first, room))
 
 
-class PartitionSeam:
+class PartitionOverride(GradientOverride):
     """The optimizer's reduce-scatter of a list of gradients, of which each worker keeps partitions: stage 3."""
 
-    method = STAGE_3_METHOD
+    method = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
     def __init__(self, engine: Any, state: DeepSpeedState) -> None:
-        self._optimizer, self._state = engine.optimizer, state
-        self._original = getattr(self._optimizer, STAGE_3_METHOD)
+        super().__init__(engine, state)
+        optimizer = self._optimizer
         # Without reduce-scatter, DeepSpeed sums over the workers of one sequence instead of averaging. Do the same.
-        flat = self._optimizer.contiguous_gradients and not self._optimizer.reduce_scatter
-        self._factor = float(getattr(self._optimizer, "sequence_parallel_size", 1)) if flat else 1.0
+        flat = optimizer.contiguous_gradients and not optimizer.reduce_scatter
+        self._factor = float(getattr(optimizer, "sequence_parallel_size", 1)) if flat else 1.0
         # Otherwise DeepSpeed averages contiguous gradients in another method.
-        self._optimizer.reduce_scatter = True
-        setattr(self._optimizer, STAGE_3_METHOD, self._reduce)
-
-    @staticmethod
-    def owner(engine: Any) -> Any:
-        """Return the object that has the method."""
-        return engine.optimizer
+        optimizer.reduce_scatter = True
 
     def _reduce(self, parameters: Sequence[Tensor], *dtype: torch.dtype) -> list[Tensor]:
         if not self._state.compressing() or not parameters:
@@ -166,57 +160,23 @@ class PartitionSeam:
         gradients: list[Gradient] = []
         outputs: list[Tensor] = []
         for parameter in parameters:
-            shape = whole_shape(parameter)
             gradient = parameter.grad
             assert gradient is not None
             each = -(-gradient.numel() // workers)
             first = min(worker * each, gradient.numel())
             kept = min(each, gradient.numel() - first)
             outputs.append(gradient.new_empty(kept, dtype=self._optimizer.gradient_accumulation_dtype))
-            name = self._state.name_of(parameter)
-            gradients.append(Gradient(name, shape, gradient.detach().contiguous(), (first, outputs[-1])))
+            name, part = self._state.name_of(parameter), (first, outputs[-1])
+            gradients.append(Gradient(name, whole_shape(parameter), gradient.detach().contiguous(), part))
         self._state.average(gradients, self._factor)
         return outputs
 
 
-Seam = AllReduceSeam | BucketSeam | PartitionSeam
-
-
-def seam_class(engine: Any) -> type[Seam]:
-    """Return the seam that an engine's gradients go through."""
+def override_class(engine: Any) -> type[GradientOverride]:
+    """Return the override through which an engine's gradients go."""
     stage = int(engine.zero_optimization_stage())
     if stage == 3:
-        return PartitionSeam
+        return PartitionOverride
     if stage in (1, 2) and not is_bf16_optimizer(engine.optimizer):
-        return BucketSeam
-    return AllReduceSeam
-
-
-def averaging_group(engine: Any) -> Any:
-    """Return the process group over which an engine averages gradients."""
-    if engine.pipeline_parallelism:
-        return engine.mpu.get_data_parallel_group()
-    return engine.seq_data_parallel_group
-
-
-def loss_scale_source(engine: Any) -> LossScaleSource:
-    """Return the engine's scaler, or a function that returns its loss scale."""
-    optimizer = engine.optimizer
-    for owner, name in ((engine, "torch_autocast_z0_gradscaler"), (optimizer, "torch_autocast_gradscaler")):
-        scaler: torch.amp.GradScaler | None = getattr(owner, name, None)
-        if scaler is not None:
-            return scaler
-
-    def current() -> float | None:
-        if getattr(optimizer, "custom_loss_scaler", False):
-            return float(optimizer.external_loss_scale)
-        # Stage 0 keeps it in ``loss_scale_config``, the other stages have a property.
-        scale = getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None)
-        return None if scale is None else float(scale)
-
-    return current
-
-
-def is_bf16_optimizer(optimizer: Any) -> bool:
-    """Return whether this is DeepSpeed's BF16_Optimizer, which accumulates gradients in fp32 and all-reduces them."""
-    return type(optimizer).__name__ == "BF16_Optimizer"
+        return BucketOverride
+    return AllReduceOverride

@@ -1,4 +1,4 @@
-"""This worker's parameters beside θ, the copy that all workers share."""
+"""θ, the parameters that all workers share, their outer optimizer, and what of it a worker's own parameters get."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.integrations.local_steps.held import Held, local
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local
 from powersgd_triton.ops.host_copy import HostCopy
 
 logger = logging.getLogger("powersgd_triton.integrations.local_steps")
 
 Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Returns an optimizer of the shared parameters. Their gradient is the mean of shared − local parameters."""
+"""Returns the outer optimizer, of the shared parameters. Their gradient is the mean of the pseudo-gradients."""
 
 Tensors = dict[str, Tensor]
 
@@ -29,32 +29,18 @@ def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-class Replica:
-    """This worker's parameters, and θ.
+class OuterState:
+    """The shared parameters θ, in at least fp32, beside this worker's own, which are sent from ``device``."""
 
-    Args:
-        held: What this worker holds of the model.
-        outer: Returns the optimizer of θ.
-        communicator: The workers that share θ.
-        device: Device from which differences are sent.
-
-    Raises:
-        TypeError: ``outer`` returns something else.
-
-    Attributes:
-        shared: {name: θ}, in at least fp32.
-        outer: The optimizer of θ.
-    """
-
-    def __init__(self, held: Held, outer: Outer, communicator: Communicator, device: torch.device) -> None:
-        self.held, self._communicator, self._device = held, communicator, device
+    def __init__(self, local: LocalTensors, outer: Outer, communicator: Communicator, device: torch.device) -> None:
+        self.local, self._communicator, self._device = local, communicator, device
         self.shared = {
             name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
-            for name, tensor in held.tensors()
+            for name, tensor in local.tensors()
         }
-        self.outer = outer(list(self.shared.values()))
-        if not isinstance(self.outer, torch.optim.Optimizer):
-            raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.outer).__name__}")
+        self.optimizer = outer(list(self.shared.values()))
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.optimizer).__name__}")
         self._finite: HostCopy | None = None
         # As they were after the last exchange.
         self._buffers: list[Tensor] = []
@@ -65,60 +51,99 @@ class Replica:
 
     def begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""
-        for found in (self.theta().items(), self.held.buffers(), self.held.frozen()):
+        for found in (self.theta().items(), self.local.buffers(), self.local.frozen()):
             for _, tensor in found:
                 sent = tensor.to(self._device).contiguous()
                 self._communicator.broadcast(sent)
                 tensor.copy_(sent)
         self.write(self.theta())
-        self._buffers = [buffer.clone() for _, buffer in self.held.buffers()]
+        self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
+
+    def forget(self) -> None:
+        """Begin anew from the first worker's parameters. Collective."""
+        self.optimizer.state.clear()
+        theta = self.theta()
+        for name, tensor in self.local.tensors():
+            theta[name].copy_(tensor)
+        self.begin_equal()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the local parameters."""
-        for name, tensor in self.held.tensors():
+        for name, tensor in self.local.tensors():
             tensor.copy_(values[name])
-        self.held.refresh()
+        self.local.refresh()
 
-    def differences(self) -> tuple[Tensors, Tensor]:
-        """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero."""
-        differences: Tensors = {}
-        for name, tensor in self.held.tensors():
+    def pseudo_gradients(
+        self, finite: Tensor | None = None, begun: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensors, Tensor]:
+        """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero.
+
+        Collective on the other shards, unless it is known whether the worker was ``finite`` when the exchange began.
+        ``begun`` are the local parameters from that time, if they have changed since.
+        """
+        found: Tensors = {}
+        for name, tensor in self.local.tensors():
             start = self._start(name, tensor)
-            difference = (start - tensor.to(start.dtype)).to(self._device)
-            differences[name] = _padded(difference, self.held.shapes[name])
-        finite = self._is_finite(differences.values())
-        for difference in differences.values():
-            torch.where(finite, difference, difference.new_zeros(()), out=difference)
-        return differences, finite
+            own = tensor.to(start.dtype) if begun is None else begun[name]
+            found[name] = _padded((start - own).to(self._device), self.local.shapes[name])
+        if finite is None:
+            finite = self._is_finite(found.values())
+        for gradient in found.values():
+            torch.where(finite, gradient, gradient.new_zeros(()), out=gradient)
+        return found, finite
 
     def copies(self, finite: Tensor) -> Tensors:
         """Return copies of the local parameters. If this worker is not finite, it gets θ first."""
         copies: Tensors = {}
-        for name, tensor in self.held.tensors():
+        for name, tensor in self.local.tensors():
             start = self._start(name, tensor)
             copies[name] = torch.where(finite.to(tensor.device), tensor.to(start.dtype), start)
             tensor.copy_(copies[name])
-        self.held.refresh()
+        self.local.refresh()
         return copies
 
     def update(self, means: Mapping[str, Tensor], begun: Mapping[str, Tensor] | None) -> None:
-        """Update θ by the mean differences, and go on from it.
+        """Update θ by {name: mean pseudo-gradient}, padded, and go on from it.
 
-        Args:
-            means: {name: mean difference}, padded.
-            begun: Local parameters when the exchange began, which are overwritten. What was changed since is kept.
-                None if nothing was.
+        What was changed since the exchange has ``begun`` with these local parameters is kept. They are overwritten.
         """
         for name, parameter in self.shared.items():
             parameter.grad = without_padding(means[name], parameter).to(parameter.device)
-        self.outer.step()
-        self.outer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         values = self.theta()
         if begun is not None:
-            for name, tensor in self.held.tensors():
+            for name, tensor in self.local.tensors():
                 # In the memory of ``begun``, since new pages are slow on the CPU.
                 changed = torch.sub(tensor.to(values[name].dtype), begun[name], out=begun[name])
                 values[name] = changed.add_(values[name])
+        self.write(values)
+
+    def parts(self, *, begun: bool) -> dict[str, Tensors]:
+        """Return what a saved state has of each tensor: "shared", and in a round that has begun "own" and "changes".
+
+        Collective if a round has begun: the changes are the mean of all workers' pseudo-gradients.
+        """
+        parts = {name: {"shared": theta.clone()} for name, theta in self.theta().items()}
+        if begun:
+            gradients, finite = self.pseudo_gradients()
+            copies = self.copies(finite)
+            for name, tensor in self.local.tensors():
+                changes = without_padding(self._communicator.mean(gradients[name]), tensor).to(tensor.device)
+                parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
+        return parts
+
+    def load(self, parts: Mapping[str, Tensors], *, own: bool) -> None:
+        """Continue from what ``parts`` has returned: from the worker's own parameters, or from the mean of all."""
+        for name, theta in self.theta().items():
+            theta.copy_(parts[name]["shared"])
+        values: Tensors = {}
+        for name, tensor in self.local.tensors():
+            saved, start = parts[name], self._start(name, tensor)
+            if own and "own" in saved:
+                values[name] = saved["own"]
+            else:
+                values[name] = start - saved["changes"].to(start.device) if "changes" in saved else start
         self.write(values)
 
     def _start(self, name: str, tensor: Tensor) -> Tensor:
@@ -126,10 +151,10 @@ class Replica:
         shared = self.shared[name].detach()
         return shared.to(tensor.dtype).to(shared.dtype)
 
-    def _is_finite(self, differences: Iterable[Tensor]) -> Tensor:
-        """Return whether this worker's replica is finite, as a bool scalar on the device."""
+    def _is_finite(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Return whether all shards of this worker's model are finite, as a bool scalar on the device."""
         # Several times as fast on the CPU as a norm.
-        extremes = [extreme for each in differences if each.numel() for extreme in torch.aminmax(each)]
+        extremes = [extreme for each in gradients if each.numel() for extreme in torch.aminmax(each)]
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         if extremes:
             finite = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all()
@@ -152,11 +177,8 @@ class Replica:
     def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
         """Average the buffers that have changed, and the optimizer's states if asked. Return the bytes sent.
 
-        Collective. Workers that are not finite, or have a NaN in what is averaged, do not count.
-
-        Raises:
-            DisagreementError: The optimizer's states differ in number or shape, for example because a parameter had a
-                gradient on some workers only. Nothing was changed.
+        Collective. Workers that are not finite, or have a NaN in what is averaged, do not count. DisagreementError if
+        states differ in number or shape, for example because a parameter had a gradient on some workers only.
         """
         tensors = self._changed_buffers()
         if optimizer is not None:
@@ -180,12 +202,12 @@ class Replica:
             average = average if tensor.is_floating_point() else average.round()
             # If no worker counts, nothing changes.
             tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self._device)))
-        self._buffers = [buffer.clone() for _, buffer in self.held.buffers()]
+        self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
         return whole.nbytes
 
     def _changed_buffers(self) -> list[Tensor]:
         """Return the buffers that a worker has changed since the last exchange. Masks, for example, never change."""
-        buffers = [buffer for _, buffer in self.held.buffers()]
+        buffers = [buffer for _, buffer in self.local.buffers()]
         if not buffers:
             return []
         same = [torch.equal(buffer, before) for buffer, before in zip(buffers, self._buffers, strict=True)]

@@ -1,0 +1,112 @@
+"""An exchange under way: pseudo-gradients that travel in fragments, while the workers may take their next steps."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.undo import Undo
+from powersgd_triton.integrations.local_steps.outer_state import OuterState
+
+FRAGMENT = 1 << 25
+"""Elements of the model that are exchanged at a time, since an exchange needs memory for several copies of them."""
+
+
+class PendingExchange:
+    """An exchange under way. It is one step of the engine, and may take ``delay`` steps of the local optimizer.
+
+    Attributes:
+        gradients: {name: pseudo-gradient}. When the exchange ``counts``, they are their means.
+        finite: Whether this worker was finite, as a scalar on the device.
+        since: Number of steps whose changes are exchanged.
+        begun: {name: local parameters when the exchange began}, with a delay.
+    """
+
+    def __init__(self, engine: Engine, undo: Undo, outer: OuterState, delay: int, since: int) -> None:
+        self._engine, self._undo, self._outer = engine, undo, outer
+        self.gradients, self.finite = outer.pseudo_gradients()
+        self.begun = outer.copies(self.finite) if delay else None
+        self.since, self._left = since, delay
+        self._waiting = _fragments(self.gradients, delay)
+        self.counts = False
+        undo.begin()
+
+    def advance(self, *, finish: bool) -> bool:
+        """Advance by one step, or to the end. Return whether the exchange has ended.
+
+        It has also ended if this raises an exception. Unless it ``counts`` nevertheless, the local parameters and the
+        errors then still have all changes.
+        """
+        finish = finish or self._left == 0
+        # Without a fragment to start, advance those under way.
+        fragments = self._waiting if finish else self._waiting[:1]
+        self._left, self._waiting = self._left - 1, self._waiting[len(fragments) :]
+        try:
+            for names in fragments:
+                self._start(names)
+            if finish:
+                verdict = self._engine.end_step()
+                self.counts = verdict is None or bool(verdict)
+            elif not fragments:
+                self._engine.advance(self._device)
+        except BaseException:
+            # A user's function in telemetry, for example, comes after the end: the other workers count the exchange.
+            self.counts = self._undo.ended
+            if not self.counts:
+                self._undo.give_up(self._device)
+                self._take_back()
+            raise
+        if finish and not self.counts:
+            self._take_back()
+        elif finish:
+            self._undo.begin()
+        return finish
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.gradients.values())).device
+
+    def _take_back(self) -> None:
+        """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""
+        # Again, since means may have been written over them.
+        gradients, _ = self._outer.pseudo_gradients(self.finite, self.begun)
+        # Where a sum was not finite, the average is NaN, and the engine has taken the gradient back itself.
+        self._undo.subtract({name: G for name, G in gradients.items() if not self.gradients[name].isnan().any()})
+
+    def _start(self, names: list[str]) -> None:
+        """Start averaging a fragment in place."""
+        engine, gradients = self._engine, {name: self.gradients[name] for name in names}
+        shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
+        bucket = engine.begin(tuple(names), shapes.copy, self._device, last=False)
+        if engine.compressing:
+            engine.average(bucket, gradients)
+            return
+        buffer = torch.cat([gradient.view(-1) for gradient in gradients.values()])
+        engine.average_exactly(buffer, done=functools.partial(_split, buffer, gradients))
+
+
+def _fragments(tensors: Mapping[str, Tensor], delay: int) -> list[list[str]]:
+    """Divide tensors into fragments that travel one after the other: lists of names."""
+    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if tensor.numel()}
+    # With a delay, the next one leaves in the next step, so that the host never waits for the one before.
+    most = -(-sum(sizes.values()) // max(1, delay - 1)) if delay else FRAGMENT
+    fragments: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if fragments[-1] and filled + size > most:
+            fragments.append([])
+            filled = 0
+        fragments[-1].append(name)
+        filled += size
+    return fragments
+
+
+def _split(buffer: Tensor, out: Mapping[str, Tensor]) -> None:
+    """Copy a flat buffer to tensors."""
+    for tensor, part in zip(out.values(), buffer.split([t.numel() for t in out.values()]), strict=True):
+        tensor.view(-1).copy_(part)

@@ -1,0 +1,96 @@
+"""Taking gradients out of the error buffers again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Task
+from powersgd_triton.ops.backend import Backend, Message
+from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.step import Step
+
+
+class Undo:
+    """Takes a step that does not count back, for an adapter that sends its gradients again. It is a ``Listener``.
+
+    The error buffers of such a step hold G + E. They become E again, except for a rounding of G + E.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # What was added to the error buffers in the step that ``begin`` began, and the number of steps before.
+        self._added: dict[Bucket, Mapping[str, Tensor]] = {}
+        self._ended = 0
+        engine.listeners.append(self)
+
+    def watch(self, task: Task) -> Task:
+        """See ``Listener``. Other schemes than factors change no residuals before the step counts."""
+        return task if task.memory is None else dataclasses.replace(task, memory=_Noting(task.memory, self._added))
+
+    def void(self) -> None:
+        """See ``Listener``."""
+
+    def end_step(self) -> None:
+        """See ``Listener``."""
+
+    def obstacle(self) -> str | None:
+        """See ``Listener``."""
+        return None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._ended = self._engine.step.ended
+        self._added.clear()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the step has ended, if only with an exception of a listener."""
+        return self._engine.step.ended > self._ended
+
+    def give_up(self, device: torch.device) -> None:
+        """Void the step, which has failed on this worker. Collective if others compress other shards."""
+        engine = self._engine
+        if engine.step.keys and engine.communicator.others:
+            # They end the step too, and agree with this worker that it does not count. They may be gone.
+            engine.step.verdict(device).zero_()
+            with contextlib.suppress(RuntimeError):
+                engine.end_step()
+        engine.void()
+
+    def subtract(self, gradients: Mapping[str, Tensor]) -> None:
+        """Subtract {name: G} from the error buffers to which it was added. Nobody has changed them since."""
+        with self._engine.residuals.streams.everywhere():
+            for bucket, added in self._added.items():
+                # The workers of a node have added rows of their sum, which nobody overwrites.
+                found = added if bucket.shared else gradients
+                for group, buffers in zip(bucket.own, bucket.M or [], strict=False):
+                    for piece, M in zip(group.segments, buffers, strict=True):
+                        if piece.name in gradients:
+                            M.sub_(found[piece.name].view_as(M))
+        self._added.clear()
+
+
+class _Noting:
+    """A backend that notes the gradients that it has added to its error buffers."""
+
+    def __init__(self, backend: Backend, added: dict[Bucket, Mapping[str, Tensor]]) -> None:
+        self._backend, self._added = backend, added
+        self.project, self.backproject = self._noting(backend.project), self._noting(backend.backproject)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def _noting(self, product: Callable[[Mapping[str, Tensor], Step, int], Message]) -> Callable[..., Message]:
+        def run(gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
+            message = product(gradients, step, repetition)
+            self._added[self._backend.bucket] = gradients
+            return message
+
+        return run

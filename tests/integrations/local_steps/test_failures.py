@@ -1,0 +1,88 @@
+"""Exchanges that fail at any of their messages: nothing is lost, and the next exchange sends what they have not."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from powersgd_triton.comm import communicator
+from powersgd_triton.core import schedule
+from powersgd_triton.integrations.local_steps import pending_exchange
+from tests.support.distributed import on_workers
+from tests.support.local_steps import LOST, InFSDP2, Training, mean, owed, theta
+
+EVERY = 3
+
+
+@contextlib.contextmanager
+def failing(last: int, fragment: int) -> Iterator[list[str]]:
+    """Let an exchange fail at a message, on this worker. What goes wrong in the block is in the list."""
+    waits, failures = itertools.count(1), list[str]()
+
+    def wait(work: Any) -> None:
+        communicator.wait(work)
+        if next(waits) == last:
+            raise RuntimeError("injected")
+
+    with mock.patch.object(schedule, "wait", wait), mock.patch.object(pending_exchange, "FRAGMENT", fragment):
+        try:
+            yield failures
+        except RuntimeError as failure:
+            failures.append(str(failure))
+    assert failures in ([], ["injected"])
+
+
+def fails_anywhere(worker: int, config: str, delay: int, mesh: Any = None) -> None:
+    training = Training(worker, config, EVERY, delay=delay, node_group=mesh)
+    training.train(EVERY)
+    for last in itertools.count(1):
+        training.train(EVERY - training.sync.since - 1)
+        training.sync._advance(finish=True)
+        kept = owed(training.sync)
+        # The smallest fragments have one tensor each.
+        with failing(last, 50 if last % 2 else 200) as failures:
+            training.train(1 + delay)
+            training.sync._advance(finish=True)
+        training.check()
+        if not failures:
+            break
+        assert training.sync.since >= EVERY
+        # On two levels, rows of the errors may have moved to another worker of the node.
+        changed = kept - owed(training.sync) if mesh is None else mean(kept - owed(training.sync))
+        assert float(changed.abs().max()) < LOST, last
+        training.train(1)
+    assert last > 2, "no message has failed"
+    training.finish()
+
+
+@on_workers(2)
+def test_any_message(worker: int, world_size: int) -> None:
+    """Fragments that were averaged and written already are taken back too."""
+    for config, delay in (("rank", 0), ("int8 factors", 2), ("alternating", 0), ("ternary", 0)):
+        fails_anywhere(worker, config, delay)
+
+
+@on_workers(4)
+def test_any_message_on_two_levels(worker: int, world_size: int) -> None:
+    """The errors of a node have the sum of its workers' pseudo-gradients."""
+    fails_anywhere(worker, "rank", 0, init_device_mesh("cpu", (2, 2)))
+
+
+@on_workers(4)
+def test_one_shard(worker: int, world_size: int) -> None:
+    """The exchange of one FSDP2 shard fails. The other shard hears of it, and both send their changes again."""
+    for config in ("ternary", "rank"):
+        training = InFSDP2(worker, config, 1)
+        for step in range(4):
+            with failing(step if worker % 2 == 0 else 0, 50) as failures:
+                training.train(1)
+            assert bool(failures) == (step > 0 and worker % 2 == 0)
+            assert training.sync.since == step
+            training.check()
+        training.finish()
+        assert theta(training.sync).isfinite().all()
