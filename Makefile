@@ -55,7 +55,7 @@ test-frameworks: $(INSTALLED_FRAMEWORKS)
 
 # Rewrites the table in docs/frameworks.md.
 frameworks: $(INSTALLED_FRAMEWORKS)
-	$(PYTHON_FRAMEWORKS) -m tests.frameworks --write
+	$(PYTHON_FRAMEWORKS) -m tests.frameworks
 
 # Rewrites the table in docs/faults.md, with every fault 50 times, in ten to twenty minutes. The page says how many times
 # each fault was injected for the table that it holds.

@@ -77,14 +77,6 @@ def test_counts_are_those_of_process_groups(world_size: int) -> None:
             assert found[worker][nodes, node_size, name] == expected, (nodes, node_size, name, worker)
 
 
-@pytest.mark.parametrize("width", ["float32", "bfloat16", "int8", "int4"])
-def test_bytes_do_not_grow_with_the_workers(width: str) -> None:
-    buckets, config = ddp_buckets(MODELS["GPT-2, 124 M"]), PowerSGDConfig(rank=16, wire_dtype=width)
-    with latency_decides():
-        first, *others = (simulate(buckets, config, workers) for workers in (2, 8, 64, 256, 1024))
-    assert all(other.normalized <= 1.1 * first.normalized for other in others)
-
-
 def test_bytes_are_those_that_interfaces_counted() -> None:
     rows = [Row(**row) for row in json.loads(RECORD.read_text())["rows"]]
     for model, width in two_levels.MODELS.items():

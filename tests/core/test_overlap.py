@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -247,14 +246,6 @@ class LateNetwork(Pair):
         return SimpleNamespace(wait=done.wait)
 
 
-def enqueue(engine: Engine, given: dict[str, Tensor], overlapping: bool = True, own_stream: bool = False) -> None:
-    device = given["a"].device
-    for names in BUCKETS:
-        layout = begin(engine, names, device, names is BUCKETS[-1] if overlapping else None)
-        with engine.residuals.streams.on(device, join=False) if own_stream else contextlib.nullcontext():
-            engine.average(layout, {name: given[name] for name in names})
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -274,7 +265,10 @@ def test_messages_travel_while_kernels_run_on_a_gpu(backend: str, algorithm: str
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
             try:
-                enqueue(engine, given, overlapping, own_stream=True)
+                for names in BUCKETS:
+                    layout = begin(engine, names, device, names is BUCKETS[-1] if overlapping else None)
+                    with engine.residuals.streams.on(device, join=False):
+                        engine.average(layout, {name: given[name] for name in names})
                 engine.finish()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -284,32 +278,4 @@ def test_messages_travel_while_kernels_run_on_a_gpu(backend: str, algorithm: str
         # Whether the second bucket's first message was due before the first bucket's had arrived.
         (_, arrived), (due, _), *_ = network.events
         assert (due.elapsed_time(arrived) > 0) is overlapping
-    assert same_bits(*results)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_a_captured_step_overlaps():
-    """No stream is left outside of the capture, and replays do what further steps do."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    results = []
-    for captured in (False, True):
-        engine = new_engine(everything(backend="triton"), LateNetwork(1000), lambda: SHAPES, device)
-        fresh = {name: tensor.to(device) for name, tensor in gradients(0, SHAPES).items()}
-        given = {name: tensor.clone() for name, tensor in fresh.items()}
-        graph: torch.cuda.CUDAGraph | None = None
-        for number in range(6):
-            torch.cuda.synchronize()
-            if captured and number == 3:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    enqueue(engine, given)
-            for name, gradient in given.items():
-                gradient.copy_(fresh[name] * (number + 1))
-            if graph is None:
-                enqueue(engine, given)
-            else:
-                graph.replay()
-        torch.cuda.synchronize()
-        results.append({name: gradient.clone() for name, gradient in given.items()})
     assert same_bits(*results)

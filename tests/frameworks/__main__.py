@@ -1,8 +1,7 @@
-"""Train with every framework and wrapper and print the table: ``python -m tests.frameworks [--write]``."""
+"""Train with every framework and wrapper and write the table in docs/frameworks.md: ``python -m tests.frameworks``."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 
@@ -17,9 +16,6 @@ HEAD = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.frameworks", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/frameworks.md")
-    write = parser.parse_args().write
     # Before the workers import torch.
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     from tests.support.frameworks.job import CELLS, FRAMEWORKS, measure
@@ -33,9 +29,8 @@ def main() -> None:
     names = ["torch", *FRAMEWORKS.values(), "deepspeed"]
     versions = ", ".join(f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in names)
     lines += ["", f"Made by `python -m tests.frameworks` with {versions}; 2 gloo workers, 4 for HSDP.", ""]
-    if write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(before + BEGIN + "\n".join(lines) + END + rest.partition(END)[2], encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

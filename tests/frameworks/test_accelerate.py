@@ -29,15 +29,11 @@ def test_several_models_and_wrong_use(worker: int, workers: int, tmp_path: Path)
     accelerator: Any = accelerator_for(job)
     net = job.net()
     model = accelerator.prepare(net)
-    for error, said, *arguments in (
-        ("TypeError", "accelerator.prepare", net),
-        ("TypeError", "got both", model, PowerSGDConfig()),
-        ("ValueError", "'rank'", model),
-    ):
-        options = {"rnak": 4} if said == "'rank'" else {"rank": 4}
-        found = complaint(compress, accelerator, *arguments, **options)
-        assert found.startswith(error)
-        assert said in found
+    assert "TypeError: " in (said := complaint(compress, accelerator, net, rank=4))
+    assert "accelerator.prepare" in said
+    assert "got both" in complaint(compress, accelerator, model, PowerSGDConfig(), rank=4)
+    assert "ValueError: " in (said := complaint(compress, accelerator, model, rnak=4))
+    assert "'rank'" in said
     state = compress(accelerator, model, **RANK_4)
     assert compress(accelerator, model) is state
     assert "ValueError: the model is compressed with" in complaint(compress, accelerator, model, rank=2)

@@ -71,22 +71,19 @@ def train(job: Job) -> dict[str, Tensor]:
         compress(accelerator, model, **job.options)
     if job.resume:
         accelerator.load_state(str(job.folder))
-    step, micro = job.steps.start, job.steps.start * Job.MICRO_BATCHES
-    while step in job.steps:
+    micro, end = (Job.SAVED if job.resume else 0) * Job.MICRO_BATCHES, Job.STEPS * Job.MICRO_BATCHES
+    while micro < end:
         epoch = micro % len(loader)
         for batch in accelerator.skip_first_batches(loader, epoch) if epoch else loader:
-            micro += 1
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch)["loss"])
                 if accelerator.sync_gradients and job.clip is not None:
                     accelerator.clip_grad_norm_(model.parameters(), job.clip)
                 optimizer.step()
                 optimizer.zero_grad()
-            if micro % Job.MICRO_BATCHES:
-                continue
-            step += 1
-            if job.save and step == Job.SAVED:
+            micro += 1
+            if job.save and micro == Job.SAVED * Job.MICRO_BATCHES:
                 accelerator.save_state(str(job.folder))
-            if step not in job.steps:
+            if micro == end:
                 break
     return whole(model)

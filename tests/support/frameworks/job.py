@@ -51,7 +51,6 @@ class Job:
         resume: Start with other weights, and continue from that checkpoint.
         bf16: Train with the framework's mixed precision.
         scaled: Train in fp32 with a loss scale that doubles in every step.
-        parameters: How DeepSpeed's parameters are sent. None gathers them as they are.
         clip: The largest norm of a step's gradients.
     """
 
@@ -69,12 +68,7 @@ class Job:
     resume: bool = False
     bf16: bool = False
     scaled: bool = False
-    parameters: str | None = None
     clip: float | None = 0.5
-
-    @property
-    def steps(self) -> range:
-        return range(self.SAVED if self.resume else 0, self.STEPS)
 
     def net(self) -> Net:
         """The model before it is wrapped."""
@@ -92,7 +86,7 @@ class Job:
             "gradient_clipping": self.clip,
             "zero_optimization": {"stage": 2},
             # DeepSpeed and Accelerate ignore the section.
-            "powersgd": {"parameters": self.parameters},
+            "powersgd": {"parameters": None},
         }
 
 
@@ -163,13 +157,13 @@ def growing_scale() -> torch.amp.GradScaler:
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters, whole and by their names before the model was wrapped. Collective."""
     return {
-        name.replace("_orig_mod.", "").removeprefix("module."): (
-            parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        )
-        .detach()
-        .clone()
+        name.replace("_orig_mod.", "").removeprefix("module."): full(parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss(parameters: dict[str, Tensor] | None = None) -> float:
