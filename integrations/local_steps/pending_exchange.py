@@ -58,7 +58,7 @@ class PendingExchange:
             # A user's function in telemetry, for example, comes after the end: the other workers count the exchange.
             self.counts = self._undo.ended
             if not self.counts:
-                self._undo.give_up(self._device)
+                self._undo.give_up()
                 self._take_back()
             raise
         if finish and not self.counts:

@@ -124,7 +124,7 @@ class Communicator:
         work: dist.Work = self._collectives.all_to_all_single(received, sent, **options)
         return work
 
-    def all_gather(self, gathered: Tensor, tensor: Tensor) -> dist.Work:
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> Work:
         """Start collecting every worker's ``tensor`` in ``gathered`` [workers, …]."""
         # torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
         collectives = self._collectives

@@ -171,10 +171,9 @@ class Buckets:
         def allocate() -> tuple[Any, Facts, Facts]:
             memory = self._scheme.prepare(task)
             # Moving an error is collective, and the workers of a node exchange gradients as they are.
-            dtypes = sorted({str(gradient.dtype) for gradient in gradients.values()})
-            moving = sorted(self._residuals.moving)
-            levels = self.communicator.inside is not None
-            return memory, {}, {"errors to move": moving, "dtypes of gradients": dtypes if levels else []}
+            shared = [] if self.communicator.inside is None else gradients.values()
+            dtypes = sorted({str(gradient.dtype) for gradient in shared})
+            return memory, {}, {"errors to move": sorted(self._residuals.moving), "dtypes of gradients": dtypes}
 
         if bucket.agreed:
             memory, *_ = allocate()

@@ -116,6 +116,8 @@ class Engine:
             if step.keys:
                 # The open step was interrupted before its last bucket came, for example in the backward pass.
                 self.void()
+            # The end of a step may change which matrices are compressed.
+            bucket = self.buckets.find(key, shapes, device, compress=compress)
         settled = functools.partial(self.buckets.is_settled, bucket)
         self._capture.start(device, (listener.obstacle() for listener in self.listeners), settled)
         self.begun = [*(self.begun if step.keys else []), bucket.layout]
@@ -246,6 +248,10 @@ class Engine:
         for listener in self.listeners:
             listener.void()
         with self.residuals.streams.everywhere():
+            stays_open &= bool(self.step.keys)
+            if stays_open and self.buckets.device is not None:
+                # So that the others hear of it.
+                self.step.verdict(self.buckets.device)
             self.step.void(stays_open=stays_open, captured=self._capture.undo())
         self.buckets.release()
 

@@ -70,18 +70,15 @@ class Schedule:
         turns = [*([] if bucket is None else [(bucket, None, done)]), *self._under_way]
         while turns:
             self._under_way = []
-            for run, work, take in turns:
+            while turns:
+                run, work, take = turns.pop(0)
                 mark(EXCHANGE)
                 wait(work)
                 mark(MESSAGES)
                 try:
-                    under_way = [(run, next(run), take)]
+                    (started if run is bucket else self._under_way).append((run, next(run), take))
                 except StopIteration as end:
-                    under_way, result = [], end.value
-                if under_way:
-                    (started if run is bucket else self._under_way).extend(under_way)
-                else:
-                    take(result)
+                    take(end.value)
                 mark(None)
             self._under_way += started
             turns, started = self._under_way if finish else [], []

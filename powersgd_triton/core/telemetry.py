@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,7 +123,9 @@ class Telemetry:
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar, as a SummaryWriter has; got {type(writer).__name__}")
         self._callback, self._writer, self._every = callback, writer, whole_number("every", every, 1)
-        self._engine, self._clock = engine, Clock()
+        # Not a cycle, so that errors on a device are freed with the engine.
+        self._engine: Engine = weakref.proxy(engine)
+        self._clock = Clock()
         engine.schedule.mark = self._clock.mark
         # The open step, if it is measured. Its reports are completed in order.
         self._open: _MeasuredStep | None = None

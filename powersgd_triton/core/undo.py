@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from powersgd_triton.core.engine import Engine
@@ -24,7 +24,7 @@ class Undo:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine: Engine = weakref.proxy(engine)
         # What was added to the error buffers in the step that ``begin`` began, and the number of steps before.
         self._added: dict[Bucket, Mapping[str, Tensor]] = {}
         self._ended = 0
@@ -54,12 +54,12 @@ class Undo:
         """Whether the step has ended, if only with an exception of a listener."""
         return self._engine.step.ended > self._ended
 
-    def give_up(self, device: torch.device) -> None:
+    def give_up(self) -> None:
         """Void the step, which has failed on this worker. Collective if others compress other shards."""
         engine = self._engine
         if engine.step.keys and engine.communicator.others:
             # They end the step too, and agree with this worker that it does not count. They may be gone.
-            engine.step.verdict(device).zero_()
+            engine.void(stays_open=True)
             with contextlib.suppress(RuntimeError):
                 engine.end_step()
         engine.void()

@@ -117,15 +117,15 @@ class Step:
     def void(self, *, stays_open: bool, captured: bool = False) -> None:
         """Discard the open step: its products are not subtracted from the error buffers.
 
-        With ``stays_open`` the step remains to be ended. If it was ``captured``, nothing has run on the device, and the
-        verdict there is still that of the step before.
+        With ``stays_open`` the step remains to be ended, with a verdict of 0. If it was ``captured``, nothing has run
+        on the device, and the verdict there is still that of the step before.
         """
         if self._scalars is not None and not captured:
             self._scalars[1].zero_()
-        kept = self.keys, self.last, self.uneven
+        kept = self.keys, self.last, self.uneven, self._scalars
         self.forget()
         if stays_open:
-            self.keys, self.last, self.uneven = kept
+            self.keys, self.last, self.uneven, self._scalars = kept
 
     def end(self) -> None:
         """Close the step and count it."""

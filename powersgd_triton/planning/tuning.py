@@ -7,6 +7,7 @@ import itertools
 import logging
 import statistics
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ class Tuning:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._plan = engine, engine.plan
+        # Not a cycle, so that errors on a device are freed with the engine.
+        self._engine: Engine = weakref.proxy(engine)
+        self._plan, self._loaded = engine.plan, engine.residuals.loaded
         self._ends: list[float] = []
-        self._iteration = 0
 
     def watch(self, task: Task) -> Task:
         """See ``Listener``."""
@@ -54,17 +56,16 @@ class Tuning:
     def end_step(self) -> None:
         """Note that a step has ended. Settle everything after the last measured one, which is collective."""
         step, plan, config, device = self._engine.step, self._plan, self._plan.config, self._engine.buckets.device
-        if step.ended == 1 or step.iteration != self._iteration + 1:
+        if step.ended == 1 or self._engine.residuals.loaded is not self._loaded:
             # The workers have changed, or a state was loaded.
-            self._ends = []
-        self._iteration = step.iteration
+            self._ends, self._loaded = [], self._engine.residuals.loaded
         if not plan.measures or device is None or (step.iteration <= config.start_iter and plan.compresses):
             return
         synchronize(device)
         self._ends.append(time.perf_counter())
         if len(self._ends) <= WARM_UP + MEASURED:
             return
-        ends = self._ends[WARM_UP:]
+        ends, self._ends = self._ends[WARM_UP:], []
         seconds = statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
         settle = self._compression if config.compression == AUTO else self._max_rank
         plan.settle(settle(seconds, [layout.shapes for layout in self._engine.begun], device))

@@ -54,7 +54,9 @@ def test_a_second_fit_continues(worker: int, workers: int, wrapper: str):
     trainer.fit(module, Loader())
     assert last > 0
     assert errors[0] == (0, 0.0)
-    assert errors[begin] == (averages, pytest.approx(last, rel=1e-5))
+    steps, resumed = errors[begin]
+    assert steps == averages
+    assert resumed == pytest.approx(last, rel=1e-5)
     assert callback.powersgd.iteration == 2 * averages
 
 

@@ -114,7 +114,7 @@ def files() -> set[str]:
 @functools.cache
 def functions() -> set[str]:
     """Names of all tests, and of the functions that specify the operations."""
-    sources = [*(ROOT / "tests").rglob("test_*.py"), ROOT / "powersgd_triton" / "ops" / "reference.py"]
+    sources = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "powersgd_triton" / "ops").glob("*.py")]
     return {name for file in sources for name in re.findall(r"^def (\w+)\(", file.read_text("utf-8"), re.MULTILINE)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -104,6 +105,26 @@ def test_the_rules_can_be_broken(tmp_path: Path):
     for name in names:
         assert any(broken(own, name) for broken in RULES), name
     assert not any(broken(own, "powersgd_triton.config") or broken(own, "torch") for broken in RULES)
+
+
+def dependencies() -> dict[str, set[str]]:
+    """{module: modules of the package that it imports}, also within a part of the package, lazily, and for types."""
+    names = {module_of(path).removesuffix(".__init__") for path in MODULES}
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        own = module_of(path).removesuffix(".__init__")
+        # A name in a module stands for the module.
+        modules = {name if name in names else name.rpartition(".")[0] for name in imported(path)}
+        found[own] = (modules & names) - {own, "powersgd_triton"}
+    return found
+
+
+def test_no_module_needs_itself():
+    order = graphlib.TopologicalSorter(dependencies())
+    assert len([*order.static_order()]) > 100
+    broken = {**dependencies(), "powersgd_triton.config": {"powersgd_triton.core.engine"}}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(broken).prepare()
 
 
 def test_no_test_is_imported():
