@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ ORTHONORMAL_TOLERANCE = 1e-5
 CONSERVATION_TOLERANCE = 8 * STEPS * torch.finfo(torch.float32).eps
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """Result of one check: its name, whether it passed, and the figure that it measured."""
 
     name: str

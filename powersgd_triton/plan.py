@@ -11,7 +11,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from powersgd_triton.core.facts import Tensors
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.choice import TOLERANCE, WIDTHS, Job, Prediction, budgets, choose
 from powersgd_triton.planning.cost import Network, joined_buckets, measure_network, step_seconds
-from powersgd_triton.planning.trial import RANKS, ComputeTime, synchronize, time_compute
+from powersgd_triton.planning.trial import RANKS, ComputeTime, seconds_of, time_compute
 from powersgd_triton.ranks.report import RankReport, aligned
 from powersgd_triton.shapes import MODELS
 
@@ -50,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(MODELS)}, or package.module:function. The function returns the model, or (model, step), "
         "where step() does what a training step does without communication",
     )
-    parser.add_argument("--nodes", type=_positive, default=2, help="number of nodes (default: 2)")
-    parser.add_argument("--node-size", type=_positive, default=1, help="workers of a node (default: 1)")
+    parser.add_argument("--nodes", type=positive, default=2, help="number of nodes (default: 2)")
+    parser.add_argument("--node-size", type=positive, default=1, help="workers of a node (default: 1)")
     parser.add_argument("--bandwidth", type=float, default=10.0, help="Gbit/s of a node's network card (default: 10)")
     parser.add_argument("--inside", type=float, default=1600.0, help="Gbit/s of a worker in its node (default: 1600)")
     parser.add_argument("--latency", type=float, default=10.0, help="µs of a message between nodes (default: 10)")
@@ -145,13 +144,7 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
         return tensors, step_ms / 1e3
     if step is None:
         raise ValueError(f"--step-ms is missing, and {model} returns no function that takes a step")
-    seconds = []
-    for _ in range(2 + STEPS):
-        synchronize(device)
-        begin = time.perf_counter()
-        step()
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin)
+    seconds = [seconds_of(step, device) for _ in range(2 + STEPS)]
     return tensors, statistics.median(seconds[2:])
 
 
@@ -284,7 +277,8 @@ def report(job: Job, chosen: Prediction) -> RankReport:
     return RankReport.of(layout, chosen.config, {})
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Parse an argument of the command line that is at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")

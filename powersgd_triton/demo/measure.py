@@ -199,15 +199,9 @@ def _elapsed_ms(start: Any, end: Any) -> float:
 
 @contextlib.contextmanager
 def progress(title: str, steps: int, *, shown: bool) -> Iterator[Callable[[float, float], None]]:
-    """Show the progress of a training: a bar on a terminal, and ten lines elsewhere.
+    """Show the progress of a training on this worker if ``shown``: a bar on a terminal, and ten lines elsewhere.
 
-    Args:
-        title: Title of the bar.
-        steps: Number of steps.
-        shown: Whether this worker shows progress.
-
-    Yields:
-        A function to call with (loss, bytes sent so far) after each step.
+    Yields a function to call with (loss, bytes sent so far) after each step.
     """
     bar: Any = None
     if shown and sys.stderr.isatty():

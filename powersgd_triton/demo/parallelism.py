@@ -91,13 +91,9 @@ def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, An
 def make_engine(
     model: nn.Module, config: Mapping[str, Any], device: torch.device, learning_rate_factor: Callable[[int], float]
 ) -> Any:
-    """Return a DeepSpeed engine for the model, with compression as configured. The process group must exist.
+    """Return a DeepSpeed engine for the model, with DeepSpeed's configuration. The process group must exist.
 
-    Args:
-        model: Model on the CPU or on the device.
-        config: DeepSpeed's configuration.
-        device: Device of this worker.
-        learning_rate_factor: Maps a step's number to the factor of the learning rate.
+    ``learning_rate_factor`` maps a step's number to the factor of the learning rate.
     """
     # Set what a launcher would have set.
     workers = str(dist.get_world_size())

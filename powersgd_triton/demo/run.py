@@ -17,6 +17,7 @@ from powersgd_triton.demo import report
 from powersgd_triton.demo.parallelism import PARALLELISMS, ZERO_STAGES, check_workers
 from powersgd_triton.demo.train import MODES, Arm, Prepare, Result, Settings, distribute, train_worker
 from powersgd_triton.demo.workers import run_workers
+from powersgd_triton.plan import positive
 
 BUDGETED = "ours:20x"
 """About the bytes of rank 4 in fp32."""
@@ -38,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="ddp",
         help="; ".join(f"{name}: {what}" for name, what in PARALLELISMS.items()) + " (default: ddp)",
     )
-    parser.add_argument("--rank", type=_positive, default=16, help="rank of arms without one (default: 16)")
-    parser.add_argument("--steps", type=_positive, default=600, help="training steps (default: 600)")
+    parser.add_argument("--rank", type=positive, default=16, help="rank of arms without one (default: 16)")
+    parser.add_argument("--steps", type=positive, default=600, help="training steps (default: 600)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model and the batches (default: 0)")
-    parser.add_argument("--workers", type=_positive, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--workers", type=positive, default=2, help="number of processes (default: 2)")
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
@@ -111,10 +112,3 @@ def _check_requirements(parallelism: str) -> None:
     if missing:
         extras = ",".join(sorted({needed[name] for name in missing}))
         raise RuntimeError(f"{' and '.join(missing)} not installed; run pip install 'powersgd_triton[{extras}]'")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
-    return value

@@ -97,8 +97,7 @@ def factor_seconds(
 
     Args:
         buckets: Layouts with the ranks in force, in the order in which the backward pass fills them.
-        config: Configuration of the compression.
-        network: Where they travel.
+        config, network: Configuration of the compression, and where the factors travel.
         two_levels: Whether gradients are summed inside a node first.
         joined: Whether small buckets are joined, as the engine joins those of DDP.
         late: Whether the second message of the bucket before the last one is computed when the last one comes, so that
@@ -145,9 +144,7 @@ def _factor_seconds(layout: Layout, config: PowerSGDConfig, network: Network, *,
 def step_seconds(
     compute: float, compression: float, messages: Sequence[float], filled: Sequence[float] | None = None
 ) -> float:
-    """Return the seconds of a step.
-
-    All messages but the last ones travel during the backward pass.
+    """Return the seconds of a step. All messages but the last ones travel during the backward pass.
 
     Args:
         compute: Seconds of the forward and backward pass and the optimizer.

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,20 +126,29 @@ def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
 
 def _time_steps(engine: Engine, buckets: Sequence[dict[str, Tensor]], device: torch.device, scratch: Tensor) -> float:
     """Return the mean seconds of two steps, in which the alternating algorithm computes both of its products."""
-    seconds = 0.0
-    for _ in range(2):
-        # In training, a backward pass and an optimizer have used the caches since the last step.
-        scratch.add_(1)
-        synchronize(device)
-        begin = time.perf_counter()
+
+    def step() -> None:
         for number, gradients in enumerate(buckets):
             shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
             last = number == len(buckets) - 1
             bucket = engine.begin(number, lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
             engine.average(bucket, gradients, join=True)
-        synchronize(device)
-        seconds += time.perf_counter() - begin
+
+    seconds = 0.0
+    for _ in range(2):
+        # In training, a backward pass and an optimizer have used the caches since the last step.
+        scratch.add_(1)
+        seconds += seconds_of(step, device)
     return seconds / 2
+
+
+def seconds_of(act: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a function takes on a device."""
+    synchronize(device)
+    begin = time.perf_counter()
+    act()
+    synchronize(device)
+    return time.perf_counter() - begin
 
 
 def synchronize(device: torch.device) -> None:
