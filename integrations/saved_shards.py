@@ -27,7 +27,7 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
     It tells whether all workers have the shards that were saved. The weights grow with the first two indices, so the
     sums also change if workers have each other's shards.
     """
-    placed: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
+    alike: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
     for name, error in errors.items():
         mesh = error.device_mesh
         squares: Any = error.detach().double().square()
@@ -36,9 +36,9 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
             weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
             squares = squares * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)
         # Not the error's placements: DTensor gathers what has fewer rows than there are workers.
-        placed.setdefault((mesh, squares.placements), {})[name] = squares.to_local().sum()
+        alike.setdefault((mesh, squares.placements), {})[name] = squares.to_local().sum()
     totals: dict[str, float] = {}
-    for (mesh, placements), sums in placed.items():
+    for (mesh, placements), sums in alike.items():
         stacked = torch.stack(list(sums.values()))
         for dim, placement in enumerate(placements):
             if not placement.is_replicate():

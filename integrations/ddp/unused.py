@@ -22,8 +22,7 @@ class UnusedParameters:
 
     Args:
         residuals, step: Of the engine whose errors keep what DDP discards.
-        module: The DDP model.
-        names: {parameter: name}.
+        module, names: The DDP model, and {parameter: name}.
     """
 
     def __init__(self, residuals: Residuals, step: Step, module: Any, names: Mapping[Tensor, str]) -> None:

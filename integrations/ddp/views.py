@@ -53,17 +53,12 @@ class BucketViews:
         A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
         """
         numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
-        if sum(numels) != buffer.numel():
-            raise RuntimeError(
-                f"expected a bucket with the {sum(numels)} elements of its parameters; got {len(buffer)}"
-            )
-        pieces = buffer.split(numels)
-        return [self._view(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+        total = sum(numels)
+        if total != buffer.numel():
+            raise RuntimeError(f"expected a bucket with the {total} elements of its parameters; got {len(buffer)}")
+        return [self._view(piece, parameter) for piece, parameter in zip(buffer.split(numels), parameters, strict=True)]
 
     def _view(self, piece: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        if parameter.dim() < 2:
-            view = piece.view(*parameter.shape, 2) if parameter.is_complex() else piece.view(parameter.shape)
-            return view, view
         place = self._places.get(parameter)
         if place is None or not place.final or place.parameter != parameter.stride():
             place = self._places[parameter] = _find(piece, parameter, place)
