@@ -44,7 +44,7 @@ def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterato
     code_bytes = max(1, width.bits // 8)
     for piece in chunk.pieces:
         rank, element, scale, code = piece.rank, piece.element, piece.scale, piece.code
-        for row in list(range(0, piece.rows, BLOCK)) * piece.count:
+        for _, row in itertools.product(range(piece.count), range(0, piece.rows, BLOCK)):
             height = min(BLOCK, piece.rows - row)
             for first in range(0, rank, columns):
                 place = scale + first * SCALE_BYTES, code + first * code_bytes
