@@ -167,8 +167,11 @@ class BucketTable:
             for start, end, split in parts(x.n, height)
             for first in range(0, x.m, columns)
         ]
-        self.row_tiles = self._tensor(TileRow, _longest_first(row_tiles), torch.int32)
-        self.column_tiles = self._tensor(TileRow, _longest_first(column_tiles), torch.int32)
+        # The longest programs come first, so that short ones fill what these leave of the time.
+        self.row_tiles, self.column_tiles = (
+            self._tensor(TileRow, sorted(tiles, key=lambda tile: tile.start - tile.end), torch.int32)
+            for tiles in (row_tiles, column_tiles)
+        )
         with_P, with_Q = self._bypass_rows(0), self._bypass_rows(1)
         self.bypass_programs = len(with_P)
         self.pack_P = self._tensor(PackRow, [*with_P, *sums_P])
@@ -295,8 +298,3 @@ def _check(matrix: Matrix, rows_of_larger: bool) -> None:
         raise ValueError(
             f"a matrix may have 2³¹ − 1 rows and {MAX_COLUMNS} columns at most; got {matrix.n} × {matrix.m}"
         )
-
-
-def _longest_first(tiles: Sequence[TileRow]) -> list[TileRow]:
-    """Order programs such that short ones fill what the long ones leave of the time."""
-    return sorted(tiles, key=lambda tile: tile.start - tile.end)
