@@ -167,11 +167,11 @@ class BucketTable:
             for start, end, split in parts(x.n, height)
             for first in range(0, x.m, columns)
         ]
-        # The longest programs come first, so that short ones fill what these leave of the time.
-        self.row_tiles, self.column_tiles = (
-            self._tensor(TileRow, sorted(tiles, key=lambda tile: tile.start - tile.end), torch.int32)
-            for tiles in (row_tiles, column_tiles)
-        )
+        for tiles in (row_tiles, column_tiles):
+            # The longest programs come first, so that short ones fill what these leave of the time.
+            tiles.sort(key=lambda tile: tile.start - tile.end)
+        self.row_tiles = self._tensor(TileRow, row_tiles, torch.int32)
+        self.column_tiles = self._tensor(TileRow, column_tiles, torch.int32)
         with_P, with_Q = self._bypass_rows(0), self._bypass_rows(1)
         self.bypass_programs = len(with_P)
         self.pack_P = self._tensor(PackRow, [*with_P, *sums_P])
