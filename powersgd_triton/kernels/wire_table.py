@@ -18,10 +18,7 @@ ITEMSIZE = 4
 class WireTable:
     """What each program works on: a tile of a block of at most 128 rows, or a slice of exact elements.
 
-    Args:
-        plan: Places of all parts in the bytes.
-        columns: Columns of a tile, a power of two.
-        device: Device of the table.
+    A tile has a power of two of ``columns``.
 
     Attributes:
         rows: int64 [programs, columns of ``WireRow``], chunk by chunk, so that the programs of one owner are together.
