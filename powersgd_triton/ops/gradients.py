@@ -32,7 +32,7 @@ def together(kinds: Mapping[str, tuple[torch.Size, torch.dtype, torch.device]]) 
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise TypeError unless it is a dense tensor with a floating-point or complex dtype of 16 bits or more a number."""
+    """Raise TypeError unless a tensor is dense, with a floating-point or complex dtype of 16 bits or more a number."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name!r} must be a tensor; got {type(tensor).__name__}")
     # Before the dtype, because integers have no real dtype.
