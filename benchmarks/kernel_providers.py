@@ -13,8 +13,12 @@ from benchmarks.buckets import FilledBucket
 from benchmarks.launches import Launch, Problem, record_step
 from benchmarks.timing import Work
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.orthogonalize import orthogonalize_reference
-from powersgd_triton.ops.reference import backproject_reference, compensate_project_reference, reconstruct_reference
+from powersgd_triton.ops.reference import (
+    backproject_reference,
+    compensate_project_reference,
+    orthogonalize_reference,
+    reconstruct_reference,
+)
 
 REFERENCES: dict[str, Any] = {
     "compensate_project": compensate_project_reference,

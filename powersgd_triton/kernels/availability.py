@@ -9,15 +9,13 @@ from collections.abc import Collection
 
 import torch
 
-from powersgd_triton.kernels.table import MAX_RANK
+from powersgd_triton.kernels.table import DTYPES, MAX_RANK
 
 OLDEST_TRITON = (3, 5)
 """Before, tl.dot refuses fp64, in which Gram matrices are summed."""
 
 OLDEST_TRITON_ON_ROCM = (3, 9)
 """Triton 3.7 cannot compile this product for AMD's devices. 3.8 was not tried."""
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1) -> str | None:

@@ -61,7 +61,7 @@ def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *argumen
     versions other than 3.6 to 3.9. What its knobs say about compiling counts when a kernel is launched first.
 
     Args:
-        kernel: Function of ``triton.jit``. Its parameters are the arguments and then the constants. Numbers among the
+        kernel: Function of ``triton.jit`` whose parameters are the arguments and then the constants. Numbers among the
             arguments, and tensors that may start anywhere, are named in ``do_not_specialize``.
         grid: Number of programs, along one or two axes.
         options: Triton's options, and constants. The same object for the same values.

@@ -51,16 +51,13 @@ def orthogonalize_triton(
     A rank within one panel takes three launches: two passes, and the product. Each further panel takes five.
 
     Args:
-        factors: Table of one side's factors.
-        A: Factors, fp32, flat.
-        rank: Largest rank.
+        factors: Table of one side's factors, of which ``rank`` is the largest rank.
+        A, out: Factors, fp32, flat. ``out`` may be A.
         number: int64 scalar on the device, the step's number, on which random directions depend.
-        epsilon: See the reference.
         launch_gram, launch: Rows of a block, columns of a panel.
         X: fp64 workspace of A's size. For ranks within one panel it is not used, and may be empty.
         grams: fp64 workspace [``grams_numel``].
         finite: int32 scalar on the device that becomes 0 if A is not finite.
-        out: fp32, flat. It may be A.
     """
     if not len(factors.chunks):
         return

@@ -22,6 +22,8 @@ from powersgd_triton.kernels.columns import (
 from powersgd_triton.kernels.configurations import multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 MAX_COLUMNS = 2**24
 """Kernels compute offsets within a tile of up to 128 rows in 32 bits. All other offsets have 64 bits."""
 
@@ -147,13 +149,11 @@ class BucketTable:
         right = [(x.m, x.n, x.r, x.q_offset, x.key) for x in matrices]
         widths, p_parts, self.p_parts_numel, sums_P = self._split(left, rows, width_block)
         heights, q_parts, self.q_parts_numel, sums_Q = self._split(right, columns, height_block)
-        self.records = self._tensor(
-            MatrixRow,
-            [
-                MatrixRow(x.n, x.m, x.r, P=x.p_offset, Q=x.q_offset, P_parts=p, Q_parts=q)
-                for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
-            ],
-        )
+        records = [
+            MatrixRow(x.n, x.m, x.r, P=x.p_offset, Q=x.q_offset, P_parts=p, Q_parts=q)
+            for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
+        ]
+        self.records = self._tensor(MatrixRow, records)
         # A matrix's tiles are neighbours, and so are the programs that read the same factors.
         row_tiles = [
             TileRow(index, first, start, end, split)
@@ -167,8 +167,11 @@ class BucketTable:
             for start, end, split in parts(x.n, height)
             for first in range(0, x.m, columns)
         ]
-        self.row_tiles = self._tensor(TileRow, _longest_first(row_tiles), torch.int32)
-        self.column_tiles = self._tensor(TileRow, _longest_first(column_tiles), torch.int32)
+        for tiles in (row_tiles, column_tiles):
+            # The longest programs come first, so that short ones fill what these leave of the time.
+            tiles.sort(key=lambda tile: tile.start - tile.end)
+        self.row_tiles = self._tensor(TileRow, row_tiles, torch.int32)
+        self.column_tiles = self._tensor(TileRow, column_tiles, torch.int32)
         with_P, with_Q = self._bypass_rows(0), self._bypass_rows(1)
         self.bypass_programs = len(with_P)
         self.pack_P = self._tensor(PackRow, [*with_P, *sums_P])
@@ -219,7 +222,7 @@ class BucketTable:
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
         dtype = tensors[0].dtype if tensors else torch.float32
         for index, (tensor, numel) in enumerate(zip(tensors, sizes, strict=True)):
-            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16) or tensor.dtype != dtype:
+            if tensor.dtype not in DTYPES or tensor.dtype != dtype:
                 raise TypeError(f"tensors must all be float32, bfloat16 or float16; number {index} is {tensor.dtype}")
             if tensor.device != self.device:
                 raise ValueError(f"tensors must be on {self.device}; number {index} is on {tensor.device}")
@@ -238,7 +241,7 @@ class BucketTable:
     ) -> tuple[list[int], list[int], int, list[PackRow]]:
         """Split the sums behind factors [rows, r], given as (rows, terms of a sum, r, offset, key).
 
-        Returns (length of the parts of each factor, place of the first part, elements of all parts, rows to pack).
+        Returns (lengths of parts, places of the first parts, elements of all parts, rows of a pack table).
         """
         lengths = part_lengths([(-(-x[0] // tile), x[1], x[2]) for x in factors], block, multiprocessors(self.device))
         counts = [-(-x[1] // length) for x, length in zip(factors, lengths, strict=True)]
@@ -295,8 +298,3 @@ def _check(matrix: Matrix, rows_of_larger: bool) -> None:
         raise ValueError(
             f"a matrix may have 2³¹ − 1 rows and {MAX_COLUMNS} columns at most; got {matrix.n} × {matrix.m}"
         )
-
-
-def _longest_first(tiles: Sequence[TileRow]) -> list[TileRow]:
-    """Order programs such that short ones fill what the long ones leave of the time."""
-    return sorted(tiles, key=lambda tile: tile.start - tile.end)

@@ -154,11 +154,7 @@ def _decode_tile(
 class TritonWire:
     """What ``TorchWire`` does, with the same bits, for fp32 messages: in one launch for any number of matrices.
 
-    Args:
-        plan: Places of all parts in the bytes, for a format narrower than fp32.
-        launch: Warps, stages and columns of a tile.
-        rank: Largest rank that may occur.
-        device: Device of the messages.
+    ``plan`` has a format narrower than fp32, and ``rank`` is the largest that may occur.
     """
 
     def __init__(self, plan: WirePlan, launch: Launch, rank: int, device: torch.device) -> None:

@@ -18,10 +18,7 @@ ITEMSIZE = 4
 class WireTable:
     """What each program works on: a tile of a block of at most 128 rows, or a slice of exact elements.
 
-    Args:
-        plan: Places of all parts in the bytes.
-        columns: Columns of a tile, a power of two.
-        device: Device of the table.
+    A tile has a power of two of ``columns``.
 
     Attributes:
         rows: int64 [programs, columns of ``WireRow``], chunk by chunk, so that the programs of one owner are together.
@@ -44,7 +41,7 @@ def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterato
     code_bytes = max(1, width.bits // 8)
     for piece in chunk.pieces:
         rank, element, scale, code = piece.rank, piece.element, piece.scale, piece.code
-        for row in list(range(0, piece.rows, BLOCK)) * piece.count:
+        for _, row in itertools.product(range(piece.count), range(0, piece.rows, BLOCK)):
             height = min(BLOCK, piece.rows - row)
             for first in range(0, rank, columns):
                 place = scale + first * SCALE_BYTES, code + first * code_bytes

@@ -24,14 +24,9 @@ Buckets share it: an engine works on one stream, so the kernels of one stage end
 def select_backend(
     config: PowerSGDConfig, device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1
 ) -> tuple[str, str]:
-    """Select the backend of a bucket. "auto" selects Triton on CUDA and ROCm devices that support it, else torch.
+    """Return ("triton" or "torch", the reason) for gradients on a device, in some dtypes, and their largest rank.
 
-    Args:
-        config: Configuration with the backend and the number of iterations.
-        device, dtypes: Device and dtypes of the gradients.
-        rank: Largest rank in the bucket.
-
-    Returns ("triton" or "torch", the reason).
+    "auto" selects Triton on CUDA and ROCm devices that support it, else torch.
 
     Raises:
         ValueError: The configuration asks for Triton, which cannot be used.

@@ -28,10 +28,7 @@ class Bucket:
     step's gradient is added, in the same pass over memory. ``product`` and ``applied`` say what to subtract.
 
     Args:
-        layout: The bucket's tensors.
         dtype: Dtype of factors and messages, fp32 or fp64.
-        device: Device of the gradients.
-        config: Configuration of the compression.
         errors: {name: error buffer} of the rows that this worker compresses. None without error feedback.
         shares: The rows that each worker of this node compresses. None if every worker compresses all.
         worker: Index of this worker in its node.

@@ -32,11 +32,7 @@ def together(kinds: Mapping[str, tuple[torch.Size, torch.dtype, torch.device]]) 
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Check that a tensor can be a gradient.
-
-    Raises:
-        TypeError: It is not a dense tensor with a floating-point or complex dtype of 16 bits or more a number.
-    """
+    """Raise TypeError unless a tensor is dense, with a floating-point or complex dtype of 16 bits or more a number."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name!r} must be a tensor; got {type(tensor).__name__}")
     # Before the dtype, because integers have no real dtype.
@@ -47,11 +43,7 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """Check that every element of a tensor can be written.
-
-    Raises:
-        ValueError: The tensor is expanded.
-    """
+    """Raise ValueError if a tensor is expanded, so that not every element can be written."""
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"elements of {name!r} share memory, so they cannot be written: clone the expanded tensor")
 

@@ -1,4 +1,4 @@
-"""Orthogonalization: the reference, and on the CPU CholeskyQR for groups of factors where it is exact enough."""
+"""Orthogonalization: by Householder QR, and on the CPU by CholeskyQR for groups of factors where it is exact enough."""
 
 from __future__ import annotations
 
@@ -22,29 +22,6 @@ norms, or 6e-12 if all errors of 50,000 terms add up: 4e-8, at the most 6e-4."""
 LARGEST_FIRST_GROWTH = 1e7
 """The same for the first of two passes. Its columns are nearly orthogonal, so that the second pass is exact. If errors
 add up and they are not, the second pass sees that, and Householder QR takes its place."""
-
-
-def orthogonalize_reference(
-    A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor
-) -> Tensor:
-    """out = orthonormal basis of A's columns, in their order: Gram–Schmidt as Householder QR in fp64.
-
-    Dead columns are replaced first, see ``replace_dead_columns``. A finite A gives a finite, orthonormal result, whose
-    span contains A's columns up to what is dead. A non-finite A gives a finite result.
-
-    Args:
-        A: [B, n, r] with r ≤ n, fp32 or fp64.
-        keys: [B] int64, a number for each matrix.
-        step: Number of the step, also as an int64 scalar on the device.
-        epsilon: Share of its norm up to which a column is dead, if that is more than 2⁻²².
-        out: [B, n, r]. It may be A.
-
-    Returns:
-        Number of columns that are zero since they would not be orthonormal, an int64 scalar.
-    """
-    basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
-    out.copy_(basis)
-    return zeroed
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +119,9 @@ def orthogonalize_groups(
         if A.device.type == "cpu" and A.dtype == torch.float32:
             ranks.setdefault(A.shape[-1], []).append(i)
         else:
-            zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
+            basis, more = householder_qr(replace_dead_columns(A, keys=keys[i], step=step, epsilon=epsilon))
+            out[i].copy_(basis)
+            zeroed += more
     for group in ranks.values():
         # The vectors are rows instead of columns, which makes the products below twice as fast.
         Xts = [sources[i].mT.to(torch.float64, memory_format=torch.contiguous_format) for i in group]

@@ -14,12 +14,8 @@ from powersgd_triton.ops.reference import may_overflow, note_overflow
 def reconstruct_ranges(bucket: Bucket, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
     """Write elements [start, start + numel) of the flat Ĝ = L Rᵀ, or of a bypass tensor's mean.
 
-    Only rows that overlap with a range are computed.
-
-    Args:
-        bucket: Bucket with the averages of a step.
-        out: {name: (start, flat tensor of any float dtype)} for some of the tensors.
-        overflow: Scalar that becomes 0 if an element written by this worker is not finite. None skips this check.
+    ``out`` is {name: (start, flat tensor of any float dtype)} for some of the tensors. Only rows that overlap with a
+    range are computed. ``overflow`` is a scalar that becomes 0 if an element written by this worker is not finite.
     """
     for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
         for index, segment in enumerate(group.segments):

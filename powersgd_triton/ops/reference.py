@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.ops.blocks import add_product, blocks, multiply, product, warm
+from powersgd_triton.ops.orthogonalize import householder_qr, replace_dead_columns
 
 HEADROOM = 2.0**-18
 """Share of the largest number that an error may keep after a step that was not finite, since products of larger errors
@@ -210,6 +211,29 @@ def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor)
 def largest_error(dtype: torch.dtype) -> float:
     """Return the largest element that an error may keep after a step that was not finite."""
     return HEADROOM * torch.finfo(dtype).max
+
+
+def orthogonalize_reference(
+    A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor
+) -> Tensor:
+    """out = orthonormal basis of A's columns, in their order: Gram–Schmidt as Householder QR in fp64.
+
+    Dead columns are replaced first, see ``replace_dead_columns``. A finite A gives a finite, orthonormal result, whose
+    span contains A's columns up to what is dead. A non-finite A gives a finite result.
+
+    Args:
+        A: [B, n, r] with r ≤ n, fp32 or fp64.
+        keys: [B] int64, a number for each matrix.
+        step: Number of the step, also as an int64 scalar on the device.
+        epsilon: Share of its norm up to which a column is dead, if that is more than 2⁻²².
+        out: [B, n, r]. It may be A.
+
+    Returns:
+        Number of columns that are zero since they would not be orthonormal, an int64 scalar.
+    """
+    basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
+    out.copy_(basis)
+    return zeroed
 
 
 def _finite_part(G: Tensor) -> Tensor:

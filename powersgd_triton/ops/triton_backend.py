@@ -109,17 +109,19 @@ class TritonBackend:
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
         bucket, table, layout, config = self.bucket, self._table, self.bucket.layout, self.bucket.config
         projected = self._alternating and not products(config, step.iteration, 0)[1]
+        message, numel = (bucket.message_P, layout.p_numel) if projected else (bucket.message_Q, layout.q_numel)
+        mean = message[:numel]
         if projected:
-            message, mean, factors, basis = bucket.message_P, bucket.message_P[: layout.p_numel], table.P, bucket.P_hat
+            factors, basis = table.P, bucket.P_hat
             product, average = (bucket.P, bucket.basis), (mean, bucket.basis)
         else:
-            message, mean, factors, basis = bucket.message_Q, bucket.message_Q[: layout.q_numel], table.Q, bucket.basis
+            factors, basis = table.Q, bucket.basis
             product, average = (bucket.P_hat, bucket.Q), (bucket.P_hat, mean)
         if self._alternating:
             pack = table.pack_P if projected else table.pack_left
             average_triton(table, pack, self._places[0], message, step.workers, self._finite)
         # This is needed without warm start too, because it detects non-finite values.
-        following = self._get("following", mean.numel())
+        following = self._get("following", numel)
         self._orthogonalize(factors, mean, step, out=following)
         if explores(config, repetition):
             explore_triton(
@@ -131,7 +133,7 @@ class TritonBackend:
             self._own, *self._places, following if config.warm_start else None, step.workers, self._finite,
             largest=largest_error(torch.float32), basis=basis, message=mean, verdict=verdict,
         )  # fmt: skip
-        bypass_means = message[mean.numel() :] if self._alternating else bucket.message_P[layout.p_numel :]
+        bypass_means = message[numel:] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)
 
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:

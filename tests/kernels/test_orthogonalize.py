@@ -15,7 +15,8 @@ from powersgd_triton.kernels import gram, panels
 from powersgd_triton.kernels.columns import ProgressRow
 from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_triton
 from powersgd_triton.kernels.random_device import WINDOW
-from powersgd_triton.ops.orthogonalize import orthogonalize_reference, random_directions
+from powersgd_triton.ops.orthogonalize import random_directions
+from powersgd_triton.ops.reference import orthogonalize_reference
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
 from tests.support.orthonormal import (
