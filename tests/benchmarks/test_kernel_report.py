@@ -1,4 +1,4 @@
-"""What the compiler makes of the default configurations on every architecture, without a GPU."""
+"""What the compiler makes of the default configurations on every architecture, and what steps launch, without a GPU."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ ALL = [
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
 WIRE = ("encode", "reduce", "decode")
 DIFFERENCES = ("encode_difference", "apply_difference")
+MOST_LAUNCHES, LAUNCHES_OF_NARROW_MESSAGES, MOST_KERNELS = 14, 6, 12
 
 Rows = list[dict[str, Any]]
 
@@ -127,3 +128,16 @@ def test_programs_of_a_bucket(rank: int):
     for launch in [launch for launches in phases.values() for launch in launches]:
         if launch.name in WHOLE_GRADIENT:
             assert math.prod(launch.grid) >= GPUS["sm_90"].multiprocessors, launch.name
+
+
+def test_steps_launch_few_kernels_that_all_buckets_and_ranks_share():
+    """Of a step with five buckets; those of larger models are alike. Nothing runs on a GPU."""
+    options = ["--json", "--gradients", "gpt2-like-35M", "--rank", "4", "--steps", "0"]
+    found: Rows = json.loads(output_of("benchmarks/host_time.py", *options, TRITON_INTERPRET=None))
+    rows = {row["ranks"]: row for row in found}
+    assert rows["4"]["launches a bucket"] <= MOST_LAUNCHES + LAUNCHES_OF_NARROW_MESSAGES
+    assert rows["4"]["kernels compiled"] <= MOST_KERNELS
+    # Gradients lie in flat buffers, in every step at another place.
+    assert all(row["compiled later"] == row["uploads"] == 0 for row in found)
+    # The plan for a smaller budget comes second, with ranks that fit one block of columns.
+    assert [row["kernels compiled"] > 0 for name, row in rows.items() if "planned" in name] == [True, False]
