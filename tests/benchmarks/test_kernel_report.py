@@ -110,16 +110,6 @@ def test_aligned_memory_is_accessed_in_128_bits(report: Rows):
     assert all(wide[kernel] >= architectures for kernel in DIFFERENCES)
 
 
-def test_blocks_of_a_multiprocessor():
-    """As NVIDIA's occupancy calculator gives them."""
-    h100, rtx4090 = GPUS["sm_90"], GPUS["sm_89"]
-    assert [h100.resident_blocks(registers, 0, 8) for registers in (32, 128, 129, 255)] == [8, 2, 1, 1]
-    assert [h100.resident_blocks(registers, 0, 4) for registers in (128, 168, 255)] == [4, 3, 2]
-    assert [h100.resident_blocks(32, shared * 1024, 4) for shared in (75, 113, 227, 228)] == [3, 2, 1, 0]
-    assert [rtx4090.resident_blocks(32, shared * 1024, 8) for shared in (0, 49, 99, 100)] == [6, 2, 1, 0]
-    assert GPUS["gfx942"].resident_blocks(128, 0, 4) == 4
-
-
 @pytest.mark.parametrize("rank", [4, 32])
 def test_programs_of_a_bucket(rank: int):
     """As many as keep an H100 busy over whole gradients."""
