@@ -15,7 +15,7 @@ PYTHON_OLDEST := .venv-oldest/bin/python
 INSTALLED_OLDEST := .venv-oldest/.installed
 OLDEST := torch==2.9.0 triton==3.5.0
 
-.PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-frameworks faults frameworks check docs bench bench-gpu versus clean
+.PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-frameworks faults check docs bench bench-gpu versus clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -52,10 +52,6 @@ test-oldest: $(INSTALLED_OLDEST)
 # Accelerate, transformers' Trainer and Lightning with every wrapper, and their checkpoints.
 test-frameworks: $(INSTALLED_FRAMEWORKS)
 	OMP_NUM_THREADS=1 $(PYTHON_FRAMEWORKS) -m pytest tests/frameworks --timeout 1800
-
-# Rewrites the table in docs/frameworks.md.
-frameworks: $(INSTALLED_FRAMEWORKS)
-	$(PYTHON_FRAMEWORKS) -m tests.frameworks
 
 # Rewrites the table in docs/faults.md, with every fault 50 times, in ten to twenty minutes. The page says how many times
 # each fault was injected for the table that it holds.

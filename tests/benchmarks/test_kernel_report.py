@@ -1,4 +1,4 @@
-"""What the compiler makes of the default configurations on every architecture, without a GPU."""
+"""What the compiler makes of the default configurations on every architecture, and what steps launch, without a GPU."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ ALL = [
 WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
 WIRE = ("encode", "reduce", "decode")
 DIFFERENCES = ("encode_difference", "apply_difference")
+MOST_LAUNCHES, LAUNCHES_OF_NARROW_MESSAGES, MOST_KERNELS = 14, 6, 12
 
 Rows = list[dict[str, Any]]
 
@@ -109,16 +110,6 @@ def test_aligned_memory_is_accessed_in_128_bits(report: Rows):
     assert all(wide[kernel] >= architectures for kernel in DIFFERENCES)
 
 
-def test_blocks_of_a_multiprocessor():
-    """As NVIDIA's occupancy calculator gives them."""
-    h100, rtx4090 = GPUS["sm_90"], GPUS["sm_89"]
-    assert [h100.resident_blocks(registers, 0, 8) for registers in (32, 128, 129, 255)] == [8, 2, 1, 1]
-    assert [h100.resident_blocks(registers, 0, 4) for registers in (128, 168, 255)] == [4, 3, 2]
-    assert [h100.resident_blocks(32, shared * 1024, 4) for shared in (75, 113, 227, 228)] == [3, 2, 1, 0]
-    assert [rtx4090.resident_blocks(32, shared * 1024, 8) for shared in (0, 49, 99, 100)] == [6, 2, 1, 0]
-    assert GPUS["gfx942"].resident_blocks(128, 0, 4) == 4
-
-
 @pytest.mark.parametrize("rank", [4, 32])
 def test_programs_of_a_bucket(rank: int):
     """As many as keep an H100 busy over whole gradients."""
@@ -127,3 +118,16 @@ def test_programs_of_a_bucket(rank: int):
     for launch in [launch for launches in phases.values() for launch in launches]:
         if launch.name in WHOLE_GRADIENT:
             assert math.prod(launch.grid) >= GPUS["sm_90"].multiprocessors, launch.name
+
+
+def test_steps_launch_few_kernels_that_all_buckets_and_ranks_share():
+    """Of a step with five buckets; those of larger models are alike. Nothing runs on a GPU."""
+    options = ["--json", "--gradients", "gpt2-like-35M", "--rank", "4", "--steps", "0"]
+    found: Rows = json.loads(output_of("benchmarks/host_time.py", *options, TRITON_INTERPRET=None))
+    rows = {row["ranks"]: row for row in found}
+    assert rows["4"]["launches a bucket"] <= MOST_LAUNCHES + LAUNCHES_OF_NARROW_MESSAGES
+    assert rows["4"]["kernels compiled"] <= MOST_KERNELS
+    # Gradients lie in flat buffers, in every step at another place.
+    assert all(row["compiled later"] == row["uploads"] == 0 for row in found)
+    # The plan for a smaller budget comes second, with ranks that fit one block of columns.
+    assert [row["kernels compiled"] > 0 for name, row in rows.items() if "planned" in name] == [True, False]

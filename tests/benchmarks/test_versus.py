@@ -1,4 +1,4 @@
-"""The comparison with other methods: their messages and arithmetic, and its report."""
+"""The comparison with other methods: their messages and arithmetic, and its reports."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks import arms, loss_per_byte, packing, rivals, trainings, versus
 from benchmarks.network import links
+from benchmarks.network.links_report import crossover, steps_to
 from powersgd_triton.demo import train
 from powersgd_triton.demo.parallelism import PARALLELISMS
 
@@ -137,6 +138,24 @@ def test_arms_are_parsed() -> None:
     for text in ("local:exact", "local:exact+every5+rate2", "diloko:fp32+every5", "demo", "diloco:int4+every5"):
         with pytest.raises(ValueError, match=r"expected .*got "):
             arms.check(text)
+
+
+def test_a_crossover_lies_on_a_power_law() -> None:
+    ours = {10.0: 1.0, 100.0: 1.0, 1000.0: 1.0, None: 1.0}
+    base = {10.0: 40.0, 100.0: 4.0, 1000.0: 0.4, None: 0.1, 30.0: 9.0}
+    assert crossover(ours, base) == pytest.approx(400)
+    for times, expected in ((0.9, 0.0), (1.0, 0.0), (1.1, math.inf)):
+        assert crossover({10.0: 1.0, 100.0: 1.0}, {10.0: times, 100.0: times}) == expected
+    with pytest.raises(ValueError, match=r"same rates; got rates \[10\.0\] and \[None\]"):
+        crossover({10.0: 1.0}, {None: 1.0})
+
+
+def test_a_loss_is_reached_between_two_points() -> None:
+    curve = [4.0, 3.0, 1.0, 2.0]
+    assert steps_to(curve, 5.0, interval=10) == 10
+    assert steps_to(curve, 3.0, interval=10) == 20
+    assert steps_to(curve, 2.5, interval=10) == 22.5
+    assert steps_to(curve, 0.9, interval=10) is None
 
 
 @pytest.fixture

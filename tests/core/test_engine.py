@@ -1,4 +1,4 @@
-"""When a step begins, ends and is void, whatever adapter drives the engine."""
+"""When a step begins, ends, is void and waits for further buckets, whatever adapter drives the engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import buckets
+from powersgd_triton.core.buckets import BucketState, Part
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import forget, load, save
+from powersgd_triton.core.schedule import Schedule
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import MODES, everything, same_bits, step, trained
@@ -160,3 +163,58 @@ def test_alternating_sends_one_message_and_standard_two():
                 assert len(sent) == index * count
                 # The statistics are what was sent.
                 assert compressor.compression_stats()[2] == sum(sent)
+
+
+# Buckets that wait for the next ones, since their messages are small -----------------------------------------------
+
+
+def test_buckets_are_joined_until_they_are_large_and_that_stays(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def waits(layout: Layout, *_: object) -> bool:
+        asked.append(layout.numel)
+        return len(layout.segments) < 2
+
+    monkeypatch.setattr("powersgd_triton.core.buckets.waits", waits)
+    engine, schedule = new_engine(everything(8), Communicator(), lambda: SHAPES), Schedule()
+    joined = []
+    for _ in range(2):
+        lists: list[list[Part]] = []
+        for name in "ab":
+            bucket = engine.buckets.find(name, lambda name=name: {name: SHAPES[name]}, CPU)  # type: ignore[misc]
+            lists += schedule.ready(Part(bucket, {name: torch.zeros(12, 10)}), engine.buckets.are_large)
+        assert [[*part.gradients] for part in lists[0]] == [["a"], ["b"]]
+        joined.append(engine.buckets.join([part.bucket for part in lists[0]]))
+    assert joined[0] is joined[1]
+    assert [segment.name for segment in joined[0].layout.segments] == ["a", "b"]
+    assert asked == [120, 240], "the decision of the first step stays"
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
+def test_only_buckets_of_one_dtype_and_device_are_joined(dtype: torch.dtype, device: str):
+    schedule, layout = Schedule(), Layout.build({"a": (12, 10)}, everything(8))
+    tensors = torch.zeros(12, 10), torch.zeros(12, 10, dtype=dtype, device=device)
+    first, second = (Part(BucketState(layout, layout), {"a": tensor}) for tensor in tensors)
+    third = second._replace(bucket=first.bucket)
+    assert schedule.ready(first, lambda _: False) == []
+    assert schedule.ready(second, lambda _: False) == [[first]]
+    assert schedule.ready(third, None) == [[second, third]]
+
+
+def test_forgetting_drops_the_buckets_that_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("powersgd_triton.core.buckets.waits", lambda *_: True)
+    engine = new_engine(everything(8), Communicator(), lambda: SHAPES)
+
+    def give(names: str, value: float) -> dict[str, Tensor]:
+        gradients = {name: torch.full((12, 10), value) for name in names}
+        for name in names:
+            bucket = engine.begin(name, lambda name=name: {name: SHAPES[name]}, CPU, keys=(name,), last=name == "c")  # type: ignore[misc]
+            engine.average(bucket, {name: gradients[name]}, join=True)
+        return gradients
+
+    give("a", 100.0)
+    forget(engine)
+    for value in (1.0, 2.0):
+        averages = give("abc", value)
+        assert all(torch.allclose(average, torch.full((12, 10), value)) for average in averages.values())
+    assert engine.step.iteration == 2

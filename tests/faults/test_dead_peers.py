@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import time
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import powerSGD_hook
-from tests.support.distributed import HUNG, on_workers
+from tests.support.distributed import on_workers
 from tests.support.properties import Ledger, batches, build, check_errors
 from tests.support.training import digest, patched
 from tests.support.wrappers import RANK_2, Wrapped, loss_of
@@ -33,7 +32,7 @@ DEATH, SILENCE = 200.0, 8.0
 """Seconds until the process group gives up, where the peer dies and where it says no more."""
 SLACK = 200.0
 """Seconds that a busy machine may take beyond the process group's timeout. Only what hangs takes longer."""
-SURVIVOR, PEER = 0, 1
+PEER = 1
 # {what is interrupted: (wrapper, number of the step's all-reduce, fields of the configuration)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "exact averaging": ("DDP", 0, {"start_iter": TOGETHER + 1}),
@@ -57,10 +56,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 @on_workers(2, casualties=[PEER])
 def test_survivor_is_told_in_time_and_loses_nothing(worker: int, world_size: int, name: str, tmp_path: Path) -> None:
-    survive(worker, tmp_path, name)
-
-
-def survive(worker: int, folder: Path, name: str) -> None:
     """Train with a peer until it is gone (in a step, or while the state is saved), then alone.
 
     Alone in three manners: the interrupted state goes on; it loads a checkpoint from before; another one loads it.
@@ -68,19 +63,19 @@ def survive(worker: int, folder: Path, name: str) -> None:
     warnings.filterwarnings("ignore")
     wrapper, message, fields = CASES[name]
     silent, saving = "silence" in name, "state_dict" in name
-    start_group(folder, "both", worker, 2, SILENCE if silent else DEATH)
+    start_group(tmp_path, "both", worker, 2, SILENCE if silent else DEATH)
     config = dataclasses.replace(RANK_2, **fields)
     model = build(wrapper, config)
     for step in range(TOGETHER):
         model.step(batches(model, step))
     parameters, expected = model.parameters(), model.mean_error()
-    model.save(str(folder))
+    model.save(str(tmp_path))
     before, twin = dict(model.state.error()), model.net_type()
     twin.load_state_dict(parameters)
     last = batches(model, TOGETHER)
     loss_of(twin, last[0]).backward()
     given = {key: parameter.grad for key, parameter in twin.named_parameters()}
-    with interrupted(worker, message, folder, silent):
+    with interrupted(worker, message, tmp_path, silent):
         model.state.state_dict() if saving else model.step(last)
     # Sharded models cannot go on.
     goes_on = wrapper in ("DDP", "Compressor")
@@ -98,20 +93,20 @@ def survive(worker: int, folder: Path, name: str) -> None:
         # hook, its end often waits for ever for a thread of gloo's that waits for Python's lock (torch 2.13).
         model.module = model.state.process_group = None
         gc.collect()
-    start_group(folder, "alone", 0, 1, DEATH)
+    start_group(tmp_path, "alone", 0, 1, DEATH)
     assert time.monotonic() - start <= SLACK
     new = build(wrapper, config, parameters)
-    new.load(str(folder))
+    new.load(str(tmp_path))
     check_errors(new, expected)
     found = go_on(new)
     if goes_on:
         wrapped_again(model)
         go_on(model)
         model.net.load_state_dict(parameters)
-        model.load(str(folder))
+        model.load(str(tmp_path))
         wrapped_again(model)
         assert go_on(model) == found, "something of the interrupted step is left behind"
-    (folder / "done").touch()
+    (tmp_path / "done").touch()
 
 
 def wrapped_again(model: Wrapped) -> None:
@@ -157,26 +152,3 @@ def start_group(folder: Path, name: str, worker: int, world_size: int, seconds: 
     timeout = datetime.timedelta(seconds=seconds)
     store = f"file://{folder}/{name}.store"
     dist.init_process_group("gloo", init_method=store, rank=worker, world_size=world_size, timeout=timeout)
-
-
-def ordinary(worker: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/first.store", rank=worker, world_size=2)
-    survive(worker, folder, "first message")
-    dist.destroy_process_group()
-
-
-# New processes, which import everything.
-@pytest.mark.slow
-def test_survivor_s_process_ends_normally(tmp_path: Path) -> None:
-    """With Python's own shutdown, and exit code 0."""
-    spawn = multiprocessing.get_context("spawn")
-    workers = [spawn.Process(target=ordinary, args=(worker, tmp_path), daemon=True) for worker in range(2)]
-    try:
-        for process in workers:
-            process.start()
-        workers[SURVIVOR].join(HUNG)
-        assert workers[SURVIVOR].exitcode == 0
-    finally:
-        for process in workers:
-            process.kill()
-            process.join()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from tests.support.distributed import run
 from tests.support.frameworks import job
-from tests.support.frameworks.job import CELLS, DDP, FRAMEWORKS, FSDP1, FSDP2, ZERO2
+from tests.support.frameworks.job import CELLS, DDP, FRAMEWORKS, FSDP1, FSDP2, HSDP, ZERO2
 from tests.support.programs import ROOT
 
 NARROW = [("Lightning", ZERO2), *((framework, wrapper) for framework in FRAMEWORKS for wrapper in (DDP, FSDP2))]
@@ -19,32 +22,22 @@ def need(framework: str, wrapper: str = DDP) -> None:
         pytest.importorskip("deepspeed")
 
 
+WIDE = [(*cell, False) for cell in (*CELLS, ("Lightning", FSDP1))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("framework", "wrapper"), [*CELLS, ("Lightning", FSDP1)])
-def test_trains_and_resumes_as_the_framework_does(framework: str, wrapper: str):
+@pytest.mark.parametrize(("framework", "wrapper", "bf16"), [*WIDE, *((*cell, True) for cell in NARROW)])
+def test_trains_and_resumes_as_the_framework_does(framework: str, wrapper: str, bf16: bool, tmp_path: Path):
     need(framework, wrapper)
-    job.measure(framework, wrapper)
+    run(job.trains_and_resumes, 4 if wrapper == HSDP else 2, framework, wrapper, tmp_path, bf16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("framework", "wrapper"), NARROW)
-def test_mixed_precision(framework: str, wrapper: str):
-    need(framework, wrapper)
-    job.measure(framework, wrapper, bf16=True)
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize(("case", "workers"), [(job.follows_the_loss_scale, 2), (job.is_off_in_one_process, 1)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_error_follows_the_loss_scale(framework: str):
+def test_loss_scale_and_one_process(framework: str, case: Callable[..., None], workers: int):
     need(framework)
-    run(job.follows_the_loss_scale, 2, framework)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_one_process_has_nothing_to_compress(framework: str):
-    need(framework)
-    run(job.is_off_in_one_process, 1, framework)
+    run(case, workers, framework)
 
 
 def test_documentation_has_every_cell():

@@ -21,22 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.handle import Handle
 from tests.support.distributed import folder, run
-from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, sharded, whole
+from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, sharded, train, whole
 from tests.support.small import complaint
 from tests.support.training import flat, relative
-from tests.support.wrappers import loss_of
 
 
 def in_shards(model: Net) -> Any:
     return sharded(model, full_mesh(dist.get_world_size()))
-
-
-def train(model: Any, worker: int, steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, batch(worker, step)).backward()
-        optimizer.step()
 
 
 def size_of_errors(state: Handle) -> float:
@@ -89,7 +80,7 @@ def interrupted_save(worker: int, _world_size: int) -> None:
     """
     model = in_shards(Net())
     state, of_ddp = attach(model, RANK_2), attach(DistributedDataParallel(Net()), RANK_2)
-    train(model, worker, 1)
+    train(model, worker, steps=range(1))
     with folder(worker) as path:
         (Path(path) / "file").touch()
         said = complaint(of_ddp.save, f"{path}/file")
@@ -98,7 +89,7 @@ def interrupted_save(worker: int, _world_size: int) -> None:
         (Path(path) / "file").unlink(missing_ok=True)
         state.save(path)
         before = size_of_errors(state)
-        train(model, worker, 2)
+        train(model, worker, steps=range(2))
         original = Path.rename
 
         def rename(self: Path, target: Path) -> Path:
@@ -134,7 +125,7 @@ def part_of_the_workers(worker: int, _world_size: int) -> None:
         for number, mesh in enumerate((replicas, halves[worker > 2])) if worker else ():
             models = sharded(Net(), mesh), sharded(Net(), mesh)
             state, resumed = (attach(model, RANK_2) for model in models)
-            train(models[0], worker, 2)
+            train(models[0], worker, steps=range(2))
             place = f"{path}/{number} {mesh is halves[1]}"
             state.save(place)
             assert resumed.load(place) is not None

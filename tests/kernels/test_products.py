@@ -1,28 +1,100 @@
-"""The kernels that multiply and pack against fp64 truth."""
+"""The kernels that compensate, multiply, pack and commit, and their reference, against fp64 truth."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from powersgd_triton.kernels.commit import commit_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
+from powersgd_triton.ops.reference import largest_error, rollback_reference
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import (
     BYPASS,
+    ERRORS,
     GRADIENTS,
     INF,
     NAN,
     RANKS,
     Bucket,
+    Shape,
     Shapes,
     mixed,
     over_dtypes,
     rounding,
+    small,
     stored,
     uniform,
 )
-from tests.support.kernel_checks import check_backproject, pack_and_average
+from tests.support.kernel_checks import check_backproject, check_compensate, compensate, pack_and_average
 from tests.support.thinned import thinned
+
+either_side = pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+
+
+@either_side
+@thinned("rank, shapes, error", RANKS, (mixed, uniform), ERRORS, together=1)
+def test_compensate(rank: int, shapes: Shapes, error: torch.dtype, left: bool, device: torch.device):
+    bypass = [] if left else BYPASS
+    check_compensate(Bucket(shapes(rank), device, bypass=bypass, gradient=error, error=error, seed=rank), left=left)
+
+
+@either_side
+@thinned("gradient, error, rank", GRADIENTS, [*ERRORS, None], (1, 4, 17, 40))
+def test_dtypes(rank: int, gradient: torch.dtype, error: torch.dtype | None, left: bool, device: torch.device):
+    check_compensate(Bucket(small(rank), device, gradient=gradient, error=error, seed=rank), left=left)
+
+
+@either_side
+@pytest.mark.parametrize("rank", [2, 17, 40])
+def test_product_that_was_not_applied_is_not_looked_at(rank: int, left: bool, device: torch.device):
+    """Not even where its factors are not finite."""
+    results = []
+    for P_hat, Q, applied in ((INF, NAN, 0.0), (0.0, 0.0, 1.0)):
+        bucket = Bucket(small(rank), device, seed=rank)
+        assert bucket.M is not None
+        for memory, value in ((bucket.P_hat, P_hat), (bucket.Q, Q)):
+            for view in memory.views:
+                view.fill_(value)
+        results.append([*compensate(bucket, left=left, applied=applied).cpu(), *bucket.M.cpu()])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@either_side
+@thinned("rank, value, gradient", (3, 40), (INF, -INF, NAN), GRADIENTS, together=1)
+def test_non_finite_elements_enter_the_product_but_not_M(
+    rank: int, value: float, gradient: torch.dtype, left: bool, device: torch.device
+):
+    """Of the product's panels the first shows it; one column that is not finite is enough."""
+    bucket = Bucket(small(rank), device, gradient=gradient)
+    assert bucket.M is not None
+    (n, m, r), row, column = bucket.shapes[0], rank + 2, rank
+    P_hat, Q = bucket.row_factors(bucket.P_hat)[0][row], bucket.column_factors(bucket.Q)[0][column]
+    M = bucket.matrices(bucket.M)[0][row, column]
+    bucket.G.views[0][row * m + column] = value
+    memory = compensate(bucket, left=left, applied=1.0)
+    products = bucket.column_factors(memory) if left else bucket.row_factors(memory)
+    finite = torch.ones(m if left else n, dtype=torch.bool)
+    finite[column if left else row] = False
+    launch = bucket.launches.compensate_backproject if left else bucket.launches.compensate_project
+    assert torch.equal(products[0][:, : launch.panel].isfinite().all(dim=1), finite)
+    assert products[0][finite].isfinite().all()
+    assert all(x.isfinite().all() for x in [*products[1:], *bucket.M.cpu()])
+    after = bucket.matrices(bucket.M)[0][row, column]
+    assert_within(after, M - P_hat @ Q, rounding(r + 1, device) * (M.abs() + P_hat.abs() @ Q.abs()))
+
+
+@over_dtypes("gradient", GRADIENTS)
+def test_every_alignment(gradient: torch.dtype, device: torch.device):
+    """Of matrices, and of rows, which start at multiples of 8, 4, 2 and 1 elements."""
+    for gap, m in ((8, 64), (4, 68), (2, 70), (1, 71)):
+        shapes = [(33, 40, 3), (9, m, 2)]
+        check_compensate(Bucket(shapes, device, bypass=[8], gradient=gradient, error=torch.bfloat16, gap=gap))
+        check_compensate(Bucket([(9, m, 2), (5, 128, 2)], device, gradient=gradient, gap=0))
+    # Without matrices, and without elements.
+    for bypass in ([5, 1025], [0]):
+        check_compensate(Bucket([], device, bypass=bypass, gradient=gradient))
 
 
 @thinned("rank, shapes, dtype", RANKS, (mixed, uniform), GRADIENTS, together=1)
@@ -92,3 +164,68 @@ def test_reconstruct_notes_what_does_not_fit(tensor: int, dtype: torch.dtype, de
         assert reconstruct(bucket) == fits
         written = torch.cat([x.view(-1) for x in bucket.G.cpu()])
         assert int((~written.isfinite()).sum()) == (not fits)
+
+
+def commit(bucket: Bucket, finite: bool, workers: int = 3, advance: bool = True) -> tuple[list[Tensor], float]:
+    """Run the kernel; the bases that it was to take over, and the verdict."""
+    following = bucket.columns().fill(bucket.random(bucket.column_sizes))
+    verdict = bucket.scalar(1.0)
+    bucket.finite.fill_(int(finite))
+    commit_triton(
+        bucket.table, bucket.pointers_G(), bucket.pointers_M(), following.flat if advance else None, workers,
+        bucket.finite, largest=largest_error(torch.float32), basis=bucket.basis.flat, message=bucket.second.flat,
+        verdict=verdict,
+    )  # fmt: skip
+    assert all(memory.guarded() for memory in (bucket.G, bucket.second, bucket.basis, following))
+    return following.cpu(), float(verdict)
+
+
+LARGE: list[Shape] = [(260, 260, 3), (5, 7, 2), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("advance", [True, False])
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_commit_of_a_finite_step(workers: int, advance: bool, device: torch.device):
+    bucket = Bucket(LARGE, device, bypass=[3], factor_gap=0)
+    assert bucket.M is not None
+    bucket.second.fill(bucket.random(bucket.column_sizes))
+    M, sums, basis = bucket.M.cpu(), bucket.second.cpu(), bucket.basis.cpu()
+    following, verdict = commit(bucket, True, workers, advance)
+    assert verdict == 1
+    for got, expected in (
+        (bucket.second, [x / workers for x in sums]),
+        (bucket.basis, following if advance else basis),
+        (bucket.M, M),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(got.cpu(), expected, strict=True))
+    assert bucket.M.guarded()
+    without = Bucket([], device, bypass=[5], factor_gap=0)
+    assert [commit(without, finite)[1] for finite in (True, False)] == [1, 0]
+
+
+@over_dtypes("error", [*ERRORS, None])
+@over_dtypes("gradient", GRADIENTS)
+def test_commit_takes_a_step_back(gradient: torch.dtype, error: torch.dtype | None, device: torch.device):
+    bucket = Bucket(LARGE, device, bypass=[3], gradient=gradient, error=error, factor_gap=0)
+    bucket.second.fill(bucket.random(bucket.column_sizes))
+    for index, value in ((0, INF), (68, -INF), (260 * 260 - 1, NAN)):
+        bucket.G.views[0][index] = value
+    G, basis = bucket.G.cpu(), bucket.basis.cpu()
+    if bucket.M is not None:
+        # Beyond the range: what overflowed is given up.
+        bucket.M.views[0][1], bucket.M.views[0][2] = INF, NAN
+        # In range, but products with it would not be.
+        bucket.M.views[0][3], bucket.M.views[0][4] = 3.3e38, -(2.0**111)
+        M = bucket.M.cpu()
+    _, verdict = commit(bucket, False)
+    assert verdict == 0
+    assert all(x.isnan().all() for x in bucket.second.cpu())
+    assert all(torch.equal(x, y) for x, y in zip(bucket.basis.cpu(), basis, strict=True))
+    if bucket.M is None:
+        return
+    for got, g, m in zip(bucket.M.cpu(), G, M, strict=False):
+        expected = m.float().view(1, -1)
+        rollback_reference([g.view(1, -1)], [expected], torch.tensor(False))
+        # One subtraction in fp32 has one result.
+        assert_within(got, expected[0].double(), stored(expected[0].double().abs(), got.dtype, device))
+    assert bucket.M.guarded()

@@ -214,13 +214,3 @@ def test_references_have_what_is_public():
         assert file is not None
         missing = [name for name in exported(file) if f"{module}.{name}" not in listed]
         assert not missing, f"docs/api.md lacks {missing} of {module}"
-
-
-def test_the_checks_can_fail(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text("[a](#a) [c](c.md) ![d](page.md#x)\n`make tea`, `x/y.py`\n")
-    assert list(broken_links(page)) == ["c.md"]
-    assert list(calls("PowerSGDConfig(rnak=4)")) == [("PowerSGDConfig", {"rnak"})]
-    assert list(missing_names(page)) == ["make tea", "x/y.py"]
-    assert not defines("powersgd_triton", "Compresor")
-    assert defines("powersgd_triton", "checkpoint")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,9 +18,7 @@ def label(value: Any) -> str:
     return "none" if value is None else getattr(value, "__name__", str(value))
 
 
-def thinned(
-    names: str, *options: Sequence[Any], together: int = 2, label: Callable[[Any], str] = label
-) -> pytest.MarkDecorator:
+def thinned(names: str, *options: Sequence[Any], together: int = 2) -> pytest.MarkDecorator:
     """Parametrize over the product of the options; most of its cases are slow.
 
     Those that are not are chosen one by one, each time one that brings most that is new and among these the one whose

@@ -260,12 +260,3 @@ test_on_two_workers = make_test(
 @pytest.mark.usefixtures("one_worker")
 def test_one_worker_sends_nothing() -> None:
     collectives(0, 1)
-
-
-def test_relative_notices_a_difference() -> None:
-    """The measure that most tests rely on."""
-    ones = torch.ones(4)
-    assert relative(ones, ones) == 0
-    assert relative(ones * 1.001, ones) == pytest.approx(1e-3, rel=1e-3)
-    assert relative(ones * float("nan"), ones) == float("inf")
-    assert relative(ones, ones * 0) == float("inf")
