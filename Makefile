@@ -36,8 +36,7 @@ test-all: $(INSTALLED)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 3600 -m "not gpu"
 
 # What computes: in other libraries' code for older processors, and with other numbers of threads.
-NUMERICAL := tests/core/test_a*.py tests/core/test_c*.py tests/core/test_no*.py tests/core/test_overflow.py \
-	tests/core/test_properties.py tests/faults/test_fuzz.py tests/kernels tests/ops tests/test_compressor.py tests/test_compressor_state.py
+NUMERICAL := tests/core tests/faults/test_fuzz.py tests/kernels tests/ops tests/schemes $(wildcard tests/test_compressor*.py)
 ON_CPUS := $(PYTHON) -m pytest $(PARALLEL) --timeout 1800 -m "not slow and not gpu" $(NUMERICAL)
 NO_VECTORS := AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL
 

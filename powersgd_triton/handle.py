@@ -134,7 +134,8 @@ class Handle:
         on = whole_number("every", every) > 0
         new = [Telemetry(self._engine, callback, writer, every)] if on else []
         kept = [listener for listener in self._engine.listeners if not isinstance(listener, Telemetry)]
-        self._engine.schedule.clock.cancel()
+        if not on:
+            self._engine.schedule.mark = lambda _: None
         # Last, since a user's function may raise an exception.
         self._engine.listeners[:] = [*kept, *new]
 

@@ -176,7 +176,10 @@ class Buckets:
             levels = self.communicator.inside is not None
             return memory, {}, {"errors to move": moving, "dtypes of gradients": dtypes if levels else []}
 
-        memory = allocate()[0] if bucket.agreed else self.together("the allocation for a bucket", allocate)
+        if bucket.agreed:
+            memory, *_ = allocate()
+        else:
+            memory = together("the allocation for a bucket", allocate, self.communicator, self.device)
         bucket.agreed = True
         if memory is not bucket.memory:
             # Tensors are in one bucket at a time.
@@ -188,15 +191,17 @@ class Buckets:
 
     def in_use(self) -> list[Bucket]:
         """Return the factors of the last steps' buckets, ordered by the names of their first tensors."""
-        found = [bucket.memory.bucket for bucket in self._buckets.values() if bucket.memory is not None]
-        return sorted(found, key=lambda bucket: bucket.layout.segments[0].name)
+        # Other schemes may have no factors.
+        found = [getattr(bucket.memory, "bucket", None) for bucket in self._buckets.values()]
+        return sorted(filter(None, found), key=lambda bucket: bucket.layout.segments[0].name)
 
     def is_settled(self, bucket: BucketState) -> bool:
         """Return whether the next step of this bucket does the same as its steps from then on."""
         joined = bucket.joined
-        if joined is None or joined.memory is None or self._residuals.pending:
+        factors: Bucket | None = getattr(joined and joined.memory, "bucket", None)
+        if joined is None or factors is None or self._residuals.pending:
             return False
-        return joined.memory.bucket.layout is self.ranked(joined)
+        return factors.layout is self.ranked(joined)
 
     def release(self) -> None:
         """Let the next step allocate memory anew: collectives under way may still write to the old one."""

@@ -175,10 +175,12 @@ class Engine:
             step.uneven |= any(gradient.dtype == torch.float16 for gradient in task.gradients.values())
 
         def take(average: Average) -> None:
-            if write is None:
-                task.write(average, ranges)
-            else:
+            if write is not None:
                 write(average)
+            elif ranges is not None:
+                average.write_ranges(ranges, step.overflow(task.device))
+            else:
+                average.write(task.gradients, step.overflow(task.device))
             for part in parts:
                 if part.done is not None:
                     part.done()

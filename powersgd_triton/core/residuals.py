@@ -10,7 +10,7 @@ from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size
-from powersgd_triton.core.streams import Streams, on_its_streams
+from powersgd_triton.core.streams import Streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
@@ -200,14 +200,14 @@ class Residuals:
             for name, known in self._remaining.items()
         }
 
-    @on_its_streams
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
-        if not self._config.error_feedback:
-            return {}
-        errors = {name: parts["error"].clone() for name, parts in self.loaded.matrices.items()}
-        errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
-        return errors | self._errors(step)
+        with self.streams.everywhere():
+            if not self._config.error_feedback:
+                return {}
+            errors = {name: parts["error"].clone() for name, parts in self.loaded.matrices.items()}
+            errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
+            return errors | self._errors(step)
 
     def _errors(self, step: Step, *, wide: bool = False) -> Parts:
         """Return copies of the errors of all matrices that are in buckets."""
@@ -221,46 +221,45 @@ class Residuals:
                 found[name][first : first + len(rows)] += rows
         return found
 
-    @on_its_streams
     def forget_errors(self) -> None:
         """Set all errors to zero, including those of a loaded state whose matrices are not in a bucket yet."""
-        for matrix in self.matrices.values():
-            if matrix.error is not None:
-                matrix.error.zero_()
-            if matrix.bucket.applied is not None:
-                # Nothing is to be subtracted any more, also in the replay of a step.
-                matrix.bucket.applied.zero_()
-        for parts in self.loaded.matrices.values():
-            if "error" in parts:
-                parts["error"].zero_()
-        self._remaining, self.moving = {}, {}
+        with self.streams.everywhere():
+            for matrix in self.matrices.values():
+                if matrix.error is not None:
+                    matrix.error.zero_()
+                if matrix.bucket.applied is not None:
+                    # Nothing is to be subtracted any more, also in the replay of a step.
+                    matrix.bucket.applied.zero_()
+            for parts in self.loaded.matrices.values():
+                if "error" in parts:
+                    parts["error"].zero_()
+            self._remaining, self.moving = {}, {}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    @on_its_streams
     def save(self, step: Step, mean: Callable[[Tensor], Tensor]) -> SavedState:
         """Return copies of everything. ``mean`` averages a tensor over the workers, in the same order on all."""
-        if not step.captured:
-            # A run that loads these errors rounds them to 16 bits. This run then goes on with the same bits.
-            self.materialize(
-                step, {m.bucket for m in self.matrices.values() if m.error is not None and m.error.element_size() < 4}
-            )
-        loaded, errors = self.loaded, self._errors(step, wide=True)
-        matrices = {name: {key: part.clone() for key, part in parts.items()} for name, parts in loaded.matrices.items()}
-        if loaded.own:
-            for name in sorted(name for name, parts in matrices.items() if "error" in parts):
-                matrices[name]["error"] = mean(matrices[name]["error"])
-        for name in sorted(self.matrices):
-            matrices[name] = {key: basis.clone() for key, basis in self.matrices[name].bases.items()}
-            if name in errors:
-                # A mean of 16-bit values does not fit 16 bits in general.
-                matrices[name]["error"] = mean(errors[name])
-        for name, error in sorted(self._remaining_errors(step).items()):
-            matrices[name] = {"error": mean(error.clone())}
-        # The sizes with which each tensor was compressed last: in this run, or in the run that saved the loaded state.
-        tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
-        plan = self.plan.state_dict() if self._config.planned else {}
-        return SavedState(step.iteration, tensors, matrices, plan, own=loaded.own, owner=loaded.owner)
+        with self.streams.everywhere():
+            if not step.captured:
+                # A run that loads these errors rounds them to 16 bits. This run then goes on with the same bits.
+                matrices = self.matrices.values()
+                self.materialize(step, {m.bucket for m in matrices if m.error is not None and m.error.itemsize < 4})
+            loaded, errors, found = self.loaded, self._errors(step, wide=True), dict[str, Parts]()
+            for name, parts in sorted(loaded.matrices.items()):
+                found[name] = {key: part.clone() for key, part in parts.items()}
+                if loaded.own and "error" in parts:
+                    found[name]["error"] = mean(found[name]["error"])
+            for name in sorted(self.matrices):
+                found[name] = {key: basis.clone() for key, basis in self.matrices[name].bases.items()}
+                if name in errors:
+                    # A mean of 16-bit values does not fit 16 bits in general.
+                    found[name]["error"] = mean(errors[name])
+            for name, error in sorted(self._remaining_errors(step).items()):
+                found[name] = {"error": mean(error.clone())}
+            # With the sizes of the last compression: in this run, or in the one that saved the loaded state.
+            tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
+            plan = self.plan.state_dict() if self._config.planned else {}
+            return SavedState(step.iteration, tensors, found, plan, own=loaded.own, owner=loaded.owner)
 
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Work, wait
 from powersgd_triton.comm.exchange import Collectives
 from powersgd_triton.core.buckets import Part
-from powersgd_triton.core.clock import EXCHANGE, MESSAGES, Clock
+from powersgd_triton.core.clock import EXCHANGE, MESSAGES
 
 UnderWay = tuple[Collectives, Work, Callable[[Any], None]]
 """A bucket, the collective that it waits for, and the function that takes its result."""
@@ -21,11 +21,11 @@ class Schedule:
     """The buckets of the open step that wait or are under way.
 
     Attributes:
-        clock: Counts the time for which the host, or the stream, waits for other workers.
+        mark: Called with the phase that begins, if telemetry is on.
     """
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.mark: Callable[[str | None], None] = lambda _: None
         # Buckets that wait for the next ones, since their messages are small.
         self._waiting: list[Part] = []
         self._under_way: list[UnderWay] = []
@@ -65,7 +65,7 @@ class Schedule:
             done: Takes what it returns in the end.
             finish: Whether to go on until no bucket is under way, since no later one is expected.
         """
-        mark, started = self.clock.mark, list[UnderWay]()
+        mark, started = self.mark, list[UnderWay]()
         # The new one first: its kernels need not wait for the messages of the older ones.
         turns = [*([] if bucket is None else [(bucket, None, done)]), *self._under_way]
         while turns:

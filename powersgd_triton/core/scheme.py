@@ -47,14 +47,6 @@ class Task:
         """Device of the gradients."""
         return next(iter(self.gradients.values())).device
 
-    def write(self, average: Average, ranges: Ranges | None) -> None:
-        """Write an average over the gradients, or parts of it to ``ranges``."""
-        overflow = self.step.overflow(self.device)
-        if ranges is None:
-            average.write(self.gradients, overflow)
-        else:
-            average.write_ranges(ranges, overflow)
-
 
 class Average(Protocol):
     """The average of one bucket, in the form in which a scheme has it."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from collections.abc import Iterator
 
 import torch
 
@@ -20,11 +18,9 @@ class Streams:
     the order in which the host enqueued them, and the allocator does not hand out memory that is still in use. Without
     it, a hook on a framework's stream and a ``state_dict()`` on the main stream could use an error buffer at once.
 
-    Messages travel on streams of the process group. The engine's stream waits for a message only where ``Engine`` goes
-    on with its bucket, and other buckets' kernels are enqueued before that. So kernels overlap with messages although
-    there is one stream. With two streams, used by turns, kernels of two buckets could run at once. They would compete
-    for the same memory bandwidth, and everything that buckets share would need an order of its own: scratch memory, the
-    step's verdict, loss scales, and errors that move from one bucket to another.
+    Messages travel on streams of the process group. The engine's stream waits for a message only where its bucket goes
+    on, and other buckets' kernels are enqueued before that. So kernels overlap with messages although there is one
+    stream. (Kernels of two buckets at once would compete for the same memory bandwidth.)
     """
 
     def __init__(self) -> None:
@@ -66,30 +62,6 @@ class Streams:
         finally:
             if own != caller and join:
                 caller.wait_stream(own)
-
-
-class HasStreams(Protocol):
-    """An object whose memory is used on the streams of an engine."""
-
-    streams: Streams
-
-
-_Owner = TypeVar("_Owner", bound=HasStreams)
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def on_its_streams(
-    method: Callable[Concatenate[_Owner, _Arguments], _Result],
-) -> Callable[Concatenate[_Owner, _Arguments], _Result]:
-    """Run a method on the streams of its object, whatever stream the caller is on."""
-
-    @functools.wraps(method)
-    def run(owner: _Owner, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        with owner.streams.everywhere():
-            return method(owner, *arguments, **named)
-
-    return run
 
 
 def is_captured(device: torch.device) -> bool:

@@ -122,7 +122,8 @@ class Telemetry:
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar, as a SummaryWriter has; got {type(writer).__name__}")
         self._callback, self._writer, self._every = callback, writer, whole_number("every", every, 1)
-        self._engine = engine
+        self._engine, self._clock = engine, Clock()
+        engine.schedule.mark = self._clock.mark
         # The open step, if it is measured. Its reports are completed in order.
         self._open: _MeasuredStep | None = None
         self._pending: collections.deque[_MeasuredStep] = collections.deque()
@@ -133,9 +134,10 @@ class Telemetry:
 
     def watch(self, task: Task) -> Task:
         """Let the stages of a bucket mark their times."""
-        if task.memory is None:
+        if not hasattr(task.memory, "bucket"):
+            # Another scheme, whose stages are not known.
             return task
-        watched = Measured(task.memory, self._engine.schedule.clock, self._measure)
+        watched = Measured(task.memory, self._clock, self._measure)
         return dataclasses.replace(task, memory=watched)
 
     def _measure(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
@@ -144,13 +146,13 @@ class Telemetry:
 
     def void(self) -> None:
         """See ``Listener``. The clock stops without a result."""
-        self._engine.schedule.clock.cancel()
+        self._clock.cancel()
 
     def end_step(self) -> None:
         """Report what has arrived, and begin to measure the next step if it is time."""
-        step, sent, clock = self._engine.step.iteration, self._engine.sent, self._engine.schedule.clock
+        step, sent = self._engine.step.iteration, self._engine.sent
         # None if the step was not measured, or interrupted.
-        times = clock.stop()
+        times = self._clock.stop()
         measured, self._open = self._open, None
         if measured is not None and times is not None:
             measured.end(step, sent, times)
@@ -160,7 +162,7 @@ class Telemetry:
         # A measured step that was interrupted is followed by another one.
         if (step + 1) % self._every == 0 or (measured is not None and times is None):
             self._open = _MeasuredStep(sent)
-            clock.start(self._engine.buckets.device)
+            self._clock.start(self._engine.buckets.device)
 
     def _report(self, record: StepRecord) -> None:
         logger.info("%s", record)

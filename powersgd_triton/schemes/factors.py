@@ -44,9 +44,7 @@ def new_backend(task: Task, workspace: Workspace) -> Backend:
     device = task.gradients[layout.segments[0].name].device
     rank = max((group.rank for group in layout.groups), default=1)
     name, reason = select_backend(config, device, dtypes, rank)
-    known = {residuals.matrices[s.name].bucket for s in layout.compressed if s.name in residuals.matrices}
     _log_choice(name, reason)
-    residuals.materialize(task.step, known)
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     shares = Shares.build(layout, workers)
     errors = None

@@ -30,6 +30,9 @@ class LowRank:
         known: Backend | None = task.memory
         if known is not None and known.bucket.layout is task.layout and known.bucket.share == task.communicator.share:
             return known
+        matrices = task.residuals.matrices
+        earlier = {matrices[s.name].bucket for s in task.layout.compressed if s.name in matrices}
+        task.residuals.materialize(task.step, earlier)
         backend = new_backend(task, self._workspace)
         take_over(task.residuals, backend, task.step)
         return backend

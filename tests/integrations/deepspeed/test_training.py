@@ -118,7 +118,7 @@ def writes_its_own_slice(stage: int) -> None:
     for call in average.call_args_list:
         ranges = call.kwargs.get("ranges")
         own += (
-            sum(s.numel for s in call.args[0].segments)
+            sum(s.numel for s in call.args[0].layout.segments)
             if ranges is None
             else sum(t.numel() for _, t in ranges.values())
         )
@@ -149,7 +149,7 @@ def sends_what_is_reported(stage: int) -> None:
             parameters = sum(found.pop(name, 0) for name in ("all_gather_into_tensor", "all_gather"))
             if section is None:
                 return gradients, parameters, found
-            layout = next(iter(engine.powersgd._engine.peers._layouts.values()))
+            (layout,) = [bucket.layout for bucket in engine.powersgd._engine.buckets.in_use()]
             assert gradients == 4 * layout.sent_numel(engine.powersgd.config, 1)
             return gradients, parameters, (expected_traffic(engine, engine.powersgd), found)
 
