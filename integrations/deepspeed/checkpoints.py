@@ -10,7 +10,6 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
 
     @functools.wraps(load)
     def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        weights_only = _argument(load, "load_module_only", (load_dir, tag, *args), kwargs)
+        given = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
+        weights_only = given.arguments.get("load_module_only", False)
         # Read and checked on all workers before DeepSpeed changes the model, which is collective.
         read = state.read(lambda: None if weights_only else state.tagged(load_dir, tag))
         found = load(load_dir, tag, *args, **kwargs)
@@ -77,10 +77,3 @@ def attach_exports(engine: Any, state: DeepSpeedState) -> None:
 
     setattr(get_state_dict, EXACT, True)
     accelerator.get_state_dict = get_state_dict
-
-
-def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the value that a call passes for a parameter, or its default."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments.get(name)

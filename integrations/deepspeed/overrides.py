@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, whole_shape
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, Gradient
 
 
@@ -60,14 +60,11 @@ class AllReduceOverride(GradientOverride):
         divisor = len(workers) / (dp_world_size or len(workers))
         averaging = getattr(self._engine, "gradient_average", True)
         # Copy gradients that are not contiguous, as DeepSpeed itself does.
-        copies = [gradient.tensor.contiguous() for gradient in known]
-        self._state.average(
-            [Gradient(g.name, g.shape, copy) for g, copy in zip(known, copies, strict=True)],
-            divisor if averaging else len(workers),
-        )
+        copies = [Gradient(gradient.parameter, gradient.tensor.contiguous()) for gradient in known]
+        self._state.average(copies, divisor if averaging else len(workers))
         for gradient, copy in zip(known, copies, strict=True):
-            if copy is not gradient.tensor:
-                gradient.tensor.copy_(copy)
+            if copy.tensor is not gradient.tensor:
+                gradient.tensor.copy_(copy.tensor)
 
     def _named(self, bucket: Sequence[Tensor]) -> tuple[list[Gradient], list[Tensor]]:
         """Return the gradients whose parameters are known, and the other tensors."""
@@ -82,11 +79,8 @@ class AllReduceOverride(GradientOverride):
             for parameter in self._engine.module.parameters():
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     flats[parameter.grad.data_ptr()] = [(parameter.grad, parameter)]
-        known = [
-            Gradient(self._state.name_of(parameter), tuple(parameter.shape), gradient.detach())
-            for tensor in bucket
-            for gradient, parameter in flats.get(tensor.data_ptr(), [])
-        ]
+        pairs = [pair for tensor in bucket for pair in flats.get(tensor.data_ptr(), [])]
+        known = [Gradient(parameter, gradient.detach()) for gradient, parameter in pairs]
         return known, [tensor for tensor in bucket if tensor.data_ptr() not in flats]
 
 
@@ -115,8 +109,7 @@ class BucketOverride(GradientOverride):
             view = tensor[offset : offset + numel]
             offset += numel
             first, kept = self._slice(group, identity, numel)
-            part = (first, view[first : first + kept])
-            gradients.append(Gradient(self._state.name_of(parameter), tuple(parameter.shape), view, part))
+            gradients.append(Gradient(parameter, view, (first, view[first : first + kept])))
         if offset != tensor.numel():
             raise RuntimeError(
                 f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters have {offset}; powersgd does not "
@@ -166,8 +159,7 @@ class PartitionOverride(GradientOverride):
             first = min(worker * each, gradient.numel())
             kept = min(each, gradient.numel() - first)
             outputs.append(gradient.new_empty(kept, dtype=self._optimizer.gradient_accumulation_dtype))
-            name, part = self._state.name_of(parameter), (first, outputs[-1])
-            gradients.append(Gradient(name, whole_shape(parameter), gradient.detach().contiguous(), part))
+            gradients.append(Gradient(parameter, gradient.detach().contiguous(), (first, outputs[-1])))
         self._state.average(gradients, self._factor)
         return outputs
 

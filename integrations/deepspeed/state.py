@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.comm
 import torch
@@ -32,15 +32,13 @@ FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
 
 
-@dataclasses.dataclass
-class Gradient:
-    """One parameter's gradient on its way through DeepSpeed, contiguous, and the ``shape`` of the whole parameter.
+class Gradient(NamedTuple):
+    """A parameter's gradient on its way through DeepSpeed, contiguous.
 
     ``part`` is (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
     """
 
-    name: str
-    shape: tuple[int, ...]
+    parameter: Tensor
     tensor: Tensor
     part: tuple[int, Tensor] | None = None
 
@@ -72,8 +70,7 @@ class DeepSpeedState(Handle):
 
     # A step -----------------------------------------------------------------------------------------------------
 
-    def name_of(self, parameter: Tensor) -> str:
-        """Return a parameter's name in the module. RuntimeError if it was not there when compression began."""
+    def _name_of(self, parameter: Tensor) -> str:
         try:
             return self._names[id(parameter)]
         except KeyError:
@@ -92,13 +89,12 @@ class DeepSpeedState(Handle):
         """Write ``factor`` times the averages over the workers to the gradients, or to their parts."""
         if not gradients:
             return
-        views = {gradient.name: gradient.tensor.view(gradient.shape) for gradient in gradients}
-        parts = {g.name: g.part or (0, g.tensor.view(-1)) for g in gradients}
+        shapes = {self._name_of(gradient.parameter): whole_shape(gradient.parameter) for gradient in gradients}
+        views = {name: g.tensor.view(shapes[name]) for name, g in zip(shapes, gradients, strict=True)}
+        parts = {name: g.part or (0, g.tensor.view(-1)) for name, g in zip(shapes, gradients, strict=True)}
         whole = all(gradient.part is None for gradient in gradients)
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
-        bucket = self._engine.begin(
-            tuple(views), lambda: {gradient.name: gradient.shape for gradient in gradients}, gradients[0].tensor.device
-        )
+        bucket = self._engine.begin(tuple(shapes), shapes.copy, gradients[0].tensor.device)
         ranges = None if whole else {name: (first, out) for name, (first, out) in parts.items() if out.numel()}
         self._engine.average(bucket, views, ranges=ranges)
         if factor != 1.0:
@@ -195,8 +191,7 @@ class DeepSpeedState(Handle):
 
     def _files(self, folder: Path) -> dict[str, Any] | None:
         """Return the state that a folder has. ValueError if it is damaged, or lost in a universal checkpoint."""
-        _, part = self._place()
-        files = sorted(folder.glob(FILE.format(stage="*", part=f"{part:02d}")))
+        files = sorted(folder.glob(self._file(stage="*")))
         if not files and self._framework.load_universal_checkpoint():
             raise ValueError(
                 f"the universal checkpoint {folder} has no PowerSGD state: ds_to_universal leaves it out. Copy it from "
@@ -214,14 +209,10 @@ class DeepSpeedState(Handle):
         merged.pop("fingerprint", None)
         return merged if saved else None
 
-    def _file(self) -> str:
-        stage, part = self._place()
-        return FILE.format(stage=f"{stage:02d}", part=f"{part:02d}")
-
-    def _place(self) -> tuple[int, int]:
+    def _file(self, stage: str = "") -> str:
         engine = self._framework
-        stage = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
-        return int(stage), int(engine.checkpoint_mp_rank)
+        own = engine.mpu.get_stage_id() if engine.pipeline_parallelism else 0
+        return FILE.format(stage=stage or f"{own:02d}", part=f"{engine.checkpoint_mp_rank:02d}")
 
     def _everyone(self) -> Communicator:
         # The workers of all pipeline stages, since DeepSpeed saves and loads with all of them.

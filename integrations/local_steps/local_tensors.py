@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,22 +101,19 @@ def _of_parameters(model: nn.Module, before: Callable[[], None] = lambda: None, 
 
     def parameters(*, trainable: bool) -> Named:
         before()
-        for name, parameter in model.named_parameters():
-            if (plain_name(name) in shapes) is trainable:
-                yield plain_name(name), local(parameter)
+        return _plain((n, p) for n, p in model.named_parameters() if (plain_name(n) in shapes) is trainable)
 
     return LocalTensors(
         lambda: parameters(trainable=True),
         shapes,
-        lambda: _buffers(model),
+        lambda: _plain(model.named_buffers()),
         lambda: parameters(trainable=False),
         **rest,
     )
 
 
-def _buffers(model: nn.Module) -> Named:
-    for name, buffer in model.named_buffers():
-        yield plain_name(name), local(buffer)
+def _plain(found: Iterable[tuple[str, Tensor]]) -> Named:
+    return ((plain_name(name), local(tensor)) for name, tensor in found)
 
 
 def _largest_part(parameter: Tensor) -> Shape:
@@ -174,13 +171,11 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
             yield f"group {index}", partition.detach()
 
     def frozen() -> Named:
-        for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
-                yield plain_name(name), local(parameter)
+        return _plain((name, p) for name, p in module.named_parameters() if not p.requires_grad)
 
     shapes = {name: tuple(partition.shape) for name, partition in tensors()}
-    refresh = optimizer.update_lp_params
-    return LocalTensors(tensors, shapes, lambda: _buffers(module), frozen, refresh, shards=[workers], flat=True)
+    buffers, refresh = lambda: _plain(module.named_buffers()), optimizer.update_lp_params
+    return LocalTensors(tensors, shapes, buffers, frozen, refresh, shards=[workers], flat=True)
 
 
 def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamespace:

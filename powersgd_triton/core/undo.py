@@ -32,7 +32,8 @@ class Undo:
 
     def watch(self, task: Task) -> Task:
         """See ``Listener``. Other schemes than factors change no residuals before the step counts."""
-        return task if task.memory is None else dataclasses.replace(task, memory=_Noting(task.memory, self._added))
+        factors = hasattr(task.memory, "bucket")
+        return dataclasses.replace(task, memory=_Noting(task.memory, self._added)) if factors else task
 
     def void(self) -> None:
         """See ``Listener``."""

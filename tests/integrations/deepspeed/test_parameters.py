@@ -137,7 +137,8 @@ def follows(case: Case, width: str, tied: bool, steps: int = 10, seed: int = 0) 
         if "fp16" not in case.options and hasattr(optimizer, "loss_scaler"):
             # Halves when a gradient overflows, as with fp16.
             optimizer.loss_scaler = StubScaler()
-        used = [sum(map(torch.numel, group)) for group in getattr(optimizer, engine.powersgd.parameters._attributes[1])]
+        groups = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
+        used = [sum(map(torch.numel, group)) for group in groups]
         assert len(used) == (2 if tied else 1)
         parameter = dict(engine.module.named_parameters())["blocks.1.up.weight"]
         for step in range(steps):

@@ -33,7 +33,7 @@ class Stage1Optimizer(SimpleNamespace):
     """As far as the checks look."""
 
     def gradient_reduction_w_predivide(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """The seam."""
+        """What is overridden."""
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def saves_after_a_failure(worker: int, _world_size: int) -> None:
     """The mean of the workers' errors, if an exchange has failed; the shared parameters, if its own are not finite."""
     ours = Training(worker, "rank")
     ours.train(EVERY)
-    with mock.patch.object(ours.sync._engine, "end_step", side_effect=RuntimeError("injected")):
+    with mock.patch.object(ours.sync._engine.schedule, "advance", side_effect=RuntimeError("injected")):
         assert "injected" in complaint(ours.train, EVERY)
     expected, saved = mean(owed(ours.sync)), ours.sync.state_dict()["matrices"]
     found = [saved[n].get("error", torch.zeros(t.shape)).expand(t.shape) for n, t in ours.sync.shared().items()]
