@@ -125,7 +125,10 @@ class Communicator:
         return work
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Work:
-        """Start collecting every worker's ``tensor`` in ``gathered`` [workers, …]."""
+        """Start collecting every worker's ``tensor`` in ``gathered`` [workers, …]. With one worker, copy it."""
+        if self.world_size == 1:
+            gathered.view(-1).copy_(tensor.view(-1))
+            return None
         # torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
         collectives = self._collectives
         gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_into_tensor

@@ -31,7 +31,7 @@ def scheme() -> Any:
 @pytest.mark.parametrize("scaled", [False, True])
 @on_workers(1, 2, 3)
 def test_nothing_is_lost(worker: int, world_size: int, scaled: bool) -> None:
-    """Over steps of two buckets, with a gradient that is not finite, an interruption, and a saved state."""
+    """Over steps of two buckets, with a gradient that is not finite, and a saved state."""
     communicator = Communicator()
     engine = Engine(scheme(), PowerSGDConfig(rank=1), communicator, lambda: SHAPES)
     scale = 1.0

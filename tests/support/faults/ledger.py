@@ -87,6 +87,8 @@ class Ledger:
             self._slack[name] += SECOND_ORDER * (constant * U + rounds * (unit - U)) * size
             # An average is M projected on orthonormal columns, which enlarges nothing.
             excess = float(applied.norm() - before.norm() - self._slack_of_elements[name].norm())
+            # Means of denormals are rounded to multiples of the smallest number.
+            excess -= self.workers * TINY[None] * math.sqrt(applied.numel())
             if excess > self._slack[name] + 1e-5 * float(before.norm()):
                 self._amplified.append(f"{name}: W · Ĝ is larger than Σ M by {excess:.3g}")
         elif fate is Fate.CARRIED:
