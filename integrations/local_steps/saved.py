@@ -95,7 +95,7 @@ def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str,
     return {**{key: value for key, value in state.items() if key != KEY}, "matrices": engine}, this
 
 
-def write(state: Mapping[str, Any], common: Path, own: Path, *, first: bool) -> None:
+def write_round(state: Mapping[str, Any], common: Path, own: Path, *, first: bool) -> None:
     """Write this worker's parts of a saved state to a file. The ``first`` worker writes what all share to another."""
     save_file(_without(state, COMMON), own)
     if first:

@@ -23,11 +23,20 @@ from powersgd_triton.core.loading import adopt, checked, facts_of, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.local_steps import saved
 from powersgd_triton.integrations.local_steps.arguments import chosen_config
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, averaging, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
+from powersgd_triton.integrations.local_steps.saved import (
+    SavedRound,
+    check_groups_of,
+    joined,
+    pack,
+    settings_of,
+    unpack,
+    with_errors,
+    write_round,
+)
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
@@ -111,7 +120,7 @@ class LocalSteps(Handle):
             engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
             self._outer = OuterState(local, outer or averaging, communicator, device)
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
-            own |= {"outer": saved.settings_of(self._outer.optimizer), **common_facts(chosen, 0)}
+            own |= {"outer": settings_of(self._outer.optimizer), **common_facts(chosen, 0)}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
             return engine, own, {**dtypes, **facts_of(engine)}
 
@@ -230,8 +239,8 @@ class LocalSteps(Handle):
         parts = self._outer.parts(begun=self.since > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
-        this = saved.SavedRound(self.steps, self.since, self._place, parts, self.outer.state_dict())
-        return saved.pack(state, this)
+        this = SavedRound(self.steps, self.since, self._place, parts, self.outer.state_dict())
+        return pack(state, this)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
@@ -242,9 +251,9 @@ class LocalSteps(Handle):
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
 
-        def read() -> tuple[tuple[dict[str, Any], saved.SavedRound], Facts, Facts]:
+        def read() -> tuple[tuple[dict[str, Any], SavedRound], Facts, Facts]:
             shapes = {name: tuple(theta.shape) for name, theta in self._outer.theta().items()}
-            content, this = saved.unpack(opened(state_dict), shapes)
+            content, this = unpack(opened(state_dict), shapes)
             shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in this.parts.items()}
             return (content, this), {"steps": this.steps, "since": this.since}, shared
 
@@ -253,9 +262,9 @@ class LocalSteps(Handle):
         own = self._everywhere(this.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            state, owner = (saved.with_errors(content, this), self._place) if own else (content, None)
+            state, owner = (with_errors(content, this), self._place) if own else (content, None)
             parsed = checked(self._engine, state, sizes(self._engine.tensors(), self.config), owner=owner)
-            saved.check_groups_of(this.outer, self.outer.state_dict())
+            check_groups_of(this.outer, self.outer.state_dict())
             return parsed, {}, saved_facts(parsed[0])
 
         loaded, report = self._compare("load_state_dict", check)
@@ -273,10 +282,10 @@ class LocalSteps(Handle):
     def _write(self, state: Mapping[str, Any], folder: Path) -> None:
         """Write what all workers share to one file, and what is this worker's own to another."""
         folder.mkdir(parents=True, exist_ok=True)
-        saved.write(state, folder / self._file(), folder / self._file(own=True), first=self._place[0] == 0)
+        write_round(state, folder / self._file(), folder / self._file(own=True), first=self._place[0] == 0)
 
     def _read(self, path: Path) -> StateDict:
-        return self._together("load", lambda: saved.joined(path, path.with_name(self._file(own=True))))
+        return self._together("load", lambda: joined(path, path.with_name(self._file(own=True))))
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -181,7 +182,7 @@ def test_buckets_are_joined_until_they_are_large_and_that_stays(monkeypatch: pyt
     for _ in range(2):
         lists: list[list[Part]] = []
         for name in "ab":
-            bucket = engine.buckets.find(name, lambda name=name: {name: SHAPES[name]}, CPU)  # type: ignore[misc]
+            bucket = engine.buckets.find(name, functools.partial(dict, {name: SHAPES[name]}), CPU)
             lists += schedule.ready(Part(bucket, {name: torch.zeros(12, 10)}), engine.buckets.are_large)
         assert [[*part.gradients] for part in lists[0]] == [["a"], ["b"]]
         joined.append(engine.buckets.join([part.bucket for part in lists[0]]))
@@ -208,7 +209,9 @@ def test_forgetting_drops_the_buckets_that_wait(monkeypatch: pytest.MonkeyPatch)
     def give(names: str, value: float) -> dict[str, Tensor]:
         gradients = {name: torch.full((12, 10), value) for name in names}
         for name in names:
-            bucket = engine.begin(name, lambda name=name: {name: SHAPES[name]}, CPU, keys=(name,), last=name == "c")  # type: ignore[misc]
+            bucket = engine.begin(
+                name, functools.partial(dict, {name: SHAPES[name]}), CPU, keys=(name,), last=name == "c"
+            )
             engine.average(bucket, {name: gradients[name]}, join=True)
         return gradients
 

@@ -54,9 +54,8 @@ def test_a_second_fit_continues(worker: int, workers: int, wrapper: str):
     trainer.fit(module, Loader())
     assert last > 0
     assert errors[0] == (0, 0.0)
-    steps, resumed = errors[begin]
-    assert steps == averages
-    assert resumed == pytest.approx(last, rel=1e-5)
+    assert errors[begin][0] == averages
+    assert errors[begin][1] == pytest.approx(last, rel=1e-5)
     assert callback.powersgd.iteration == 2 * averages
 
 
