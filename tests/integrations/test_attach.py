@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.handle import Handle
-from tests.support.distributed import folder, run
+from tests.support.distributed import folder, on_workers
 from tests.support.sharded_training import RANK_2, Net, full_mesh, make_test, sharded, train, whole
 from tests.support.small import complaint
 from tests.support.training import flat, relative
@@ -65,7 +65,8 @@ def wrong_use(worker: int, _world_size: int) -> None:
     assert attach(copy.deepcopy(model), rank=2) is not state
 
 
-def one_worker(worker: int, _world_size: int) -> None:
+@on_workers(1)
+def test_one_worker(worker: int, world_size: int) -> None:
     """It is told that nothing is sent."""
     for wrap in (DistributedDataParallel, in_shards):
         with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -74,10 +75,7 @@ def one_worker(worker: int, _world_size: int) -> None:
 
 
 def interrupted_save(worker: int, _world_size: int) -> None:
-    """A save that ends between its two moves leaves the old state, which is found. All workers hear of a failure.
-
-    The state of another wrapper is not taken for none.
-    """
+    """A save that ends between its two moves leaves the old state. All hear of it. Another wrapper's state is seen."""
     model = in_shards(Net())
     state, of_ddp = attach(model, RANK_2), attach(DistributedDataParallel(Net()), RANK_2)
     train(model, worker, steps=range(1))
@@ -117,7 +115,8 @@ def interrupted_save(worker: int, _world_size: int) -> None:
         assert "has powersgd.pt and not powersgd: the" in complaint(state.load, path, missing_ok=True)
 
 
-def part_of_the_workers(worker: int, _world_size: int) -> None:
+@on_workers(5)
+def test_a_part_of_the_workers_saves_and_loads_alone(worker: int, world_size: int) -> None:
     """The first worker has no model. The others save and load without it."""
     halves = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3, 4])
     replicas = DeviceMesh("cpu", torch.arange(1, 5).view(2, 2), mesh_dim_names=("replicate", "shard"))
@@ -135,11 +134,3 @@ def part_of_the_workers(worker: int, _world_size: int) -> None:
 
 
 test_two_workers = make_test([wrong_use, interrupted_save], 2)
-
-
-def test_one_worker() -> None:
-    run(one_worker, 1)
-
-
-def test_a_part_of_the_workers_saves_and_loads_alone() -> None:
-    run(part_of_the_workers, 5)

@@ -145,22 +145,9 @@ def everywhere(found: bool) -> bool:
 class FSDP1(Wrapped):
     """FSDP1 around each block and the model."""
 
-    def __init__(
-        self,
-        net: Net,
-        config: PowerSGDConfig | None,
-        *,
-        strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        node_group: Any = None,
-        **options: Any,
-    ) -> None:
-        module: Any = FullyShardedDataParallel(
-            net,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            sharding_strategy=strategy,
-            device_id=torch.device("cpu"),
-            **{"use_orig_params": True, **options},
-        )
+    def __init__(self, net: Net, config: PowerSGDConfig | None, *, node_group: Any = None, **options: Any) -> None:
+        given = {"device_id": torch.device("cpu"), "use_orig_params": True, **options}
+        module: Any = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **given)
         self.finish(net, module, config, node_group=node_group)
 
     def parameters(self) -> Gradients:
@@ -437,8 +424,10 @@ ENGINE = {
 WRAPPERS: dict[str, Wrapper] = {
     "DDP": Wrapper(Wrapped),
     "FSDP1": Wrapper(FSDP1),
-    "FSDP1 SHARD_GRAD_OP": Wrapper(functools.partial(FSDP1, strategy=ShardingStrategy.SHARD_GRAD_OP), thin=True),
-    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, strategy=ShardingStrategy.NO_SHARD)),
+    "FSDP1 SHARD_GRAD_OP": Wrapper(
+        functools.partial(FSDP1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), thin=True
+    ),
+    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, sharding_strategy=ShardingStrategy.NO_SHARD)),
     "FSDP2": Wrapper(FSDP2),
     "HSDP": Wrapper(HSDP, 4, 2, shards=2, lacks=PADDED),
     "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=True, lacks=PADDED),

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
-from tests.support.distributed import environment, make_test, run
+from tests.support.distributed import environment, make_test, on_workers
 from tests.support.exchanges import latency_decides
 from tests.support.properties import Ledger, batches, check_same
 from tests.support.sharded_training import RANK_2 as SHARDED_RANK_2
@@ -89,7 +89,8 @@ def shares(worker: int, world_size: int) -> None:
 VICTIM = 3
 
 
-def lost(worker: int, world_size: int) -> None:
+@on_workers(4, casualties=[VICTIM])
+def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: int) -> None:
     """A worker ends in the backward pass. The others are told.
 
     Each of their errors is what it was, or has the gradients of their node too, and nothing else.
@@ -244,11 +245,8 @@ def refused(worker: int, world_size: int) -> None:
 test_two_nodes = make_test([unused, shares, resumed, regrouped, joined, interrupted, refused], 4)
 
 
-def test_death_of_a_worker_is_an_exception_in_backward() -> None:
-    run(lost, 4, casualties=[VICTIM])
-
-
-def one_level(worker: int, world_size: int) -> None:
+@on_workers(3)
+def test_unequal_nodes_use_one_level(worker: int, world_size: int) -> None:
     """Nodes of 2 and 1 workers, of 3, and none that are known, use one level, and worker 0 says so."""
     expected = training(stack(), worker, None, range(2))
     for reason, size, index in (
@@ -262,7 +260,3 @@ def one_level(worker: int, world_size: int) -> None:
         about = [text for _, text in messages if "node" in text]
         assert max(step_differences(got.gradients, expected.gradients)) <= LIMIT
         assert [reason in text for text in about] == [True] * (worker == 0), about
-
-
-def test_unequal_nodes_use_one_level() -> None:
-    run(one_level, 3)

@@ -40,6 +40,7 @@ def failing(last: int, fragment: int) -> Iterator[list[str]]:
 def fails_anywhere(worker: int, config: str, delay: int, mesh: Any = None) -> None:
     training = Training(worker, config, EVERY, delay=delay, node_group=mesh)
     training.train(EVERY)
+    assert (training.sync._engine.communicator.inside is not None) == (mesh is not None)
     for last in itertools.count(1):
         training.train(EVERY - training.sync.since - 1)
         training.sync._advance(finish=True)
@@ -70,7 +71,11 @@ def test_any_message(worker: int, world_size: int) -> None:
 @on_workers(4)
 def test_any_message_on_two_levels(worker: int, world_size: int) -> None:
     """The errors of a node have the sum of its workers' pseudo-gradients."""
-    fails_anywhere(worker, "rank", 0, init_device_mesh("cpu", (2, 2)))
+    mesh = init_device_mesh("cpu", (2, 2))
+    fails_anywhere(worker, "rank", 0, mesh)
+    training = Training(worker, "ternary", EVERY, node_group=mesh)
+    training.train(2 * EVERY)
+    training.finish()
 
 
 @on_workers(4)
