@@ -47,14 +47,9 @@ def steps(model: Any, forward: Any, worker: int, dtype: torch.dtype) -> list[dic
         model.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + worker)
         forward(torch.randn(6, 9, dtype=dtype, generator=generator)).backward()
-        named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
-        found.append({name: plain(p.grad) for name, p in named.items() if p.grad is not None})
+        given = {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({n: (G.full_tensor() if isinstance(G, DTensor) else G).clone() for n, G in given.items()})
     return found
-
-
-def plain(gradient: Tensor) -> Tensor:
-    """A copy in its dtype."""
-    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().clone()
 
 
 def check_equal(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:

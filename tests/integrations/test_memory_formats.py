@@ -55,12 +55,9 @@ def convert(model: Net, memory_format: str) -> None:
         module.to(memory_format=FORMATS[memory_format])  # type: ignore[call-overload]
 
 
-def images(worker: int, step: int) -> Tensor:
-    return torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + worker))
-
-
 def given(worker: int, step: int) -> list[Batch]:
-    return [(images(worker, step), (torch.arange(4)[:, None] + step + 3 * worker) % 7)]
+    images = torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + worker))
+    return [(images, (torch.arange(4)[:, None] + step + 3 * worker) % 7)]
 
 
 def in_ddp(net: nn.Module, config: PowerSGDConfig = LOW, **options: Any) -> Any:
@@ -70,21 +67,17 @@ def in_ddp(net: nn.Module, config: PowerSGDConfig = LOW, **options: Any) -> Any:
     return made
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-]
+OPTIONS = ("init_sync", "gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+"""Of DDP. The first one is on anyway."""
 
 
 def conversions(worker: int, _world_size: int) -> None:
     """The memory format changes after DDP was made, before the first step, before buckets are rebuilt, and later."""
-    for index, (options, event) in enumerate(itertools.product(OPTIONS, (0, 1, 3))):
+    for index, (option, event) in enumerate(itertools.product(OPTIONS, (0, 1, 3))):
         before, after = list(FORMATS)[:: 1 if index % 2 else -1]
         # Exact steps at first, with every other option.
         config = dataclasses.replace(LOW, start_iter=2 * (index // 3 % 2))
-        model = in_ddp(Net(before), config, **options)
+        model = in_ddp(Net(before), config, **{option: True})
         ledger = Ledger(model)
         for step in range(STEPS):
             if step == event:

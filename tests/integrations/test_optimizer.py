@@ -1,7 +1,4 @@
-"""The plain loop's interface means what the reference implementation's does.
-
-The table says that nothing is lost and that all workers have the same bits.
-"""
+"""The plain loop's interface means what the reference implementation's does. The table has the rest."""
 
 from __future__ import annotations
 

@@ -101,10 +101,7 @@ def evaluate(module: Any) -> None:
 
 
 def made_equal(worker: int, world_size: int) -> None:
-    """Replicas are made equal when training begins, from the first one, with parameters on the meta device or not.
-
-    After an evaluation the root's parameters are whole. They are shards when replicas are made equal.
-    """
+    """When training begins, from the first one, on the meta device or not, also after an evaluation."""
     mesh = hybrid_mesh(2, 2)
     replica = mesh.get_local_rank("replicate")
     native = sharded(Net(), mesh)

@@ -1,7 +1,4 @@
-"""Checkpoints of the FSDP adapters through torch.distributed.checkpoint.
-
-The table saves and loads by ``save(folder)``, on other meshes too, and damages what is saved on one worker.
-"""
+"""Checkpoints of the FSDP adapters through torch.distributed.checkpoint. The table has those by ``save(folder)``."""
 
 from __future__ import annotations
 
@@ -21,11 +18,10 @@ from powersgd_triton import attach
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
 from tests.support.properties import check_close
-from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, whole
+from tests.support.sharded_training import RANK_2, Gradients, Net, batch, full_mesh, make_test, whole
 from tests.support.small import complaint
 from tests.support.wrappers import FSDP1, FSDP2, HSDP, WithReplicateGroup, Wrapped
 
-Gradients = dict[str, Tensor]
 KINDS = (WithReplicateGroup, FSDP2, FSDP1)
 
 
@@ -45,10 +41,7 @@ def checkpoint_of(made: Wrapped) -> dict[str, Any]:
 
 
 def between_adapters(worker: int, _world_size: int) -> None:
-    """Errors saved by one adapter are loaded by others, and by a model whose parameters have other names now.
-
-    HSDP with a mesh of both dimensions goes on, with its optimizer, where HSDP with a group was saved.
-    """
+    """Others load the errors, also under other names. HSDP with one mesh goes on, with its optimizer."""
     made, goes_on = WithReplicateGroup(Older(), RANK_2), HSDP(Older(), RANK_2)
     for one in (made, goes_on):
         one.optimizer = torch.optim.SGD(one.module.parameters(), lr=0.05, momentum=0.9)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
@@ -36,20 +36,14 @@ SETTINGS: Mapping[str, dict[str, Any] | None] = {
 ALLOWED_LOSS = 1.5  # Percentage points.
 
 
-def images_and_labels(seed: int) -> tuple[Tensor, Tensor]:
-    """Handwritten digits, shuffled, as ``sklearn.datasets.load_digits`` has them, which takes seconds to import."""
-    package = importlib.util.find_spec("sklearn")
-    assert package is not None
-    assert package.origin is not None
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    digits = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
-    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))
-    return digits[order, :-1] / 16, digits[order, -1].long()
-
-
 def training(worker: int, world_size: int, name: str, seed: int, epochs: int) -> float:
     """The accuracy in percent. All weight matrices are compressed, and the workers end with the same bits."""
-    images, labels = images_and_labels(seed)
+    package: Any = importlib.util.find_spec("sklearn")
+    # As ``sklearn.datasets.load_digits`` has them, which takes seconds to import.
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    digits = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
+    digits = digits[torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))]
+    images, labels = digits[:, :-1] / 16, digits[:, -1].long()
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     replica = DistributedDataParallel(model)

@@ -91,10 +91,7 @@ VICTIM = 3
 
 @on_workers(4, casualties=[VICTIM])
 def test_death_of_a_worker_is_an_exception_in_backward(worker: int, world_size: int) -> None:
-    """A worker ends in the backward pass. The others are told.
-
-    Each of their errors is what it was, or has the gradients of their node too, and nothing else.
-    """
+    """The others are told. Each of their errors is what it was, or has the gradients of their node too."""
     with nodes_of(2, worker):
         model = stack()
         state = state_for(model)

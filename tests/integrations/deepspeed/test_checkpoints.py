@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import checkpoint
+from tests.support.checks import same_bits
 from tests.support.deepspeed_training import (
     RANK_4,
     Case,
@@ -36,10 +37,6 @@ from tests.support.wrappers import mean
 
 def mean_errors(engine: Any) -> dict[str, Tensor]:
     return {name: mean(error).float() for name, error in engine.powersgd.error().items()}
-
-
-def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def is_there_before_the_checkpoint_is_the_latest(stage: int) -> None:
@@ -72,7 +69,7 @@ def is_there_before_the_checkpoint_is_the_latest(stage: int) -> None:
         with engine_for(Case("", stage), RANK_4, Net(seed=9)) as engine:
             before = weights(engine)
             assert "head.weight" in complaint(engine.load_checkpoint, path, "a")
-            assert same(weights(engine), before)
+            assert same_bits(weights(engine), before)
 
 
 def is_refused_by_all(stage: int) -> None:
@@ -93,8 +90,8 @@ def is_refused_by_all(stage: int) -> None:
             said, own = complaint(engine.load_checkpoint, path, "one"), "ValueError: the file is damaged"
         assert said == (own if dist.get_rank() == 1 else f"ValueError: load failed on worker 1: {own}")
         assert engine.powersgd.iteration == 4
-        assert same(weights(engine), before)
-        assert same(mean_errors(engine), errors)
+        assert same_bits(weights(engine), before)
+        assert same_bits(mean_errors(engine), errors)
         losses(engine, range(4, 6))
         engine.load_checkpoint(path, "one")
         assert engine.powersgd.iteration == 1
@@ -112,7 +109,7 @@ def brings_no_error_with_weights_alone() -> None:
                 engine.load_checkpoint(f"{path}/{name}", "saved", load_module_only=how)
                 found = mean_errors(engine)
             if section is at_rank_2:
-                assert same(found, torch.load(f"{path}/with/errors"))
+                assert same_bits(found, torch.load(f"{path}/with/errors"))
             else:
                 assert found
                 assert not any(error.any() for error in found.values())
