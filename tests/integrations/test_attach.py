@@ -34,23 +34,15 @@ def size_of_errors(state: Handle) -> float:
     return sum(float(error.abs().sum()) for error in state.error().values())
 
 
-class Holder(nn.Module):
-    """A model that holds the wrapped one, which it must not be confused with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = DistributedDataParallel(nn.Linear(4, 4))
-
-
 def wrong_use(worker: int, _world_size: int) -> None:
     """What is wrong is explained, on all workers."""
-    hooked = DistributedDataParallel(nn.Linear(4, 4))
+    hooked, inner = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2))
     hooked.register_comm_hook(None, allreduce_hook)
     wrong: Any = {"rank": 4}
     budget = PowerSGDConfig(bytes_per_step=1) if worker == 1 else PowerSGDConfig()
     for attempt, parts in (
         ((nn.Linear(4, 4),), ("TypeError", "Linear", "Wrap it first: DistributedDataParallel(model)")),
-        ((Holder(),), ("TypeError", "Holder has one as 'inner': attach that")),
+        ((nn.ModuleDict({"inner": inner}),), ("TypeError", "ModuleDict has one as 'inner': attach that")),
         ((wrong,), ("TypeError", "got dict. Wrap it first")),
         ((DistributedDataParallel(nn.Linear(4, 4)), wrong), ("TypeError", "PowerSGDConfig", "dict")),
         ((hooked,), ("ValueError", "has a communication hook already")),

@@ -58,12 +58,6 @@ def wrap(kind: str, dtype: torch.dtype) -> Any:
     return fully_shard(Given(), mesh=full_mesh(2), mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
 
 
-def fits(module: nn.Module) -> bool:
-    """Whether this worker's part of the averages is finite."""
-    found = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return all(bool((G.to_local() if isinstance(G, DTensor) else G).isfinite().all()) for G in found)
-
-
 def averages(module: Any) -> dict[str, Tensor]:
     """All of them, whole, in fp64."""
     in_fsdp1 = isinstance(module, FullyShardedDataParallel)
@@ -92,7 +86,10 @@ def nothing_is_lost(worker: int, world_size: int, kind: str, dtype: torch.dtype)
             given = gradients(worker, factor)
             module.zero_grad()
             module(**{name: G.to(next(module.parameters()).dtype) for name, G in given.items()}).backward()
-            fitting = float(total(torch.tensor(float(fits(module)))))
+            found = [p.grad for p in module.parameters() if p.grad is not None]
+            # This worker's part of the averages.
+            own = [G.to_local() if isinstance(G, DTensor) else G for G in found]
+            fitting = float(total(torch.tensor(float(all(G.isfinite().all() for G in own)))))
             applied.append(fitting == world_size)
             alone += 0 < fitting < world_size
             for name, average in averages(module).items():

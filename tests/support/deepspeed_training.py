@@ -131,10 +131,7 @@ def configuration(stage: int, section: Mapping[str, Any] | None, options: Mappin
 
 
 def prepare(worker: int, world_size: int) -> None:
-    """Say what a launcher would say, choose the CPU, keep quiet.
-
-    DeepSpeed's own C++ operation for it is left out, since it would have to be compiled first.
-    """
+    """Say what a launcher would say, choose the CPU, keep quiet. What would have to be compiled is left out."""
     os.environ.update(DS_ACCELERATOR="cpu", RANK=str(worker), LOCAL_RANK=str(worker), WORLD_SIZE=str(world_size))
     warnings.filterwarnings("ignore")
     import deepspeed

@@ -1,7 +1,4 @@
-"""Small models in local steps, plain and wrapped, and what became of their changes. All of it runs inside a worker.
-
-Wrapped models have four workers, which are two nodes of two.
-"""
+"""Small models in local steps, plain or wrapped on two nodes of two workers. All of it runs inside a worker."""
 
 from __future__ import annotations
 

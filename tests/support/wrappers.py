@@ -91,10 +91,7 @@ class Wrapped:
         all_reduce_last: bool = False,
         clip: float | None = None,
     ) -> None:
-        """Train with the mean loss of micro-batches, and average after each of them or after the last.
-
-        With ``all_reduce_last``, sum over the shards after each, and over the replicas after the last one.
-        """
+        """Average after each micro-batch, after the last, or over shards after each and over replicas at the end."""
         self.optimizer.zero_grad()
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
@@ -196,10 +193,7 @@ class Replicate(HSDP):
 
 
 class TensorParallel(HSDP):
-    """Tensor parallelism of two workers inside HSDP on replicas alone; with two workers, replicas alone.
-
-    With ``by_mesh=False`` the replicas are a group.
-    """
+    """Tensor parallelism of two in HSDP on replicas alone, which are a group with ``by_mesh=False``."""
 
     net_type = tensor_parallel.Net
 

@@ -111,11 +111,7 @@ def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 def modelled(
     before: Sequence[Tensor], wanted: Sequence[Tensor], width: str, slices: int, used: Sequence[int]
 ) -> list[Tensor]:
-    """What the copies, as they were ``before`` a step, must be after it: a plain model of it.
-
-    A message has at most ``slices`` elements of all workers. ``used`` are each group's elements that belong to
-    parameters, the first ones.
-    """
+    """The copies after a step. A message has ``slices`` elements at most, the first ``used`` are of parameters."""
     form, expected = DIFFERENCES[width], [copy.clone() for copy in before]
     for copy, targets, numel in zip(expected, wanted, used, strict=True):
         each_time = max(BLOCK, slices // len(copy) // BLOCK * BLOCK)

@@ -195,7 +195,6 @@ def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
 
 
 def forgets(worker: int, _world_size: int) -> None:
-    """``forget`` begins anew."""
     training = Training(worker, outer=NESTEROV, delay=1)
     training.train(5)
     assert owed(training.sync).any()
