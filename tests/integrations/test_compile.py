@@ -92,11 +92,7 @@ def compiled_models(worker: int, _world_size: int, backend: str = "aot_eager") -
     expected: list[float] = []
     saved: dict[str, Any] = {}
     about: list[Any] = []
-    for wrap, mode in (
-        ("eager", "ddp_optimizer"),
-        ("compile(DDP)", "ddp_optimizer"),
-        ("DDP(compile)", "no_optimization"),
-    ):
+    for wrap, mode in zip(WRAPS, ("ddp_optimizer", "ddp_optimizer", "no_optimization"), strict=True):
         with optimizing(mode):
             train(WRAPS[wrap](Net(), backend), worker, range(2))
             plain_breaks = counters["graph_break"].total()

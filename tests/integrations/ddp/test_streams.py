@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,18 +41,15 @@ def train(machine: StreamMachine, network: Network | None = None) -> None:
         saved = state.state_dict()
 
 
-def test_state_is_used_on_one_stream():
+def test_messages_use_memory_in_order_and_the_state_one_stream() -> None:
+    for how in (contextlib.nullcontext(), latency_decides()):
+        with stream_machine() as machine, how:
+            train(machine, Network(machine))
+        assert machine.races == []
     with stream_machine() as machine:
         train(machine)
     assert machine.races == []
     assert [stream.priority for stream in machine.made] == [-1]
-
-
-@pytest.mark.parametrize("small", [contextlib.nullcontext, latency_decides], ids=["separate", "joined"])
-def test_messages_use_memory_in_order(small: Callable[[], contextlib.AbstractContextManager[None]]):
-    with stream_machine() as machine, small():
-        train(machine, Network(machine))
-    assert machine.races == []
 
 
 @pytest.mark.parametrize(("backward", "message", "expected"), [(10, 1, 4 * 10 + 2 * 1 + 2), (0, 10, 8 * 10 + 2 + 1)])

@@ -69,18 +69,14 @@ def test_any_message(worker: int, world_size: int) -> None:
 
 
 @on_workers(4)
-def test_any_message_on_two_levels(worker: int, world_size: int) -> None:
+def test_two_levels_and_shards(worker: int, world_size: int) -> None:
     """The errors of a node have the sum of its workers' pseudo-gradients."""
     mesh = init_device_mesh("cpu", (2, 2))
     fails_anywhere(worker, "rank", 0, mesh)
     training = Training(worker, "ternary", EVERY, node_group=mesh)
     training.train(2 * EVERY)
     training.finish()
-
-
-@on_workers(4)
-def test_one_shard(worker: int, world_size: int) -> None:
-    """The exchange of one FSDP2 shard fails. The other shard hears of it, and both send their changes again."""
+    # The exchange of one FSDP2 shard fails. The other shard hears of it, and both send their changes again.
     for config in ("ternary", "rank"):
         training = InFSDP2(worker, config, 1)
         for step in range(4):
