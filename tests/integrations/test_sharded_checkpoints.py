@@ -1,4 +1,7 @@
-"""Checkpoints of the FSDP adapters through torch.distributed.checkpoint. The table has those by ``save(folder)``."""
+"""Checkpoints of the FSDP adapters through torch.distributed.checkpoint.
+
+The table saves and loads by ``save(folder)``, on other meshes too, and damages what is saved on one worker.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import fully_shard
 
 from powersgd_triton import attach
+from powersgd_triton.layout.layout import compressed_rank
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
-from tests.support.properties import check_close
-from tests.support.sharded_training import RANK_2, Gradients, Net, batch, full_mesh, make_test, whole
+from tests.support.properties import Ledger, check_close
+from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, whole
 from tests.support.small import complaint
-from tests.support.wrappers import FSDP1, FSDP2, HSDP, WithReplicateGroup, Wrapped
+from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 
+Gradients = dict[str, Tensor]
 KINDS = (WithReplicateGroup, FSDP2, FSDP1)
 
 
@@ -41,7 +46,10 @@ def checkpoint_of(made: Wrapped) -> dict[str, Any]:
 
 
 def between_adapters(worker: int, _world_size: int) -> None:
-    """Others load the errors, also under other names. HSDP with one mesh goes on, with its optimizer."""
+    """Errors saved by one adapter are loaded by others, and by a model whose parameters have other names now.
+
+    HSDP with a mesh of both dimensions goes on, with its optimizer, where HSDP with a group was saved.
+    """
     made, goes_on = WithReplicateGroup(Older(), RANK_2), HSDP(Older(), RANK_2)
     for one in (made, goes_on):
         one.optimizer = torch.optim.SGD(one.module.parameters(), lr=0.05, momentum=0.9)
@@ -65,6 +73,22 @@ def between_adapters(worker: int, _world_size: int) -> None:
     for one in (made, goes_on):
         steps(one, worker, range(2, 4))
     check_close(goes_on.parameters(), made.parameters(), start, limit=1e-4)
+
+
+def on_another_mesh(worker: int, _world_size: int) -> None:
+    """The error of a matrix that is compressed whole and not in shards is kept, and nothing is lost."""
+    assert [compressed_rank((rows, 25), RANK_2) for rows in (3, 2)] == [2, 0]
+    source, target = Replicate(Net(), RANK_2), WithReplicateGroup(Net(), RANK_2)
+    steps(source, worker, range(2))
+    with folder(worker) as path:
+        source.save(path)
+        target.load(path)
+    errors = errors_of(target.state)
+    assert errors["blocks.0.scale"].any()
+    assert same_bits(errors, errors_of(source.state))
+    ledger = Ledger(target)
+    ledger.step([batch(worker, 2)])
+    ledger.check()
 
 
 class Older(Net):
@@ -147,4 +171,4 @@ def torn_apart(worker: int, world_size: int) -> None:
     state.load_state_dict(own)
 
 
-test_checkpoints = make_test([between_adapters, refuses, torn_apart], 4)
+test_checkpoints = make_test([between_adapters, on_another_mesh, refuses, torn_apart], 4)
