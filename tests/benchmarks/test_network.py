@@ -42,7 +42,7 @@ def _privileged() -> None:
 
 
 def transfer(hosts: list[Host]) -> list[str]:
-    receiver, sender = hosts
+    receiver = hosts[0]
     programs = [RECEIVE, PORT], [SEND, receiver.address, PORT, str(SENT)]
     return run_in_hosts(hosts, [[sys.executable, "-S", "-c", *program] for program in programs], timeout=20)
 
