@@ -99,18 +99,16 @@ def test_parameters_added_removed_renamed_and_resized():
     assert again.load_state_dict(compressor.state_dict()).loaded == ("conv", "first", "new")
 
     running = trained(3)
-    for name, new, said in (
-        ("nothing", "linear", "does not have: 'nothing'"),
-        ("linear", "twin", "have the same name"),
-    ):
+    for rename, said in (({"nothing": "linear"}, "not have: 'nothing'"), ({"linear": "twin"}, "have the same name")):
         with pytest.raises(ValueError, match=said):
-            running.load_state_dict(saved, rename={name: new})
+            running.load_state_dict(saved, rename=rename)
     assert running.iteration == 3
     # Another size is left out, if asked.
-    resized = Compressor(everything(), {**SHAPES, "twin": (20, 18), "row": (1, 3)})
+    sizes: Shapes = {**SHAPES, "twin": (20, 18), "row": (1, 3)}
+    resized = Compressor(everything(), sizes)
     report = resized.load_state_dict(saved, strict=False)
     assert report.unused == report.added == ("row", "twin")
-    step(resized, gradients(0, {**SHAPES, "twin": (20, 18), "row": (1, 3)}))
+    step(resized, gradients(0, sizes))
 
 
 @pytest.mark.parametrize("spoiled", [(), (0,), (0, 1)], ids=["finite", "first step not finite", "two steps not finite"])
