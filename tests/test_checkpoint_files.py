@@ -8,6 +8,7 @@ import resource
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,20 +61,15 @@ def test_foreign_files_are_refused(tmp_path: Path):
         checkpoint.load(tmp_path / "missing.pt")
 
 
-def test_an_interrupted_call_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_call_leaves_the_old_file(tmp_path: Path):
     path, saved, later = tmp_path / "state.pt", trained(3).state_dict(), trained(5).state_dict()
     checkpoint.save(saved, path)
     # The file is no archive that torch would not read by itself.
     torch.load(path, weights_only=True)
 
-    def crash(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     for function in ("fsync", "replace"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, function, crash)
-            with pytest.raises(KeyboardInterrupt):
-                checkpoint.save(later, path)
+        with mock.patch.object(os, function, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            checkpoint.save(later, path)
     with pytest.raises(TypeError):
         checkpoint.save({**later, "config": object()}, path)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
