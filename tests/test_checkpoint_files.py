@@ -8,6 +8,7 @@ import resource
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,20 +61,15 @@ def test_foreign_files_are_refused(tmp_path: Path):
         checkpoint.load(tmp_path / "missing.pt")
 
 
-def test_an_interrupted_call_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_call_leaves_the_old_file(tmp_path: Path):
     path, saved, later = tmp_path / "state.pt", trained(3).state_dict(), trained(5).state_dict()
     checkpoint.save(saved, path)
     # The file is no archive that torch would not read by itself.
     torch.load(path, weights_only=True)
 
-    def crash(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     for function in ("fsync", "replace"):
-        with monkeypatch.context() as patched:
-            patched.setattr(os, function, crash)
-            with pytest.raises(KeyboardInterrupt):
-                checkpoint.save(later, path)
+        with mock.patch.object(os, function, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            checkpoint.save(later, path)
     with pytest.raises(TypeError):
         checkpoint.save({**later, "config": object()}, path)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
@@ -99,18 +95,16 @@ def test_parameters_added_removed_renamed_and_resized():
     assert again.load_state_dict(compressor.state_dict()).loaded == ("conv", "first", "new")
 
     running = trained(3)
-    for name, new, said in (
-        ("nothing", "linear", "does not have: 'nothing'"),
-        ("linear", "twin", "have the same name"),
-    ):
+    for rename, said in (({"nothing": "linear"}, "not have: 'nothing'"), ({"linear": "twin"}, "have the same name")):
         with pytest.raises(ValueError, match=said):
-            running.load_state_dict(saved, rename={name: new})
+            running.load_state_dict(saved, rename=rename)
     assert running.iteration == 3
     # Another size is left out, if asked.
-    resized = Compressor(everything(), {**SHAPES, "twin": (20, 18), "row": (1, 3)})
+    sizes: Shapes = {**SHAPES, "twin": (20, 18), "row": (1, 3)}
+    resized = Compressor(everything(), sizes)
     report = resized.load_state_dict(saved, strict=False)
     assert report.unused == report.added == ("row", "twin")
-    step(resized, gradients(0, {**SHAPES, "twin": (20, 18), "row": (1, 3)}))
+    step(resized, gradients(0, sizes))
 
 
 @pytest.mark.parametrize("spoiled", [(), (0,), (0, 1)], ids=["finite", "first step not finite", "two steps not finite"])

@@ -14,14 +14,11 @@ from powersgd_triton import PowerSGDConfig
 NAN, INF = float("nan"), float("inf")
 
 
-def test_defaults_are_the_documented_ones():
+def test_is_frozen_keyword_only_and_hashable_and_has_the_documented_defaults():
     """Of what is not in the table of docs/configuration.md, which has its own test."""
-    config = PowerSGDConfig()
-    assert (config.rank, config.wire_dtype, config.backend, config.planned) == (4, None, "auto", False)
+    default = PowerSGDConfig()
+    assert (default.rank, default.wire_dtype, default.backend, default.planned) == (4, None, "auto", False)
     PowerSGDConfig(rank=1, min_compression_rate=0, start_iter=0, seed=0, orthogonalization_epsilon=0.5)
-
-
-def test_is_frozen_keyword_only_and_hashable():
     config = PowerSGDConfig(rank=2)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.rank = 3  # type: ignore[misc]

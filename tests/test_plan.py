@@ -18,7 +18,7 @@ from powersgd_triton.planning.choice import Job
 from powersgd_triton.planning.cost import Network, factor_seconds
 from powersgd_triton.planning.trial import ComputeTime, sample, time_compute
 from powersgd_triton.shapes import MODELS
-from tests.support.distributed import run
+from tests.support.distributed import on_workers
 from tests.support.exchanges import latency_decides
 
 CPU = torch.device("cpu")
@@ -146,15 +146,12 @@ def test_a_model_is_made_by_a_function(
         assert complaint in capsys.readouterr().err
 
 
-def measured(worker: int, world_size: int) -> int:
+@on_workers(2)
+def test_the_network_of_a_job_is_measured(worker: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 3e-4)))
         patch.setattr(dist, "is_torchelastic_launched", lambda: True)
-        return main(["plan", "resnet-50", "--step-ms", "10", "--measure"])
-
-
-def test_the_network_of_a_job_is_measured() -> None:
-    assert run(measured, 2) == [0, 0]
+        assert main(["plan", "resnet-50", "--step-ms", "10", "--measure"]) == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -37,26 +37,19 @@ def test_dry_run(tmp_path: Path) -> None:
 
 
 def test_trace_counts_launches_and_waits_of_the_step_only() -> None:
-    def event(name: str, category: str, start: float, duration: float) -> dict[str, Any]:
-        return {"name": name, "cat": category, "ts": start, "dur": duration}
-
-    found = read_trace(
-        [
-            event("cudaDeviceSynchronize", "cuda_runtime", 0, 1),
-            event(WINDOW, "user_annotation", 10, 20),
-            event("cudaLaunchKernel", "cuda_runtime", 11, 1),
-            event("cudaStreamSynchronize", "cuda_runtime", 20, 5),
-            event(WINDOW, "gpu_user_annotation", 12, 30),
-            event("Memcpy DtoD", "gpu_memcpy", 30, 10),
-            event("kernel", "kernel", 15, 5),
-            event("kernel", "kernel", 18, 4),
-            event("cudaDeviceSynchronize", "cuda_runtime", 31, 9),
-        ]
-    )
-    assert len(found.events) == 3
-    assert found.waits == 1
-    assert found.span == 25
-    assert found.busy == 17
+    events = [
+        ("cudaDeviceSynchronize", "cuda_runtime", 0, 1),
+        (WINDOW, "user_annotation", 10, 20),
+        ("cudaLaunchKernel", "cuda_runtime", 11, 1),
+        ("cudaStreamSynchronize", "cuda_runtime", 20, 5),
+        (WINDOW, "gpu_user_annotation", 12, 30),
+        ("Memcpy DtoD", "gpu_memcpy", 30, 10),
+        ("kernel", "kernel", 15, 5),
+        ("kernel", "kernel", 18, 4),
+        ("cudaDeviceSynchronize", "cuda_runtime", 31, 9),
+    ]
+    found = read_trace([dict(zip(("name", "cat", "ts", "dur"), event, strict=True)) for event in events])
+    assert (len(found.events), found.waits, found.span, found.busy) == (3, 1, 25, 17)
     assert found.by_name() == [("Memcpy DtoD", 1, 10.0), ("kernel", 2, 9.0)]
 
 

@@ -38,20 +38,16 @@ TWO_LEVELS = {4: [(2, 2)], 8: [(2, 4), (4, 2)]}
 """{processes: (nodes, workers of each)}."""
 
 
-def _groups(nodes: int, node_size: int) -> list[dist.ProcessGroup]:
-    """This worker's group of its node and that of its index. All workers make all groups."""
-    workers = torch.arange(nodes * node_size).view(nodes, node_size)
-    made = [dist.new_group(members) for members in [*workers.tolist(), *workers.T.tolist()]]
-    return [group for group in made if dist.get_rank(group) >= 0]
-
-
 def counted_steps(worker: int, world_size: int) -> dict[Any, list[Call]]:
     """The collectives of each case's second step, in their order."""
     found: dict[Any, list[Call]] = {}
     for nodes, node_size in FLAT[world_size] + TWO_LEVELS[world_size]:
         workers = nodes * node_size
         group = dist.new_group(list(range(workers)))
-        levels = _groups(nodes, node_size) if node_size > 1 else []
+        # This worker's group of its node and that of its index. All workers make all groups.
+        table = torch.arange(workers).view(nodes, node_size)
+        made = [dist.new_group(members) for members in [*table.tolist(), *table.T.tolist()]] if node_size > 1 else []
+        levels = [each for each in made if dist.get_rank(each) >= 0]
         if worker >= workers:
             continue
         for name, config in CONFIGS.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import arms, loss_per_byte, packing, rivals, trainings, versus
 from benchmarks.network import links
@@ -65,12 +65,7 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers that do the same: what this process sends comes back as everybody's."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))
-
-    def all_gather(gathered: list[Tensor], tensor: Tensor) -> None:
-        for one in gathered:
-            one.copy_(tensor)
-
-    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "all_gather", lambda gathered, tensor: [one.copy_(tensor) for one in gathered])
 
 
 def test_what_a_sparse_mean_does_not_send_is_sent_later(twice: None) -> None:
@@ -78,12 +73,9 @@ def test_what_a_sparse_mean_does_not_send_is_sent_later(twice: None) -> None:
     mean = rivals.SparseMean(64, decay=1.0)
     gradients = [[torch.randn(64, 128), torch.randn(64)] for _ in range(3)]
     sent = [mean(tensors) for tensors in gradients]
-    error = mean._error
-    assert error is not None
-    total = sum(tensor.sum().item() for tensors in gradients for tensor in tensors)
-    assert sum(tensor.sum().item() for tensors in sent for tensor in tensors) + error.sum().item() == pytest.approx(
-        total, abs=1e-3
-    )
+    assert mean._error is not None
+    given, arrived = (sum(float(x.sum()) for tensors in each for x in tensors) for each in (gradients, sent))
+    assert arrived + float(mean._error.sum()) == pytest.approx(given, abs=1e-3)
 
 
 @pytest.mark.parametrize(("rate", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
@@ -140,7 +132,7 @@ def test_arms_are_parsed() -> None:
             arms.check(text)
 
 
-def test_a_crossover_lies_on_a_power_law() -> None:
+def test_a_crossover_lies_on_a_power_law_and_a_loss_is_reached_between_two_points() -> None:
     ours = {10.0: 1.0, 100.0: 1.0, 1000.0: 1.0, None: 1.0}
     base = {10.0: 40.0, 100.0: 4.0, 1000.0: 0.4, None: 0.1, 30.0: 9.0}
     assert crossover(ours, base) == pytest.approx(400)
@@ -148,14 +140,8 @@ def test_a_crossover_lies_on_a_power_law() -> None:
         assert crossover({10.0: 1.0, 100.0: 1.0}, {10.0: times, 100.0: times}) == expected
     with pytest.raises(ValueError, match=r"same rates; got rates \[10\.0\] and \[None\]"):
         crossover({10.0: 1.0}, {None: 1.0})
-
-
-def test_a_loss_is_reached_between_two_points() -> None:
-    curve = [4.0, 3.0, 1.0, 2.0]
-    assert steps_to(curve, 5.0, interval=10) == 10
-    assert steps_to(curve, 3.0, interval=10) == 20
-    assert steps_to(curve, 2.5, interval=10) == 22.5
-    assert steps_to(curve, 0.9, interval=10) is None
+    for loss, steps in ((5.0, 10), (3.0, 20), (2.5, 22.5), (0.9, None)):
+        assert steps_to([4.0, 3.0, 1.0, 2.0], loss, interval=10) == steps
 
 
 @pytest.fixture

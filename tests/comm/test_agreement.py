@@ -49,7 +49,7 @@ def test_every_worker_is_told_at_the_start(worker: int, world_size: int) -> None
 
 
 @on_workers(2, 3)
-def test_workers_that_agree_until_an_iteration_differs(worker: int, world_size: int) -> None:
+def test_workers_that_agree_until_an_iteration_or_a_factor_differs(worker: int, world_size: int) -> None:
     """Overflows, exact first steps and a loss scale are no disagreement."""
     compressor = Compressor(PowerSGDConfig(**CONFIG, check_every=1, start_iter=2), SHAPES)
     compressor.attach(lambda: 8.0)
@@ -57,10 +57,9 @@ def test_workers_that_agree_until_an_iteration_differs(worker: int, world_size: 
         compress(compressor, spoil=number == 4 and worker == 0)
     compressor._engine.step.iteration += worker == 1
     assert complaint(compress, compressor).startswith(f"{TOLD} worker 1 differs from worker 0 in iteration: 8 instead")
+    dist.barrier()
 
-
-@on_workers(2, 3)
-def test_factors_are_compared(worker: int, world_size: int) -> None:
+    # Factors are compared.
     def inexact(*args: Any, out: list[Tensor], **options: Any) -> None:
         exact(*args, out=out, **options)
         for basis in out:
@@ -81,19 +80,16 @@ def test_factors_are_compared(worker: int, world_size: int) -> None:
 
 
 @on_workers(4)
-def test_shards_are_compared(worker: int, world_size: int) -> None:
-    """Each pair of replicas agrees; the two shards do not."""
+def test_shards_and_replicas_of_a_shard_are_compared(worker: int, world_size: int) -> None:
+    """At first each pair of replicas agrees, and the two shards do not."""
     mesh = hybrid_mesh(2, 2)
     config = PowerSGDConfig(rank=2 + mesh["shard"].get_local_rank(), min_compression_rate=1)
     module, _ = hybrid(Net(), mesh, config)
     said = complaint(train_sharded, module, worker, steps=range(1))
     assert said.startswith(f"{TOLD} worker 1 differs from worker 0 in config.rank: 3 instead of 2")
     assert "worker 3 differs" in said
-
-
-@on_workers(4)
-def test_replicas_of_a_shard_are_compared_with_each_other(worker: int, world_size: int) -> None:
-    """Shards have factors and plans of their own, which only their replicas share."""
+    # Shards have factors and plans of their own, which only their replicas share.
+    dist.barrier()
     config = PowerSGDConfig(compression=3, min_compression_rate=1, replan_every=1, check_every=1)
     module, state = hybrid(Net(), hybrid_mesh(2, 2), config)
     train_sharded(module, worker, steps=range(4))

@@ -122,17 +122,6 @@ class Training:
         self.launches: int | None = None
         """Of the captured step; a graph does not tell."""
 
-    def fill(self, number: int) -> None:
-        """New gradients. Some are zero, so that directions are drawn, and those of one step are not finite."""
-        generator = torch.Generator().manual_seed(number)
-        for gradients in self.gradients:
-            for gradient in gradients.values():
-                gradient.copy_(torch.randn(gradient.shape, generator=generator))
-        if number % 2:
-            self.gradients[1]["same"].zero_()
-        if number == NOT_FINITE:
-            self.gradients[1]["other"][3, 3] = float("nan")
-
     def enqueue(self) -> None:
         for key, shapes, gradients in zip(self.keys, SHAPES, self.gradients, strict=True):
             layout = self.engine.begin(key, lambda shapes=shapes: shapes, self.device, last=shapes is SHAPES[-1])  # type: ignore[misc]
@@ -145,10 +134,19 @@ class Training:
         return found | {f"error of {n}": e.cpu() for n, e in self.engine.residuals.error(self.engine.step).items()}
 
     def run(self, numbers: Sequence[int], step: Callable[[], None] | None = None) -> list[dict[str, Tensor]]:
-        """Results of steps, or of what replays one."""
+        """Results of steps, or of what replays one.
+
+        Some gradients are zero, so that directions are drawn, and those of one step are not finite.
+        """
         results = []
         for number in numbers:
-            self.fill(number)
+            generator = torch.Generator().manual_seed(number)
+            for gradient in (gradient for gradients in self.gradients for gradient in gradients.values()):
+                gradient.copy_(torch.randn(gradient.shape, generator=generator))
+            if number % 2:
+                self.gradients[1]["same"].zero_()
+            if number == NOT_FINITE:
+                self.gradients[1]["other"][3, 3] = float("nan")
             (step or self.enqueue)()
             results.append(self.result())
         return results

@@ -22,6 +22,7 @@ from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import MODES, everything, same_bits, step, trained
 from tests.support.checks import gradients as random_gradients
+from tests.support.streams import Pair
 
 CPU = torch.device("cpu")
 SHAPES = dict.fromkeys("abc", (12, 10))
@@ -78,17 +79,10 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
     assert not any(error.any() for error in fresh.residuals.error(fresh.step).values())
 
 
-class LateNetwork(Communicator):
-    """Two workers who send the same. ``late`` is what a message of an interrupted step still writes to."""
+class LateNetwork(Pair):
+    """``late`` is what a message of an interrupted step still writes to."""
 
     late: Tensor | None = None
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:  # noqa: ARG002
-        return tensor.expand(2, *tensor.shape)
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self.late is not None:

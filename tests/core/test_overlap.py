@@ -23,7 +23,7 @@ from powersgd_triton.handle import Handle
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients, same_bits, step
-from tests.support.streams import FakeStream, Network, Pair, StreamMachine, Timed, stream_machine
+from tests.support.streams import Network, Pair, StreamMachine, Timed, stream_machine
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a": (24, 20), "bias": (7,), "b": (16, 12), "c": (20, 20), "scale": (5,), "d": (12, 30),
@@ -65,11 +65,6 @@ class Training:
         # Frameworks keep gradients until the main stream has waited.
         self._gradients: list[dict[str, Tensor]] = []
 
-    @property
-    def stream(self) -> FakeStream:
-        (own,) = self.machine.made
-        return own
-
     def step(
         self, number: int, buckets: Sequence[Sequence[str]], stop: int | None = None, spoilt: str | None = None
     ) -> dict[str, Tensor]:
@@ -97,7 +92,7 @@ class Training:
             found |= gradients
         engine.finish()
         # DDP waits for the Futures.
-        main.wait_stream(self.stream)
+        main.wait_stream(*self.machine.made)
         self._gradients.clear()
         return found
 
@@ -172,10 +167,7 @@ def test_a_compressor_waits_for_its_messages(name: str):
         compressor.load_state_dict(compressor.state_dict())
         compressor.compress(gradients(4, SHAPES))
     assert machine.races == []
-
-
-def test_memory_that_nobody_waits_for_is_found():
-    """The check of the test above sees a message whose sum is used before it has arrived."""
+    # The check sees a message whose sum is used before it has arrived.
     with stream_machine() as machine, mock.patch("powersgd_triton.core.schedule.wait"):
         Training(machine).step(0, BUCKETS)
     assert machine.races
@@ -187,9 +179,10 @@ def timed(*, backward: float, message: float) -> tuple[float, Training]:
         training = Training(machine, backward=backward, message=message)
         names = [[name] for name in "abcd"]
         training.step(0, names)
-        begin = machine.current.time = training.network.stream.time = training.stream.time
+        (own,) = machine.made
+        begin = machine.current.time = training.network.stream.time = own.time
         training.step(1, names)
-        return training.stream.time - begin, training
+        return own.time - begin, training
 
 
 KERNELS = sum(TIMES.values())
@@ -206,10 +199,7 @@ def test_messages_follow_each_other_without_a_gap(message: float):
     starts = [start for _, start in training.network.sent]
     gaps = [later - start - message for start, later in itertools.pairwise(starts)]
     assert sum(gap > 0 for gap in gaps) <= 2
-
-
-def test_only_the_last_bucket_is_left_after_the_backward_pass():
-    """On a fast link, no message of an earlier bucket is late. So it was when each bucket was finished at once."""
+    # On a fast link no message of an earlier bucket is late, and only the last one is left after the backward pass.
     seconds, _ = timed(backward=3000.0, message=300.0)
     assert seconds == 4 * 3000 + 2 * 300 + KERNELS
 

@@ -71,14 +71,11 @@ def assert_errors(record: StepRecord, errors: dict[str, Tensor], rtol: float = 1
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"algorithm": "alternating", "iterations": 2},
-        {"iterations": 2},
-        {"warm_start": False},
+        {}, {"algorithm": "alternating", "iterations": 2}, {"iterations": 2}, {"warm_start": False},
         {"error_dtype": "bf16"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_norms_are_those_of_the_error(fields: dict[str, Any]):
     """Without the loss scale, which changes. One gradient is not finite, and the optimizer skips another step."""
     state, records = watched(**fields)
@@ -147,9 +144,7 @@ def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch):
     state.telemetry(every=0)
     steps(state, range(4))
     assert len(records) == 5
-
-
-def test_the_step_after_an_interrupted_one_is_measured():
+    # The step after an interrupted one is.
     state, records = watched(every=4)
     engine = state._engine
     steps(state, range(3))
@@ -293,7 +288,7 @@ def test_a_callback_a_writer_and_the_logger_get_the_same_record(caplog: pytest.L
     assert re.fullmatch("PowerSGD step 4: captured .*", second)
 
 
-def test_bad_arguments_change_nothing():
+def test_bad_arguments_change_nothing_and_copies_are_without_telemetry():
     state, records = watched()
     for arguments, error, match in (
         ({"callback": 3}, TypeError, "callback must be a function of a StepRecord; got int"),
@@ -305,11 +300,9 @@ def test_bad_arguments_change_nothing():
             state.telemetry(**arguments)
     steps(state, range(2))
     assert len(records) == 1
-
-
-def test_copies_are_without_telemetry():
-    state = PowerSGDState(None, matrix_approximation_rank=2)
-    state.telemetry(writer=Writer())
-    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+    # Copies and saved states are without telemetry.
+    told = PowerSGDState(None, matrix_approximation_rank=2)
+    told.telemetry(writer=Writer())
+    for other in (copy.deepcopy(told), pickle.loads(pickle.dumps(told))):
         assert other._engine.listeners == []
-    assert "telemetry" not in str(state.state_dict())
+    assert "telemetry" not in str(told.state_dict())

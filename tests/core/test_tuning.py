@@ -210,9 +210,7 @@ def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
     assert compressed.seconds < exact.seconds
     with pytest.raises(ValueError, match="the budget is"):
         slow.compressed(PowerSGDConfig(compression=1e6), CHEAP)
-
-
-def test_a_slow_link_is_worth_compressing_for_and_a_fast_one_is_not():
+    # A slow link is worth compressing for, and a fast one is not.
     for megabits, compresses in ((10.0, True), (100.0, True), (1e5, False)):
         here = job_at(megabits)
         exact = here.exact()

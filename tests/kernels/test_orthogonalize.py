@@ -40,15 +40,6 @@ class Result(NamedTuple):
     zeroed: int
 
 
-def factors_of(matrices: Sequence[Tensor], device: torch.device, keys: Sequence[int] = ()) -> Bucket:
-    """A bucket whose first message holds these factors [n, r]; keys are 1, 2, 3 ... where none are given."""
-    bucket = Bucket([(*A.shape, A.shape[1]) for A in matrices], device, bypass=[4])
-    bucket.first.fill([*matrices, torch.zeros(4)])
-    for index, key in enumerate(keys):
-        bucket.table.P.records[index, 3] = key
-    return bucket
-
-
 def orthogonalize(
     matrices: Sequence[Tensor],
     device: torch.device,
@@ -58,8 +49,11 @@ def orthogonalize(
     keys: Sequence[int] = (),
     in_place: bool = False,
 ) -> Result:
-    """Bases of matrices [n, r] in one bucket."""
-    bucket = factors_of(matrices, device, keys)
+    """Bases of matrices [n, r] in one bucket; keys are 1, 2, 3 ... where none are given."""
+    bucket = Bucket([(*A.shape, A.shape[1]) for A in matrices], device, bypass=[4])
+    bucket.first.fill([*matrices, torch.zeros(4)])
+    for index, key in enumerate(keys):
+        bucket.table.P.records[index, 3] = key
     factors, panel = bucket.table.P, bucket.launches.orthogonalize.panel
     grams = Memory([grams_numel(factors, bucket.rank, panel)], torch.float64, device)
     # Within one panel no workspace of the factors' size is needed.

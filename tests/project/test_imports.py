@@ -84,10 +84,9 @@ def is_triton_outside_kernels(own: str, name: str) -> bool:
     return f"{name}.".startswith("triton.") and part(own) != "kernels"
 
 
-RULES = [points_up, is_distributed_below_comm, is_kernel_in_plain_torch, is_triton_outside_kernels]
-
-
-@pytest.mark.parametrize("broken", RULES)
+@pytest.mark.parametrize(
+    "broken", [points_up, is_distributed_below_comm, is_kernel_in_plain_torch, is_triton_outside_kernels]
+)
 def test_modules_import_what_they_may(broken: Callable[[str, str], bool]):
     assert PACKAGE / "ops" / "reference.py" in MODULES
     pairs = [(module_of(path), name) for path in MODULES for name in sorted(imported(path))]
@@ -140,7 +139,5 @@ def test_adapters_have_one_name_and_are_a_tracked_link():
 
 def test_the_package_does_not_load_what_only_some_wrappers_need():
     # FSDP alone takes about a second.
-    program = (
-        "import sys, powersgd_triton; print(*{'torch.distributed.fsdp', 'deepspeed', 'accelerate'} & {*sys.modules})"
-    )
-    assert output_of("-c", program).strip() == ""
+    heavy = "{'torch.distributed.fsdp', 'deepspeed', 'accelerate'}"
+    assert output_of("-c", f"import sys, powersgd_triton; print(*{heavy} & {{*sys.modules}})").strip() == ""

@@ -85,7 +85,10 @@ def run_cases(
                 if process.is_alive():
                     process.kill()
                     process.join()
-        return {name: [_load(folder, name, worker) for worker in range(world_size)] for name in named(cases)}
+        paths = {name: [Path(folder, f"{name}.{worker}") for worker in range(world_size)] for name in named(cases)}
+        return {
+            name: [pickle.loads(p.read_bytes()) if p.exists() else None for p in own] for name, own in paths.items()
+        }
 
 
 def named(cases: Cases) -> dict[str, Worker]:
@@ -145,7 +148,7 @@ def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
             world_size = arguments.pop(size.name)
-            run(_Body(body.__module__, body.__name__), world_size, arguments, casualties=casualties)
+            run(_run_test, world_size, body.__module__, body.__name__, arguments, casualties=casualties)
 
         test.__signature__ = signature.replace(parameters=[size, *others])  # type: ignore[attr-defined]
         marked: Worker = pytest.mark.parametrize(size.name, world_sizes)(test)
@@ -154,15 +157,9 @@ def on_workers(*world_sizes: Any, casualties: Collection[int] = ()) -> Callable[
     return decorate
 
 
-class _Body:
-    """What a test of ``on_workers`` runs, found by the test's name."""
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module, self.__name__ = module, name
-
-    def __call__(self, worker: int, world_size: int, arguments: dict[str, Any]) -> None:
-        test = getattr(importlib.import_module(self.module), self.__name__)
-        test.__wrapped__(worker, world_size, **arguments)
+def _run_test(worker: int, world_size: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    """Run the body of a test of ``on_workers``, found by the test's name."""
+    getattr(importlib.import_module(module), name).__wrapped__(worker, world_size, **arguments)
 
 
 def _work(
@@ -212,11 +209,6 @@ def forkserver() -> Any:
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     return context
-
-
-def _load(folder: str, name: str, worker: int) -> Any:
-    path = Path(folder, f"{name}.{worker}")
-    return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 @contextlib.contextmanager
