@@ -100,9 +100,7 @@ def _average(
     state: PowerSGDState, bucket: GradBucket, key: Hashable, shapes: Shapes, *, whole: bool = False
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine, as its parameters or as a ``whole``."""
-    engine, given, last, parameters = state._engine, bucket.buffer(), bucket.is_last(), bucket.parameters()
-    # A bucket of complex parameters is complex in older versions of torch.
-    buffer = torch.view_as_real(given).view(-1) if given.is_complex() else given
+    engine, buffer, last, parameters = state._engine, bucket.buffer(), bucket.is_last(), bucket.parameters()
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     state._check_owner()
@@ -121,7 +119,7 @@ def _average(
             for held, read in views:
                 if read is not held:
                     read.copy_(held.clone())
-            future.set_result(given)
+            future.set_result(buffer)
 
         step, first = state.iter, bucket.index() == 0
         if not engine.compressing:
