@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from powersgd_triton import Compressor
+from powersgd_triton import Compressor, PowerSGDConfig
 from tests.support.checks import everything, step
 
 RATE = 0.01
@@ -48,3 +48,22 @@ def test_a_gradient_of_the_rank_of_the_basis_is_sent_completely_in_each_step(ite
     for number in range(40):
         average = step(compressor, {"X": G})["X"]
         assert number <= 2 or torch.allclose(average, G, rtol=0, atol=2e-4 * float(G.abs().max()))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_a_sleeping_layer_wakes_up_and_gets_what_it_is_owed(rank: int) -> None:
+    compressor = Compressor(PowerSGDConfig(rank=rank), {"asleep": (48, 64), "awake": (48, 64)})
+    generator = torch.Generator().manual_seed(0)
+    owed = torch.randn(48, rank, generator=generator) @ torch.randn(rank, 64, generator=generator)
+    received = torch.zeros(48, 64)
+    for number in range(105):
+        awake = torch.randn(48, 64, generator=generator)
+        given = {"asleep": owed.clone() if number >= 5 else torch.zeros(48, 64), "awake": awake}
+        compressor.decompress(compressor.compress(given), out=given)
+        assert all(gradient.isfinite().all() for gradient in given.values())
+        received += given["asleep"]
+        if number < 5:
+            assert not received.any()
+        if number == 7:
+            assert received.any()
+    assert (received - 100 * owed).norm() <= 1e-4 * (100 * owed).norm()

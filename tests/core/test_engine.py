@@ -163,6 +163,22 @@ def test_alternating_sends_one_message_and_standard_two():
 # Buckets that wait for the next ones, since their messages are small -----------------------------------------------
 
 
+def test_a_tensor_is_in_one_bucket_at_a_time():
+    """Else a bucket that comes again would go on from what it has sent long ago."""
+    engine, totals = engine_for(), {name: torch.zeros(SHAPES[name]) for name in "ab"}
+    for number, buckets_ in enumerate([["a", "b"], ["ab"]] * 3):
+        for names in buckets_:
+            shapes = {name: SHAPES[name] for name in names}
+            given = random_gradients(number, shapes)
+            averages = {name: gradient.clone() for name, gradient in given.items()}
+            engine.average(engine.begin(names, shapes.copy, CPU), averages)
+            for name in names:
+                totals[name] += given[name] - averages[name]
+        engine.end_step()
+    for name, error in engine.residuals.error(engine.step).items():
+        assert torch.allclose(error, totals[name], atol=1e-4)
+
+
 def test_buckets_are_joined_until_they_are_large_and_that_stays(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
 
