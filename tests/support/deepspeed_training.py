@@ -43,14 +43,10 @@ ACCUMULATE = {"gradient_accumulation_steps": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way of training with DeepSpeed.
+    """One way of training with DeepSpeed: ``options`` of the configuration by section, and ``way``, see ``losses``.
 
-    Attributes:
-        options: what is added to the configuration, section by section.
-        way: see ``losses``.
-        optimizer: "" for AdamW of the configuration, "sgd" or "adamw" for one of the program.
-        sparse: the embedding's gradient is sparse.
-        unused: a layer is used in every second step only.
+    ``optimizer`` is "" for the configuration's AdamW, else the program's own. The embedding's gradient may be
+    ``sparse``, and a layer ``unused`` in every second step.
     """
 
     name: str

@@ -53,11 +53,7 @@ def run(
 def run_cases(
     cases: Cases, world_size: int, *args: Any, timeout: float = HUNG, casualties: Collection[int] = ()
 ) -> dict[str, list[Any]]:
-    """Call each case as ``run`` does, one after the other in the same processes, each in a process group of its own.
-
-    Returns:
-        {case's name: results in the workers' order}, with a ``Failure`` where a case raised; see ``outcome``.
-    """
+    """Call cases one after the other in the same processes, each in a group of its own: {name: results}."""
     with tempfile.TemporaryDirectory() as folder:
         context = forkserver()
         processes = [

@@ -1,8 +1,4 @@
-"""How messages travel in tests.
-
-Those of small models are so small that all buckets would be joined, and most exchanges would be all-reduces. Tests
-treat them as large, unless they test what happens to small ones.
-"""
+"""Tests treat their models' messages as large. Else all buckets would be joined, and exchanges be all-reduces."""
 
 from __future__ import annotations
 

@@ -205,13 +205,7 @@ class Fleet:
     def step(
         self, given: Sequence[Values], buckets: Sequence[Sequence[str]], overlapping: bool = True
     ) -> list[BucketRun]:
-        """One step of all buckets.
-
-        Args:
-            given: each worker's gradients, not changed.
-            buckets: names of the tensors in each.
-            overlapping: whether buckets move on whenever a new one starts, or are done one after the other.
-        """
+        """One step of all buckets, which move on whenever a new one starts, unless one is done after the other."""
         compress = self.engines[0].step.iteration >= self.config.start_iter
         runs = [BucketRun(self.layout(tuple(names), compress)) for names in buckets]
         under_way: collections.deque[list[Callable[[], bool]]] = collections.deque()

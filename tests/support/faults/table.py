@@ -121,18 +121,9 @@ def titles() -> list[str]:
 
 
 def inject(times: int, *, rarely: int, timeout: float) -> dict[str, Tally]:
-    """Inject every fault.
+    """Inject every fault so many ``times``, and those that cost new processes ``rarely``: {title: tally}.
 
-    Args:
-        times: how often.
-        rarely: how often those that cost new processes; rounded up to an even number.
-        timeout: seconds until all of the first kind must be done.
-
-    Returns:
-        {title: tally over all workers}.
-
-    Raises:
-        TimeoutError: workers hung outside of collectives.
+    A TimeoutError means that workers hung outside of collectives.
     """
     with tempfile.TemporaryDirectory() as folder:
         results = run_cases(FAULTS, WORKERS, times, Path(folder), timeout=timeout)

@@ -167,11 +167,7 @@ class Trainer:
     ) -> None:
         """One step, with micro-batches ``before`` the last one, and its entry in the ledger.
 
-        Args:
-            given: this worker's gradients; default random ones.
-            before: those of micro-batches that are not synchronized.
-            spoiled: parameters whose averages must not be finite; empty for a step that must be applied; None where
-                either may happen.
+        Averages of ``spoiled`` parameters must not be finite. Without one the step must be applied. None: either way.
         """
         given = self.gradients() if given is None else given
         scale = self.scaler.get_scale()

@@ -39,17 +39,11 @@ RANK_4: dict[str, Any] = {"rank": 4, "min_compression_rate": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training.
+    """One training, with ``options`` of the compression's configuration, or without it.
 
-    Attributes:
-        wrapper: One of ``WRAPPERS``, or ``FSDP1``.
-        folder: Where to save checkpoints. All workers use the same one.
-        options: Fields of the compression's configuration. None trains without it.
-        save: Save a checkpoint after half of the steps.
-        resume: Start with other weights, and continue from that checkpoint.
-        bf16: Train with the framework's mixed precision.
-        scaled: Train in fp32 with a loss scale that doubles in every step.
-        clip: The largest norm of a step's gradients.
+    It may ``save`` a checkpoint into all workers' ``folder`` after half of the steps, or ``resume`` from there with
+    other weights; use the framework's mixed precision (``bf16``), or fp32 with a loss scale that doubles in every step
+    (``scaled``); and clip gradients to a norm.
     """
 
     BATCH: ClassVar[int] = 4
