@@ -91,7 +91,7 @@ class Handle:
         plan, config, communicator = self._engine.plan, self.config, self._communicator
         buckets = self._engine.buckets.in_use()
         found = exchanges(buckets, config, communicator)
-        report = RankReport.of(plan.layout_of(tensors), config, plan.spectra, found, communicator.share[1])
+        report = RankReport.of(self._layout(tensors), config, plan.spectra, found, communicator.share[1])
         return dataclasses.replace(report, zeroed=sum(int(count.sum()) for b in buckets for count in b.zeroed))
 
     def _layout(self, tensors: Tensors) -> Layout:
@@ -181,7 +181,6 @@ class Handle:
         on the worker that writes, and a ``DisagreementError`` on the others.
         """
         saved = self.state_dict()
-
         self._together("save", lambda: self._write(saved, Path(folder)))
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:

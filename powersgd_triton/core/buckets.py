@@ -33,6 +33,7 @@ class BucketState:
     Attributes:
         layout: Its tensors.
         ranked: The same with the ranks in force.
+        ranks: The plan's ranks from which ``ranked`` was made.
         memory: What the scheme keeps for it between steps.
         agreed: Whether all workers have prepared it.
         waits: Whether it waited for the next buckets when it came first, since its messages are small.
@@ -59,8 +60,8 @@ class Part(NamedTuple):
 class Buckets:
     """All buckets of a model by their keys.
 
-    ``find``, ``prepare`` and ``check`` run code that may fail on one worker only, and compare what it did. Unless all
-    workers agree, all raise an error, and nothing has changed.
+    ``find``, ``prepare`` and ``end_step`` run code that may fail on one worker only, and compare what it did. Unless
+    all workers agree, all raise an error, and nothing has changed.
 
     Args:
         scheme, plan, residuals, step: See ``Engine``.

@@ -117,7 +117,7 @@ class Residuals:
         """Return M = G + E of tensors that are sent whole, flat, in fp32."""
         self._remaining_errors(step)
         M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
-        scale = None if step.loss_scale is None else step.loss_scale.current(M.device)
+        scale = step.scale(M.device)
         for segment in layout.segments:
             own, known = M[segment.offset : segment.offset + segment.numel], self._remaining.get(segment.name)
             own.copy_(gradients[segment.name].reshape(-1))
@@ -130,7 +130,7 @@ class Residuals:
         if not self._config.error_feedback:
             return
         verdict = step.verdict(M.device)
-        scale = None if step.loss_scale is None else step.loss_scale.current(M.device)
+        scale = step.scale(M.device)
         M = M if scale is None else M / scale
         for segment in layout.segments:
             rest = M[segment.offset : segment.offset + segment.numel].view(segment.n, segment.m)
@@ -161,7 +161,7 @@ class Residuals:
         if not names:
             return gradients
         device = gradients[names[0]].device
-        scale = step.loss_scale.current(device) if step.loss_scale is not None else None
+        scale = step.scale(device)
         # Copy all gradients of the bucket, so that they keep one dtype.
         sums = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradients.items()}
         for name in names:

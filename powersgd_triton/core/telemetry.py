@@ -252,7 +252,7 @@ class _MeasuredStep:
         matrices = bucket.matrices(gradients, bucket.own) if bucket.M is None else bucket.M
         pairs = zip(matrices, bucket.joined(bucket.product, bucket.own), strict=True)
         squares = torch.cat([_squares(members, P, Q) for members, (P, Q) in pairs if members])
-        scale = None if step.loss_scale is None else step.loss_scale.current(device)
+        scale = step.scale(device)
         if scale is not None:
             squares /= scale.double().square()
         ranks = {piece.name: group.rank for group in bucket.own for piece in group.segments}

@@ -106,6 +106,10 @@ class Step:
         """Return whether this is the verdict of the open step, so that it may still change."""
         return verdict is not None and self._scalars is not None and verdict is self._scalars[1]
 
+    def scale(self, device: torch.device) -> Tensor | None:
+        """Return the step's loss scale, an fp32 scalar. None if the loss is not scaled."""
+        return None if self.loss_scale is None else self.loss_scale.current(device)
+
     def overflow(self, device: torch.device) -> Tensor | None:
         """Return the verdict, to be set to 0 if an average does not fit its dtype. None without a loss scale.
 
