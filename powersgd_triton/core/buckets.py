@@ -15,7 +15,7 @@ from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, place_of
 from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
 from powersgd_triton.core.residuals import Residuals
-from powersgd_triton.core.scheme import Scheme, Task
+from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
@@ -50,11 +50,30 @@ class BucketState:
 
 
 class Part(NamedTuple):
-    """A bucket with its gradients. ``done`` is called when they are overwritten."""
+    """A bucket with its gradients, and where its average goes; see ``Engine.average``."""
 
     bucket: BucketState
     gradients: Mapping[str, Tensor]
+    ranges: Ranges | None = None
+    write: Callable[[Average], None] | None = None
     done: Callable[[], None] | None = None
+
+
+def write_average(task: Task, parts: Sequence[Part], average: Average) -> None:
+    """Write the average of buckets that were averaged as one. Only those written over their gradients are joined."""
+    overflow, first = task.step.overflow(task.device), parts[0]
+    if first.write is not None:
+        first.write(average)
+    elif first.ranges is not None:
+        average.write_ranges(first.ranges, overflow)
+        if overflow is not None:
+            # It may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
+            task.step.uneven |= any(gradient.dtype == torch.float16 for gradient in task.gradients.values())
+    else:
+        average.write(task.gradients, overflow)
+    for part in parts:
+        if part.done is not None:
+            part.done()
 
 
 class Buckets:

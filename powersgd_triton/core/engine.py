@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from torch import Tensor
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import mean_in_place
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.buckets import Buckets, BucketState, Part, Shapes
+from powersgd_triton.core.buckets import Buckets, BucketState, Part, Shapes, write_average
 from powersgd_triton.core.capture import Capture
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.schedule import Schedule
-from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme, Task
+from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme
 from powersgd_triton.core.streams import has_streams
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import Step
@@ -34,14 +34,15 @@ class Engine:
         scheme: What is sent of a bucket. ``schemes.new_engine`` chooses it.
         config: Configuration of the compression. Its budget may be too small for the tensors: ValueError.
         communicator: Collectives of the workers that average with each other.
-        tensors: Returns {name: shape} of all tensors that this worker compresses or averages and that are known so far.
-        device: Device of the gradients. None if it is not known before they come.
+        tensors: Returns {name: shape} of all tensors of this worker that are known so far.
+        device: Device of the gradients, if it is known.
         buckets: Number of buckets of a step, if it is known and buckets are not joined. A budget counts their messages.
 
     Attributes:
         listeners: What else happens when a step ends, in this order.
         begun: The layouts of the newest step's buckets.
-        numel, sent: [elements before, after compression] of buckets averaged in compressed form, and bytes sent so far.
+        numel: [elements before, after compression] of the buckets averaged so far, without those averaged exactly.
+        sent: Bytes sent so far.
         itemsize: Bytes of an element of the newest gradient that was averaged exactly.
     """
 
@@ -99,9 +100,8 @@ class Engine:
         Args:
             key: What identifies the bucket's tensors.
             shapes: Returns {name: shape} of the bucket's tensors. It is called once for each key.
-            keys: What comes once in a step: when a key comes again, a new step begins. Default: the tensors' names.
-            last: Whether the bucket is the step's last one. None if the adapter does not know. The step then ends when
-                a key comes again, or with ``end_step``.
+            keys: What comes once in a step: when one comes again, a new step begins. Default: the tensors' names.
+            last: Whether the bucket is the step's last one. None if the adapter does not know; see ``finish``.
             compress: Whether its matrices are compressed if they are large enough.
 
         Raises:
@@ -126,8 +126,7 @@ class Engine:
         if last and self.schedule and has_streams(device):
             # Before the stream waits for this bucket's gradients. Else the message that the bucket before sends next
             # would leave only after the backward pass. (On the CPU the gradients are ready.)
-            with self._working(device, wait=False, join=False):
-                self.schedule.advance()
+            self.advance(device, wait=False, join=False)
         return bucket
 
     def average(
@@ -148,46 +147,22 @@ class Engine:
             ranges: Parts of the averages to write, see ``Average``. The gradients then stay as they are.
             write: Function to call with the average instead of writing it.
             done: Function to call when the averages are written.
-            join: Whether the bucket may wait, to be averaged together with the next ones. ``begin`` must have been told
-                whether it is the last one.
+            join: Whether the bucket may wait for the next ones. ``begin`` must have been told if it is the last one.
         """
-        last = self.step.last
+        last, part = self.step.last, Part(bucket, gradients, ranges, write, done)
         with self._working(next(iter(gradients.values())).device):
-            waits = join and not last
-            for parts in self.schedule.ready(Part(bucket, gradients, done), self.buckets.are_large if waits else None):
+            for parts in self.schedule.ready(part, self.buckets.are_large if join and not last else None):
                 task = self.buckets.prepare(parts)
                 for listener in self.listeners:
                     task = listener.watch(task)
-                finish = last is not False and parts[-1].bucket is bucket
-                take = self._taking(task, parts, ranges, write)
+                sent = self._scheme.sent_numel(task.layout, self.config, self.step.iteration)
+                self.numel[:] = self.numel[0] + task.layout.numel, self.numel[1] + sent
+                self.sent += 4 * sent
+                take = functools.partial(write_average, task, parts)
+                finish = last is not False and parts[-1] is part
                 self.schedule.advance(self._scheme.average(task), take, finish=finish)
         if last:
             self.end_step()
-
-    def _taking(
-        self, task: Task, parts: Sequence[Part], ranges: Ranges | None, write: Callable[[Average], None] | None
-    ) -> Callable[[Average], None]:
-        """Count what is sent of a bucket. Return the function that writes its average."""
-        step = self.step
-        sent = self._scheme.sent_numel(task.layout, self.config, step.iteration)
-        self.numel[:] = self.numel[0] + task.layout.numel, self.numel[1] + sent
-        self.sent += 4 * sent
-        if ranges is not None and step.loss_scale is not None:
-            # An average may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
-            step.uneven |= any(gradient.dtype == torch.float16 for gradient in task.gradients.values())
-
-        def take(average: Average) -> None:
-            if write is not None:
-                write(average)
-            elif ranges is not None:
-                average.write_ranges(ranges, step.overflow(task.device))
-            else:
-                average.write(task.gradients, step.overflow(task.device))
-            for part in parts:
-                if part.done is not None:
-                    part.done()
-
-        return take
 
     def average_exactly(self, buffer: Tensor, *, done: Callable[[], None] | None = None) -> None:
         """Average a bucket's flat buffer exactly, in place. End the step if the bucket is its last one."""
@@ -199,9 +174,9 @@ class Engine:
         if last:
             self.end_step()
 
-    def advance(self, device: torch.device) -> None:
-        """Advance the buckets under way by one collective each, while something else is computed."""
-        with self._working(device):
+    def advance(self, device: torch.device, *, wait: bool = True, join: bool = True) -> None:
+        """Advance the buckets under way by one collective each, while something else is computed; see ``Streams``."""
+        with self._working(device, wait=wait, join=join):
             self.schedule.advance()
 
     def end_step(self, *, applied: bool | None = None) -> Tensor | None:
@@ -216,7 +191,7 @@ class Engine:
         Raises:
             DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
         """
-        step, device, verdict = self.step, self.buckets.device, None
+        step, device, verdict, communicator = self.step, self.buckets.device, None, self.communicator
         with self.residuals.streams.everywhere():
             if step.keys and device is not None:
                 with self._working(device):
@@ -227,8 +202,8 @@ class Engine:
                 elif applied is None and self.compressing:
                     # Workers that share sums have the same verdict, unless each has looked at its own part of the
                     # averages. Those of ``others`` may have seen another gradient overflow.
-                    for other in [*self.communicator.others, *([self.communicator] if step.uneven else [])]:
-                        other.minimum(verdict)
+                    for workers in [*communicator.others, *([communicator] if step.uneven else [])]:
+                        workers.minimum(verdict)
             step.end()
             self.buckets.end_step()
             if self.config.planned:

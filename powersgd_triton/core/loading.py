@@ -35,7 +35,8 @@ def facts_of(engine: Engine) -> Facts:
 
 def settle(engine: Engine) -> None:
     """Turn error buffers into E, so that a run that loads E goes on with the same bits."""
-    engine.residuals.materialize(engine.step, engine.residuals.buckets())
+    for bucket in engine.residuals.buckets():
+        bucket.materialize(engine.step)
 
 
 def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> LoadReport:

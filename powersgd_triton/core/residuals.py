@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -140,15 +140,6 @@ class Residuals:
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
-    def materialize(self, step: Step, buckets: Iterable[Bucket]) -> None:
-        """Turn error buffers into E: subtract the pending products, and divide by the loss scale.
-
-        Products of the open step are not subtracted, since it is not known yet whether the step is applied.
-        """
-        for bucket in buckets:
-            if not step.decides(bucket.applied):
-                bucket.materialize()
-
     def add_remaining(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Mapping[str, Tensor]:
         """Add remaining errors to the gradients of tensors that are no longer compressed, in fp32 or fp64 copies.
 
@@ -243,7 +234,8 @@ class Residuals:
             if not step.captured:
                 # A run that loads these errors rounds them to 16 bits. This run then goes on with the same bits.
                 matrices = self.matrices.values()
-                self.materialize(step, {m.bucket for m in matrices if m.error is not None and m.error.itemsize < 4})
+                for bucket in {m.bucket for m in matrices if m.error is not None and m.error.itemsize < 4}:
+                    bucket.materialize(step)
             loaded, errors, found = self.loaded, self._errors(step, wide=True), dict[str, Parts]()
             for name, parts in sorted(loaded.matrices.items()):
                 found[name] = {key: part.clone() for key, part in parts.items()}

@@ -122,10 +122,14 @@ class Bucket:
             product.append((kept, right))
         self.product = product
 
-    def materialize(self) -> None:
-        """M ← E: subtract the pending product, and divide by the loss scale contained in M."""
-        self._settle(self.M or [], self.applied)
-        self.applied = self.scale = None
+    def materialize(self, step: Step) -> None:
+        """M ← E: subtract the pending product, and divide by the loss scale contained in M.
+
+        The product of an open step stays, since it is not known yet whether the step is applied.
+        """
+        if not step.decides(self.applied):
+            self._settle(self.M or [], self.applied)
+            self.applied = self.scale = None
 
     def errors(self, step: Step, *, wide: bool = False) -> dict[str, Tensor]:
         """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Nothing changes.

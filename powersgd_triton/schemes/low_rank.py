@@ -31,8 +31,8 @@ class LowRank:
         if known is not None and known.bucket.layout is task.layout and known.bucket.share == task.communicator.share:
             return known
         matrices = task.residuals.matrices
-        earlier = {matrices[s.name].bucket for s in task.layout.compressed if s.name in matrices}
-        task.residuals.materialize(task.step, earlier)
+        for earlier in {matrices[s.name].bucket for s in task.layout.compressed if s.name in matrices}:
+            earlier.materialize(task.step)
         backend = new_backend(task, self._workspace)
         take_over(task.residuals, backend, task.step)
         return backend
