@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Mapping
+import functools
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.ops.backend import STAGES, Backend
 from powersgd_triton.ops.reference import note_overflow
 from powersgd_triton.ops.step import Step
 
@@ -79,18 +81,47 @@ class Scheme(Protocol):
         """Return the elements that step ``iteration`` sends of a bucket, in fp32 elements of equal bytes."""
 
 
-class Listener(Protocol):
-    """What watches steps, such as telemetry. ``end_step`` may be collective."""
-
-    def end_step(self) -> None: ...
-
-    def void(self) -> None: ...
+class Listener:
+    """What watches steps, such as telemetry. These methods do nothing; a listener overrides what it needs."""
 
     def watch(self, task: Task) -> Task:
-        """Return a bucket's task, possibly with a wrapper of its memory that notes what is done with it."""
+        """Return a bucket's task, possibly ``watched``."""
+        return task
+
+    def end_step(self) -> None:
+        """Take the end of a step. It may be collective."""
+
+    def void(self) -> None:
+        """Take that the open step does not count."""
 
     def obstacle(self) -> str | None:
         """Return why a step cannot be captured in a CUDA graph, if it cannot."""
+        return None
+
+
+def watched(task: Task, before: Callable[[str], None], after: Callable[..., None]) -> Task:
+    """Return a task whose backend calls ``before(stage)``, and ``after(stage, *arguments of the stage)``.
+
+    The stages are the methods of ``ops.backend.Backend``. The task of a scheme without a backend stays as it is.
+    """
+    if not hasattr(task.memory, "bucket"):
+        return task
+    return dataclasses.replace(task, memory=_Watched(task.memory, before, after))
+
+
+class _Watched:
+    def __init__(self, backend: Backend, before: Callable[[str], None], after: Callable[..., None]) -> None:
+        self._backend, self._before, self._after = backend, before, after
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        return functools.partial(self._run, name, found) if name in STAGES else found
+
+    def _run(self, name: str, stage: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self._before(name)
+        result = stage(*arguments, **options)
+        self._after(name, *arguments)
+        return result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,12 +28,20 @@ from powersgd_triton.core.clock import (
     Times,
 )
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.scheme import Task
-from powersgd_triton.ops.backend import Backend, Message
+from powersgd_triton.core.scheme import Listener, Task, watched
 from powersgd_triton.ops.blocks import add_product, blocks
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.host_copy import HostCopy
 from powersgd_triton.ops.step import Step
+
+PHASES_OF = {
+    "orthogonalize_bases": (PROJECT, PROJECT),
+    "project": (PROJECT, MESSAGES),
+    "backproject": (BACKPROJECT, MESSAGES),
+    COMMIT: (COMMIT, RECONSTRUCT),
+    "reconstruct": (RECONSTRUCT, None),
+}
+"""The phases that begin with a backend's stage, and after it."""
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -104,8 +112,8 @@ class StepRecord:
 Callback = Callable[[StepRecord], object]
 
 
-class Telemetry:
-    """Measures every so many steps, and reports them when the device has reached their ends. It is a ``Listener``.
+class Telemetry(Listener):
+    """Measures every so many steps, and reports them when the device has reached their ends.
 
     Args:
         engine: Engine whose steps are measured.
@@ -136,19 +144,20 @@ class Telemetry:
         return "telemetry is on, and the host does not see replays; call telemetry(every=0)"
 
     def watch(self, task: Task) -> Task:
-        """Let the stages of a bucket mark their times."""
-        if not hasattr(task.memory, "bucket"):
-            # Another scheme, whose stages are not known.
-            return task
-        watched = Measured(task.memory, self._clock, self._measure)
-        return dataclasses.replace(task, memory=watched)
+        """See ``Listener``."""
 
-    def _measure(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
-        if self._open is not None and bucket.layout.compressed:
-            self._open.add(bucket, gradients, step)
+        def after(stage: str, *arguments: Any) -> None:
+            if stage == COMMIT and arguments[-1] == task.config.iterations - 1:
+                # Now M and what is subtracted from it are known. Without error feedback M is still in the gradients.
+                self._clock.mark(TELEMETRY)
+                if self._open is not None and task.layout.compressed:
+                    self._open.add(task.memory.bucket, *arguments[:2])
+            self._clock.mark(PHASES_OF[stage][1])
+
+        return watched(task, lambda stage: self._clock.mark(PHASES_OF[stage][0]), after)
 
     def void(self) -> None:
-        """See ``Listener``. The clock stops without a result."""
+        """See ``Listener``."""
         self._clock.cancel()
 
     def end_step(self) -> None:
@@ -179,50 +188,6 @@ class Telemetry:
                 self._writer.add_scalar(f"powersgd/{tag}", number, record.step)
         if self._callback is not None:
             self._callback(record)
-
-
-class Measured:
-    """A backend whose stages mark the time that they take.
-
-    Args:
-        backend: The backend.
-        clock: Counts the time. Unless it runs, nothing is measured.
-        measure: Called with (bucket, gradients, step) when all sums of a step have arrived.
-    """
-
-    def __init__(self, backend: Backend, clock: Clock, measure: Callable[..., None]) -> None:
-        self.bucket, self._backend, self._mark, self._measure = backend.bucket, backend, clock.mark, measure
-        self.wire = backend.wire
-
-    def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        self._mark(PROJECT)
-        message = self._backend.project(gradients, step, repetition)
-        self._mark(MESSAGES)
-        return message
-
-    def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-        self._mark(BACKPROJECT)
-        message = self._backend.backproject(gradients, step, repetition)
-        self._mark(MESSAGES)
-        return message
-
-    def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:
-        self._mark(COMMIT)
-        self._backend.commit(gradients, step, repetition)
-        if repetition == self.bucket.config.iterations - 1:
-            # Now M and what is subtracted from it are known, and without error feedback M is still in the gradients.
-            self._mark(TELEMETRY)
-            self._measure(self.bucket, gradients, step)
-            self._mark(RECONSTRUCT)
-
-    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        self._mark(RECONSTRUCT)
-        self._backend.reconstruct(out, overflow)
-        self._mark(None)
-
-    def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
-        self._mark(PROJECT)
-        self._backend.orthogonalize_bases(step, redraw=redraw)
 
 
 class _MeasuredStep:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.scheme import Task
-from powersgd_triton.ops.backend import Backend, Message
+from powersgd_triton.core.scheme import Listener, Task, watched
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.step import Step
 
 
-class Undo:
-    """Takes a step that does not count back, for an adapter that sends its gradients again. It is a ``Listener``.
+class Undo(Listener):
+    """Takes a step that does not count back, for an adapter that sends its gradients again.
 
     The error buffers of such a step hold G + E. They become E again, except for a rounding of G + E.
     """
@@ -32,18 +29,12 @@ class Undo:
 
     def watch(self, task: Task) -> Task:
         """See ``Listener``. Other schemes than factors change no residuals before the step counts."""
-        factors = hasattr(task.memory, "bucket")
-        return dataclasses.replace(task, memory=_Noting(task.memory, self._added)) if factors else task
 
-    def void(self) -> None:
-        """See ``Listener``."""
+        def after(stage: str, gradients: Mapping[str, Tensor], *_: Any) -> None:
+            if stage in ("project", "backproject"):
+                self._added[task.memory.bucket] = gradients
 
-    def end_step(self) -> None:
-        """See ``Listener``."""
-
-    def obstacle(self) -> str | None:
-        """See ``Listener``."""
-        return None
+        return watched(task, lambda _: None, after)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -76,22 +67,3 @@ class Undo:
                         if piece.name in gradients:
                             M.sub_(found[piece.name].view_as(M))
         self._added.clear()
-
-
-class _Noting:
-    """A backend that notes the gradients that it has added to its error buffers."""
-
-    def __init__(self, backend: Backend, added: dict[Bucket, Mapping[str, Tensor]]) -> None:
-        self._backend, self._added = backend, added
-        self.project, self.backproject = self._noting(backend.project), self._noting(backend.backproject)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def _noting(self, product: Callable[[Mapping[str, Tensor], Step, int], Message]) -> Callable[..., Message]:
-        def run(gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
-            message = product(gradients, step, repetition)
-            self._added[self._backend.bucket] = gradients
-            return message
-
-        return run

@@ -30,6 +30,10 @@ class Message:
     own: Tensor | None
 
 
+STAGES = ("orthogonalize_bases", "project", "backproject", "commit", "reconstruct")
+"""The methods of a backend that compute a step."""
+
+
 class Backend(Protocol):
     """The stages of a step on one bucket, in the order in which ``LowRank.average`` calls them.
 

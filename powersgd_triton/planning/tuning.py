@@ -15,7 +15,7 @@ import torch
 from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
-from powersgd_triton.core.scheme import Task
+from powersgd_triton.core.scheme import Listener
 from powersgd_triton.planning.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose
 from powersgd_triton.planning.cost import Network, compute_of, measure_network
 from powersgd_triton.planning.trial import ComputeTime, synchronize, time_compute
@@ -26,11 +26,11 @@ WARM_UP, MEASURED = 3, 10
 """Steps that are not measured, since groups connect and DDP makes its buckets, and steps that are measured then."""
 
 
-class Tuning:
+class Tuning(Listener):
     """Measures the first steps, and then settles the plan's configuration. All workers settle the same.
 
     For ``compression="auto"`` the measured steps are exact. Otherwise they are compressed. Steps are measured again
-    when the workers have changed or a state was loaded. It is a ``Listener``.
+    when the workers have changed or a state was loaded.
 
     Args:
         engine: Engine whose steps are measured.
@@ -41,13 +41,6 @@ class Tuning:
         self._engine: Engine = weakref.proxy(engine)
         self._plan, self._loaded = engine.plan, engine.residuals.loaded
         self._ends: list[float] = []
-
-    def watch(self, task: Task) -> Task:
-        """See ``Listener``."""
-        return task
-
-    def void(self) -> None:
-        """See ``Listener``."""
 
     def obstacle(self) -> str | None:
         """See ``Listener``."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core import engine, streams
-from powersgd_triton.core.scheme import Task
+from powersgd_triton.core.scheme import Listener, Task, watched
 
 
 class FakeStream:
@@ -192,29 +191,17 @@ class Network(Pair):
         return SimpleNamespace(wait=wait)
 
 
-class Timed:
-    """A listener that makes the stages of buckets take time on the engine's stream, {stage: time}."""
+class Timed(Listener):
+    """Makes the stages of buckets take time on the engine's stream, {stage: time}."""
 
     def __init__(self, machine: StreamMachine, times: Mapping[str, float]) -> None:
         self._machine, self._times = machine, times
 
     def watch(self, task: Task) -> Task:
-        return dataclasses.replace(task, memory=_TimedBackend(task.memory, self._machine, self._times))
+        def before(stage: str) -> None:
+            self._machine.current.time += self._times.get(stage, 0.0)
 
-    def end_step(self) -> None: ...
-
-    def void(self) -> None: ...
-
-    def obstacle(self) -> None: ...
-
-
-class _TimedBackend:
-    def __init__(self, backend: Any, machine: StreamMachine, times: Mapping[str, float]) -> None:
-        self._backend, self._machine, self._times = backend, machine, times
-
-    def __getattr__(self, name: str) -> Any:
-        self._machine.current.time += self._times.get(name, 0.0)
-        return getattr(self._backend, name)
+        return watched(task, before, lambda *_: None)
 
 
 def _key(tensor: torch.Tensor) -> int:
