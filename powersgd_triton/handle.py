@@ -118,7 +118,7 @@ class Handle:
         device. Checkpoints, copies and pickles do not contain the setting. See docs/telemetry.md.
 
         Args:
-            callback: Called with each record. It must not call collectives.
+            callback: Called with each record, until it raises an exception. It must not call collectives.
             writer: A ``torch.utils.tensorboard.SummaryWriter``, or another object with its ``add_scalar``.
             every: Steps from one measured step to the next. 0 switches telemetry off.
 

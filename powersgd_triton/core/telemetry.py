@@ -117,7 +117,7 @@ class Telemetry(Listener):
 
     Args:
         engine: Engine whose steps are measured.
-        callback: Called with each record.
+        callback: Called with each record, until it raises an exception, which is logged.
         writer: A ``SummaryWriter``, or another object with ``add_scalar(tag, value, step)``.
         every: Steps from one measured step to the next.
 
@@ -130,7 +130,8 @@ class Telemetry(Listener):
             raise TypeError(f"callback must be a function of a StepRecord; got {type(callback).__name__}")
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar, as a SummaryWriter has; got {type(writer).__name__}")
-        self._callback, self._writer, self._every = callback, writer, whole_number("every", every, 1)
+        self._writer, self._every = writer, whole_number("every", every, 1)
+        self._reports = [*([] if writer is None else [self._write]), *([] if callback is None else [callback])]
         # Not a cycle, so that errors on a device are freed with the engine.
         self._engine: Engine = weakref.proxy(engine)
         self._clock = Clock()
@@ -178,16 +179,22 @@ class Telemetry(Listener):
 
     def _report(self, record: StepRecord) -> None:
         logger.info("%s", record)
-        if self._writer is not None:
-            numbers = {f"layers/{name}/captured": layer.captured for name, layer in record.layers.items()}
-            numbers |= {f"layers/{name}/error_norm": layer.error_norm for name, layer in record.layers.items()}
-            numbers |= {f"milliseconds/{phase}": time for phase, time in record.milliseconds.items()}
-            if record.layers:
-                numbers["captured"] = record.captured
-            for tag, number in {**numbers, "bytes": record.bytes}.items():
-                self._writer.add_scalar(f"powersgd/{tag}", number, record.step)
-        if self._callback is not None:
-            self._callback(record)
+        for report in list(self._reports):
+            try:
+                report(record)
+            except Exception:
+                # The other workers go on with the step, and so must this one.
+                self._reports.remove(report)
+                logger.warning("PowerSGD telemetry stops calling %r, which has failed:", report, exc_info=True)
+
+    def _write(self, record: StepRecord) -> None:
+        numbers = {f"layers/{name}/captured": layer.captured for name, layer in record.layers.items()}
+        numbers |= {f"layers/{name}/error_norm": layer.error_norm for name, layer in record.layers.items()}
+        numbers |= {f"milliseconds/{phase}": time for phase, time in record.milliseconds.items()}
+        if record.layers:
+            numbers["captured"] = record.captured
+        for tag, number in {**numbers, "bytes": record.bytes}.items():
+            self._writer.add_scalar(f"powersgd/{tag}", number, record.step)
 
 
 class _MeasuredStep:

@@ -157,16 +157,24 @@ def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch):
     assert [record.step for record in records] == [5]
 
 
-def test_an_exception_of_the_callback_reaches_the_program_when_the_step_has_ended():
-    state, other = handle(), handle()
-    state.telemetry(lambda _: 1 / 0, every=2)
-    steps(state, [0])
-    with pytest.raises(ZeroDivisionError):
-        steps(state, [1])
-    assert state.iteration == 2
-    steps(state, [2])
-    steps(other, range(3))
-    assert same_bits(state.error(), other.error())
+def test_what_fails_to_take_a_record_is_not_called_again_and_steps_go_on(caplog: pytest.LogCaptureFixture):
+    """The other workers are in the same step: an exception on one would leave them waiting."""
+    state, other, records = handle(), handle(), list[StepRecord]()
+
+    def fails(record: StepRecord) -> None:
+        records.append(record)
+        raise OSError("the disk is full")
+
+    writer = Writer()
+    for arguments in ({"callback": fails, "writer": writer}, {"writer": types.SimpleNamespace(add_scalar=fails)}):
+        state.telemetry(every=1, **arguments)
+        steps(state, range(3))
+        steps(other, range(3))
+        assert same_bits(state.error(), other.error())
+    assert len(records) == 1
+    assert {at for _, at in writer.scalars} == {2, 3}
+    failed = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.exc_info and record.exc_info[0] for record in failed] == [OSError, TypeError]
 
 
 def test_waiting_is_exchange_and_the_backward_pass_is_no_phase(monkeypatch: pytest.MonkeyPatch):
