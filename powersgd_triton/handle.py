@@ -180,8 +180,9 @@ class Handle:
         An interrupted call leaves what an earlier call has written. If the folder cannot be written, that is an OSError
         on the worker that writes, and a ``DisagreementError`` on the others.
         """
+        path = self._together("save", lambda: Path(folder))
         saved = self.state_dict()
-        self._together("save", lambda: self._write(saved, Path(folder)))
+        self._together("save", lambda: self._write(saved, path))
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """Continue from what ``save`` wrote. Collective.
@@ -197,10 +198,9 @@ class Handle:
                 changed.
             DisagreementError: Workers load different states, or only some of them find one. Nothing was changed.
         """
-        path = Path(folder) / self._file()
-        found = self._together("load", lambda: self._find(path), FOUND)
+        found = self._together("load", lambda: self._find(Path(folder) / self._file()), FOUND)
         if found is None:
-            self._begin_without(path, missing_ok)
+            self._begin_without(Path(folder) / self._file(), missing_ok)
             return None
         return self.load_state_dict(self._read(found))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.control import DisagreementError
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]
@@ -19,10 +21,6 @@ SHOWN, LONGEST = 3, 2000
 """Differences that an error lists for each worker, and characters of an exception that other workers are told."""
 CALL, FAILED = "call", "failed"
 """Facts about what a worker is doing, and about its exception: [whether it is a ValueError, its text]."""
-
-
-class DisagreementError(RuntimeError):
-    """Workers differ in something that must be equal, or only some of them failed. It is raised on all workers."""
 
 
 def together(
@@ -59,6 +57,7 @@ def together(
     try:
         common, replicated = ({CALL: call, FAILED: failed, **found} for found in facts)
         try:
+            _announce(call, communicator, device)
             _compare(common, replicated, communicator, device)
         except (DisagreementError, ValueError):
             if own is None:
@@ -72,6 +71,20 @@ def together(
     finally:
         # An exception that is kept in its own traceback would keep everything else in it alive.
         del own
+
+
+def _announce(call: str, communicator: Communicator, device: torch.device | None) -> None:
+    """Let workers that wait in a step for this one take part in the call, so that all hear of the mistake."""
+    found = weakref.ref(communicator)
+
+    def answer() -> None:
+        known = found()
+        if known is not None:
+            together("a step", lambda: (None, {}, {}), known, device)
+
+    for each in (communicator, *communicator.others):
+        if each.control is not None:
+            each.control.call(call, answer)
 
 
 def _compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None) -> None:
@@ -131,8 +144,9 @@ def _difference(own: Facts, communicators: Sequence[Communicator], device: torch
         keys = sorted(key for key in {*facts, *expected} if facts.get(key, "none") != expected.get(key, "none"))
         if CALL in keys:
             # What comes at different times cannot be compared.
-            keys = [CALL]
-        if keys:
+            calls = f"worker {worker} is in {facts[CALL]} and worker {model} in {expected[CALL]}"
+            lines.append(f"{calls}: all workers must call it")
+        elif keys:
             listed = [f"{key}: {facts.get(key, 'none')} instead of {expected.get(key, 'none')}" for key in keys[:SHOWN]]
             more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
             lines.append(f"worker {worker} differs from worker {model} in {'; '.join(listed)}{more}")

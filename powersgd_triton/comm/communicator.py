@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.comm.control import Control, DisagreementError, Watched, control_of
 from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_node
 
-Work: TypeAlias = "dist.Work | None"
+Work: TypeAlias = "dist.Work | Watched | None"
 """A collective under way. None if nothing had to be sent."""
 
 
@@ -56,6 +57,8 @@ class Communicator:
         self.others = tuple(Communicator(other) for other in others)
         self.inside: Communicator | None = None
         self.across: Communicator = self
+        # All workers, whose calls end the wait for a collective.
+        self._everyone = (self, *self.others)
         # The default group in which nodes were formed. Other groups end with it.
         self._formed_in: Any = None
 
@@ -78,12 +81,23 @@ class Communicator:
         """Index of this worker among all workers."""
         return dist.get_rank() if self._ready else 0
 
+    @property
+    def control(self) -> Control | None:
+        """The group's control. All workers must call this at the same time if there is none yet."""
+        return control_of(self.group, new=True) if self._ready and self.world_size > 1 else None
+
+    def _started(self, work: dist.Work) -> Work:
+        """Count a collective that the host waits for."""
+        controls = list(filter(None, (control_of(each.group) for each in self._everyone)))
+        for control in controls[:1]:
+            control.started += 1
+        return Watched(work, controls) if controls else work
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
         if self.world_size == 1 or tensor.numel() == 0:
             return None
-        work: Work = self._collectives.all_reduce(tensor, group=self.group, async_op=True)
-        return work
+        return self._started(self._collectives.all_reduce(tensor, group=self.group, async_op=True))
 
     def form_nodes(self, device: torch.device) -> None:
         """Set ``inside`` and ``across`` if sums are to take two levels. Collective. Call ``check_groups`` before."""
@@ -94,6 +108,7 @@ class Communicator:
             groups = make_groups(self.group, self.gather(own_node(), device), device)
         if groups is not None:
             self.inside, self.across = (Communicator(each, collectives=self._collectives) for each in groups)
+            self.inside._everyone = self.across._everyone = self._everyone
 
     def lost_nodes(self) -> bool:
         """Return whether the groups of nodes are gone, with an earlier default group. They then have to be formed anew.
@@ -113,7 +128,7 @@ class Communicator:
         """(index of this worker in its node, workers of the node), or (0, 1) without two levels."""
         return (0, 1) if self.inside is None else (self.inside.index, self.inside.world_size)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int] | None = None) -> dist.Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int] | None = None) -> Work:
         """Start sending row w of ``sent`` to worker w, and receiving row w of ``received`` from it. [workers, …].
 
         With ``sizes``, ``sent`` is flat and has a row of ``sizes[w]`` elements for each worker.
@@ -121,8 +136,7 @@ class Communicator:
         options: dict[str, Any] = {"group": self.group, "async_op": True}
         if sizes is not None:
             options |= {"input_split_sizes": list(sizes), "output_split_sizes": [sizes[self.index]] * len(sizes)}
-        work: dist.Work = self._collectives.all_to_all_single(received, sent, **options)
-        return work
+        return self._started(self._collectives.all_to_all_single(received, sent, **options))
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Work:
         """Start collecting every worker's ``tensor`` in ``gathered`` [workers, …]. With one worker, copy it."""
@@ -132,19 +146,18 @@ class Communicator:
         # torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
         collectives = self._collectives
         gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_into_tensor
-        work: dist.Work = gather(gathered.view(-1), tensor.view(-1), group=self.group, async_op=True)
-        return work
+        return self._started(gather(gathered.view(-1), tensor.view(-1), group=self.group, async_op=True))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor with that of the first worker."""
         if self.world_size > 1 and tensor.numel():
             first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            dist.broadcast(tensor, first, group=self.group)
+            wait(self._started(dist.broadcast(tensor, first, group=self.group, async_op=True)))
 
     def minimum(self, tensor: Tensor) -> None:
         """Replace each element of a contiguous tensor by its minimum over the workers."""
         if self.world_size > 1:
-            dist.all_reduce(tensor.view(-1), op=dist.ReduceOp.MIN, group=self.group)
+            wait(self._started(dist.all_reduce(tensor.view(-1), dist.ReduceOp.MIN, self.group, async_op=True)))
 
     def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """Return every worker's ``tensor`` on the CPU, as [workers, …]. All must have the same shape and dtype.
@@ -153,6 +166,8 @@ class Communicator:
         """
         if self.world_size == 1:
             return tensor.unsqueeze(0)
+        if self.control is not None:
+            return torch.stack(self.control.gather(tensor.cpu()))
         sent = tensor.to(travel_device(self.group, device))
         gathered = [torch.empty_like(sent) for _ in range(self.world_size)]
         dist.all_gather(gathered, sent, group=self.group)
@@ -179,10 +194,16 @@ def travel_device(group: dist.ProcessGroup | None, device: torch.device | None =
 
 
 def wait(work: Work) -> None:
-    """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error."""
+    """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error.
+
+    Raises:
+        DisagreementError: Another worker has called something else than this step.
+    """
     try:
         if work is not None:
             work.wait()
+    except DisagreementError:
+        raise
     except RuntimeError as error:
         reasons = "a worker was lost, raised an exception, or alone saved or loaded a state"
         raise type(error)(f"a sum over the workers failed, for example because {reasons} ({error})") from error

@@ -24,6 +24,7 @@ Loaded = tuple[SavedState, LoadReport]
 
 def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
     """Return mean error, bases, step and plan. Collective. ``mean`` averages a tensor. Default: an all-reduce."""
+    engine.buckets.together("state_dict", lambda: (None, {}, {}))
     engine.finish()
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
 

@@ -159,7 +159,7 @@ def test_whoever_loads_alone_is_told(worker: int, world_size: int) -> None:
         else:
             said = complaint(compressor.state_dict) if what == "save" else complaint(steps, compressor, range(2, 4))
         if what == "first step":
-            assert "worker 1 differs from worker 0 in call: load_state_dict instead of a step" in said
+            assert "worker 1 is in load_state_dict and worker 0 in a step: all workers must call it" in said
         elif worker == VICTIM:
             assert said.startswith("RuntimeError: load_state_dict is collective, but this worker could not")
         else:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.comm.agreement import DisagreementError
+from powersgd_triton.comm.control import DisagreementError
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.integrations.local_steps import LocalSteps
 from tests.support.distributed import make_test, on_workers

@@ -1,0 +1,103 @@
+"""How a worker that waits in a step hears that another one has called something else, such as ``save``, alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+
+PATIENCE, WARNING = datetime.timedelta(seconds=1), datetime.timedelta(seconds=10)
+"""After this time, a worker that waits in a step looks for calls, and one that waits in a call logs a warning."""
+
+logger = logging.getLogger("powersgd_triton")
+
+
+class DisagreementError(RuntimeError):
+    """Workers differ in something that must be equal, or only some of them failed. It is raised on all workers."""
+
+
+class Control:
+    """What the workers of a gloo group do, told in messages of their own.
+
+    In one group, gloo would take a message about a call for the sum that another worker waits for, and end its process
+    because the sizes differ.
+
+    Args:
+        group: The group. All of its workers must make a ``Control`` at the same time.
+
+    Attributes:
+        started: Collectives of steps that this worker has started in the group since the last call.
+        answer: Takes part in a call of another worker. It raises an error on all workers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._store = PrefixStore("powersgd", _get_process_group_store(group))
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        self._group: Any = dist.ProcessGroupGloo(self._store, dist.get_rank(group), dist.get_world_size(group), timeout)
+        self._calls, self.started, self._name = 0, 0, ""
+        self.answer: Callable[[], object] | None = None
+
+    def call(self, name: str, answer: Callable[[], object]) -> None:
+        """Tell the others that this worker calls something in which all must take part, with ``gather`` next."""
+        # Kept as the first worker says it: one that answers has started more.
+        self._store.compare_set(f"call {self._calls}", "", str(self.started))
+        self._calls, self.started, self._name, self.answer = self._calls + 1, 0, name, answer
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every worker's tensor. All must have the same shape and dtype."""
+        gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
+        work = self._group.allgather([gathered], [tensor])
+        if not _ended(work, WARNING):
+            logger.warning("PowerSGD waits for the other workers in %s, which all workers must call", self._name)
+        work.wait()
+        return gathered
+
+    def look(self) -> None:
+        """Take part in a call of a worker that has not started the collectives of this one, and will not."""
+        key = f"call {self._calls}"
+        if self.answer is not None and self._store.check([key]) and int(self._store.get(key)) < self.started:
+            self.answer()
+
+
+_controls: weakref.WeakKeyDictionary[dist.ProcessGroup, Control | None] = weakref.WeakKeyDictionary()
+
+
+def control_of(group: dist.ProcessGroup | None, *, new: bool = False) -> Control | None:
+    """Return the group's ``Control``, or make one if there is none and it may be ``new``. None for other backends."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    if group not in _controls and new:
+        gloo = all(pair.endswith(":gloo") for pair in dist.get_backend_config(group).split(","))
+        _controls[group] = Control(group) if gloo else None
+    return _controls.get(group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """A collective of a step. While the host waits for it, it hears of calls of other workers."""
+
+    work: dist.Work
+    controls: Sequence[Control]
+
+    def wait(self) -> None:
+        """Wait, and raise the collective's error, or that of a call in which this worker does not take part."""
+        while not _ended(self.work, PATIENCE):
+            for control in self.controls:
+                control.look()
+        self.work.wait()
+
+
+def _ended(work: Any, limit: datetime.timedelta) -> bool:
+    """Wait for a collective. Return whether it has ended, if only with an error, within a time limit."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(limit)
+    return bool(work.is_completed())
