@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -147,21 +148,19 @@ def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
 
 @on_workers(*WORLD_SIZES)
 def test_whoever_loads_alone_is_told(worker: int, world_size: int) -> None:
-    """One worker loads while the others step, save, or begin their first step, in a group with a short timeout."""
-    for what in ("first step", "step", "save"):
-        group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    """One worker loads while the others step, save, or begin their first step. Nobody waits for a timeout."""
+    calls = {"first step": "a step", "step": "a step", "save": "state_dict"}
+    for what, call in calls.items():
+        group = dist.new_group(timeout=datetime.timedelta(seconds=60))
         compressor = Compressor(everything(), SHAPES, group)
         steps(compressor, range(0 if what == "first step" else 2))
         saved = compressor.state_dict()
         dist.barrier()
+        start = time.monotonic()
         if worker == VICTIM:
             said = complaint(compressor.load_state_dict, saved)
         else:
             said = complaint(compressor.state_dict) if what == "save" else complaint(steps, compressor, range(2, 4))
-        if what == "first step":
-            assert "worker 1 is in load_state_dict and worker 0 in a step: all workers must call it" in said
-        elif worker == VICTIM:
-            assert said.startswith("RuntimeError: load_state_dict is collective, but this worker could not")
-        else:
-            assert "a sum over the workers failed, for example because a worker was lost" in said
+        assert f"worker 1 is in load_state_dict and worker 0 in {call}: all workers must call it" in said
+        assert time.monotonic() - start < 30
         dist.barrier()

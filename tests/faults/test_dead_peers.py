@@ -148,6 +148,9 @@ def interrupted(worker: int, message: int, folder: Path, silent: bool) -> Iterat
 
 def start_group(folder: Path, name: str, worker: int, world_size: int, seconds: float) -> None:
     """Make a default group in place of the one that there is."""
+    if world_size > 1:
+        # A peer may still be about to connect in the group that goes.
+        dist.barrier()
     dist.destroy_process_group()
     timeout = datetime.timedelta(seconds=seconds)
     store = f"file://{folder}/{name}.store"
