@@ -144,7 +144,7 @@ def share_of_sum(
     layout, inside = bucket.layout, communicator.inside
     if inside is None or not layout.compressed:
         return gradients
-    cuts, index, dtype = bucket.shares.cuts, inside.index, bucket.message_P.dtype
+    cuts, index, dtype = bucket.partition.cuts, inside.index, bucket.message_P.dtype
     sizes = [end - start for start, end in itertools.pairwise(cuts)]
     sent = _flat(layout, gradients)[cuts[0] : cuts[-1]]
     received = sent.new_empty(len(sizes) * sizes[index])

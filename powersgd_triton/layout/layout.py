@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -23,13 +24,8 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     """Return the rank r = min(rank, n, m) of a tensor's approximation, or 0 for a bypass tensor.
 
     A matrix is compressed only if the bytes of its factors in a step, scales included, times ``min_compression_rate``
-    are fewer than the 4 n m bytes of an fp32 tensor. For factors sent once in fp32 that is
-    (n + m) · r · min_compression_rate < n · m. If ranks are planned, the result is the largest rank that qualifies, at
-    most ``max_rank``. A rank function gets the tensor's ``name``.
-
-    Raises:
-        TypeError: The rank function returned something other than an int.
-        ValueError: The rank function returned a negative number.
+    are fewer than the 4 n m bytes of an fp32 tensor. If ranks are planned, the result is the largest rank that
+    qualifies. A rank function gets the tensor's ``name``; TypeError or ValueError: it returned no count.
     """
     if len(shape) < 2 or config.codes is not None:
         return 0
@@ -40,12 +36,9 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
 
     if config.planned:
         assert config.max_rank is not None
-        # Bisection works because bytes grow with the rank.
-        low, high = 0, min(n, m, config.max_rank)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if is_worth_it(middle) else (low, middle - 1)
-        return low
+        # Bytes grow with the rank.
+        ranks = range(1, min(n, m, config.max_rank) + 1)
+        return bisect.bisect(ranks, False, key=lambda r: not is_worth_it(r))
     wanted = config.rank
     if callable(wanted):
         wanted = whole_number(f"the rank of {name!r}, {tuple(shape)},", wanted(name, tuple(shape)))
@@ -146,15 +139,11 @@ class Layout:
     The messages are [P of all groups | bypass tensors] and [Q of all groups]. A step of the alternating algorithm sends
     one of them, followed by the bypass tensors.
 
-    Attributes:
-        segments: The tensors.
-        batch_by_shape: Whether matrices of equal shape are one group.
-        parts: The layouts of which this one is made, if it is.
+    With ``batch_by_shape``, matrices of equal shape are one group.
     """
 
     segments: tuple[Segment, ...]
     batch_by_shape: bool = True
-    parts: tuple[Layout, ...] = ()
 
     @classmethod
     def build(cls, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, *, compress: bool = True) -> Layout:
@@ -175,7 +164,7 @@ class Layout:
         for layout in layouts:
             segments += [dataclasses.replace(s, offset=s.offset + offset) for s in layout.segments]
             offset += layout.numel
-        return cls(tuple(segments), layouts[0].batch_by_shape, tuple(layouts))
+        return cls(tuple(segments), layouts[0].batch_by_shape)
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
@@ -251,3 +240,63 @@ class Layout:
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, rank) of the left or right factors of each group."""
         return [(len(g.segments), g.n if left else g.m, g.rank) for g in self.groups]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowPartition:
+    """A layout's rows, divided among workers into consecutive parts with about equal numbers of elements.
+
+    A matrix that lies on a cut stays one matrix with one pair of factors: each worker multiplies its own rows.
+
+    Attributes:
+        layout: The whole layout.
+        cuts: Offsets of the rows at which parts begin, from the first matrix on, and the end of the last matrix.
+    """
+
+    layout: Layout
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def build(cls, layout: Layout, workers: int) -> RowPartition:
+        """Cut a layout at the rows that are nearest to equal parts of its compressed elements."""
+        total, before = sum(segment.numel for segment in layout.compressed), 0
+        if not total:
+            return cls(layout, (0,) * (workers + 1))
+        cuts = [layout.compressed[0].offset]
+        for segment in layout.compressed:
+            while len(cuts) < workers and total * len(cuts) <= workers * (before + segment.numel):
+                row = round((total * len(cuts) / workers - before) / segment.m)
+                cuts.append(segment.offset + row * segment.m)
+            before += segment.numel
+        end = layout.compressed[-1].offset + layout.compressed[-1].numel
+        return cls(layout, (*cuts, *[end] * (workers + 1 - len(cuts))))
+
+    @property
+    def workers(self) -> int:
+        return len(self.cuts) - 1
+
+    def rows(self, segment: Segment) -> tuple[tuple[int, int], ...]:
+        """Return the (first row, row after the last) of a matrix that each worker has."""
+        edges = [min(max((cut - segment.offset) // segment.m, 0), segment.n) for cut in self.cuts]
+        edges[0], edges[-1] = 0, segment.n
+        return tuple(itertools.pairwise(edges))
+
+    def groups(self, worker: int) -> tuple[ShapeGroup, ...]:
+        """Return a worker's rows as matrices, grouped by shape, with the places of their factors in the layout's."""
+        found: list[ShapeGroup] = []
+        for group in self.layout.groups:
+            continues = False
+            for index, segment in enumerate(group.segments):
+                first, end = self.rows(segment)[worker]
+                if first == end:
+                    continue
+                shape, offset = (end - first, *segment.shape[1:]), segment.offset + first * group.m
+                piece, whole = dataclasses.replace(segment, shape=shape, offset=offset), end - first == group.n
+                if whole and continues:
+                    found[-1] = dataclasses.replace(found[-1], segments=(*found[-1].segments, piece))
+                else:
+                    p_offset = group.p_offset + (index * group.n + first) * group.rank
+                    q_offset = group.q_offset + index * group.m * group.rank
+                    found.append(ShapeGroup(piece.n, group.m, group.rank, (piece,), p_offset, q_offset))
+                continues = whole
+        return tuple(found)

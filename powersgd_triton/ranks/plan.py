@@ -31,7 +31,7 @@ class Measurement:
             # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.
             zero = torch.zeros((), dtype=torch.float64, device=bucket.P_hat.device)
             squares = {
-                piece.name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.shares.workers
+                piece.name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.partition.workers
                 for group, M in zip(bucket.own, bucket.M or [], strict=True)
                 for piece, error in zip(group.segments, M, strict=True)
             }
