@@ -111,10 +111,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeGroup:
-    """Matrices of equal n × m and rank. Their factors are adjacent: P as [B, n, r], Q as [B, m, r].
-
-    ``p_offset`` and ``q_offset`` count elements from the start of the layout's P and Q factors.
-    """
+    """Matrices of equal n × m and rank. Their factors, P [B, n, r] and Q [B, m, r], begin at these offsets."""
 
     n: int
     m: int
@@ -148,23 +145,17 @@ class Layout:
     @classmethod
     def build(cls, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, *, compress: bool = True) -> Layout:
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
-        segments, offset = list[Segment](), 0
-        for name, shape in shapes.items():
-            rank = compressed_rank(shape, config, name) if compress else 0
-            segments.append(Segment(name, tuple(shape), offset, rank))
-            offset += segments[-1].numel
-        return cls(tuple(segments), config.batch_by_shape)
+        ranks = {name: compressed_rank(shape, config, name) if compress else 0 for name, shape in shapes.items()}
+        segments = [Segment(name, tuple(shape), 0, ranks[name]) for name, shape in shapes.items()]
+        return cls(_contiguous(segments), config.batch_by_shape)
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:
         """Lay out the tensors of several layouts one after the other. One layout is returned as it is."""
         if len(layouts) == 1:
             return layouts[0]
-        segments, offset = [], 0
-        for layout in layouts:
-            segments += [dataclasses.replace(s, offset=s.offset + offset) for s in layout.segments]
-            offset += layout.numel
-        return cls(tuple(segments), layouts[0].batch_by_shape)
+        segments = [segment for layout in layouts for segment in layout.segments]
+        return cls(_contiguous(segments), layouts[0].batch_by_shape)
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
@@ -226,12 +217,9 @@ class Layout:
         """Return the elements sent in step ``iteration``. Narrow factors count as the fp32 elements of equal bytes."""
         if config.codes is not None:
             return -(-DIFFERENCES[config.codes].difference_bytes(self.numel)[1] // 4)
-        width = wire_format(config)
-        left = sum(len(g.segments) * width.factor_bytes(g.n, g.rank) for g in self.groups)
-        right = sum(len(g.segments) * width.factor_bytes(g.m, g.rank) for g in self.groups)
+        left, right = (self.factor_bytes(config, left=left) for left in (True, False))
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
-        lefts, rights = sum(P for P, _ in sent), sum(Q for _, Q in sent)
-        return -(-(lefts * left + rights * right) // 4) + self.bypass_numel
+        return -(-sum(P * left + Q * right for P, Q in sent) // 4) + self.bypass_numel
 
     def message_bytes(self, config: PowerSGDConfig) -> float:
         """Return the mean bytes of the messages of a step."""
@@ -240,6 +228,16 @@ class Layout:
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, rank) of the left or right factors of each group."""
         return [(len(g.segments), g.n if left else g.m, g.rank) for g in self.groups]
+
+    def factor_bytes(self, config: PowerSGDConfig, *, left: bool) -> int:
+        """Return the bytes of the left or right factors of all groups in a message, with their scales."""
+        width = wire_format(config)
+        return sum(count * width.factor_bytes(rows, rank) for count, rows, rank in self.factor_shapes(left=left))
+
+
+def _contiguous(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    offsets = itertools.accumulate((segment.numel for segment in segments), initial=0)
+    return tuple(dataclasses.replace(s, offset=offset) for s, offset in zip(segments, offsets, strict=False))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.scheme import Listener
-from powersgd_triton.planning.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose
-from powersgd_triton.planning.cost import Network, compute_of, measure_network
-from powersgd_triton.planning.trial import ComputeTime, synchronize, time_compute
+from powersgd_triton.planning import cost
+from powersgd_triton.planning.cost import ComputeTime, Job, Network
+from powersgd_triton.planning.trial import measure_network, synchronize, time_compute
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -31,9 +31,6 @@ class Tuning(Listener):
 
     For ``compression="auto"`` the measured steps are exact. Otherwise they are compressed. Steps are measured again
     when the workers have changed or a state was loaded.
-
-    Args:
-        engine: Engine whose steps are measured.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -73,7 +70,7 @@ class Tuning(Listener):
         seen = {name for bucket in buckets for name in bucket}
         unseen = {name: shape for name, shape in tensors.items() if name not in seen}
         buckets = [*([unseen] if unseen else []), *buckets]
-        widths = WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
+        widths = cost.WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
         times = {w: self._own(dataclasses.replace(config, wire_dtype=w), buckets, device) for w in widths}
         # The slowest worker and the slowest network count.
         worst = [1 / network.card, 1 / network.inside, network.latency, network.inside_latency]
@@ -85,12 +82,12 @@ class Tuning(Listener):
         levels = communicator.inside is not None
         options = {"joined": not self._plan.buckets, "late": device.type == "cpu"}
         job = Job(buckets, self._engine.itemsize, step, network, levels, **options)
-        job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
+        job = dataclasses.replace(job, compute=cost.compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
-        found = budgets(job, config, times)
-        best = choose(exact, found)
+        found = cost.budgets(job, config, times)
+        best = cost.choose(exact, found)
         # Workers with other shards may have chosen something else. The first of all choices is an all-reduce.
-        choices: list[tuple[Any, Any]] = [(None, None), *itertools.product(widths, COMPRESSIONS)]
+        choices: list[tuple[Any, Any]] = [(None, None), *itertools.product(widths, cost.COMPRESSIONS)]
         own = (None, None) if best.config is None else (best.config.wire_dtype, best.config.compression)
         ((agreed,),) = self._agreed([[-choices.index(own)]], device)
         width, compression = choices[-round(agreed)]
