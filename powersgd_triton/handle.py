@@ -96,7 +96,7 @@ class Handle:
 
     def _layout(self, tensors: Tensors) -> Layout:
         """Return the layout of tensors with the ranks in force."""
-        return self._engine.plan.layout_of(tensors)
+        return self._engine.plan.ranked(Layout.build(tensors, self.config))
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.

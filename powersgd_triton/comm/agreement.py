@@ -30,14 +30,14 @@ def together(
 ) -> T:
     """Run code that may fail on one worker only, and compare facts. Unless all agree, all raise an error. Collective.
 
-    Use it for code before a collective: the other workers would wait for a worker that raised an exception. It sends 40
-    bytes a worker if all agree. If another worker fails, the result of ``act`` is discarded. Otherwise it is returned.
+    Use it before a collective, in which the others would wait for a worker that raised an exception. It sends 40 bytes
+    a worker if all agree, and returns the result of ``act``.
 
     Args:
         call: What is done. Workers that do different things at the same time disagree.
         act: Returns (result, common, replicated). Both are facts {name: value} that JSON can express. Common facts must
-            be equal on all workers. Replicated facts must be equal on the workers of the communicator's group only,
-            since these workers compress the same tensors.
+            be equal on all workers, replicated ones on those of the communicator's group, which compress the same
+            tensors.
         communicator: Collectives of the workers that average with each other, with the ``others``.
         device: Device of the gradients, if it is known. See ``Communicator.gather``.
 

@@ -1,4 +1,4 @@
-"""Groups of the workers that share a node and its network card, so that sums take two levels."""
+"""Groups of the workers that share a node and its network card, for hierarchical sums."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 def given_groups(node_group: NodeGroup) -> Groups | None:
     """Return the groups that a user has given as such. None if they are to be found, or not wanted.
 
-    Raises:
-        TypeError, ValueError: ``node_group`` is something else than ``NodeGroup`` says.
+    TypeError or ValueError: ``node_group`` is something else than ``NodeGroup`` says.
     """
     if node_group is None or node_group == AUTO:
         return None
@@ -74,20 +73,14 @@ def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None
 
 
 def place_of(groups: Groups) -> torch.Tensor:
-    """Return [index of this worker in its node, first worker of its node]."""
+    """Return [index of this worker in its node, first worker of its node], for ``check_places``."""
     return torch.tensor([dist.get_rank(groups[0]), dist.get_process_group_ranks(groups[0])[0]])
 
 
 def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.Tensor) -> Groups:
-    """Check that the groups that workers of ``group`` have given fit together, so that they sum the same rows.
+    """Return the groups that a user has given if all workers sum the same rows with theirs. ValueError: they do not.
 
-    Args:
-        group: Process group of all workers.
-        groups: The groups of this worker, which are returned.
-        places: [workers, 2], the result of ``place_of`` of each worker.
-
-    Raises:
-        ValueError: They do not fit together.
+    ``places`` [workers, 2] has the result of ``place_of`` of each worker of ``group``.
     """
     workers = dist.get_process_group_ranks(group or dist.group.WORLD)
     inside, across = (set(dist.get_process_group_ranks(each)) for each in groups)
@@ -135,14 +128,12 @@ def make_groups(group: dist.ProcessGroup | None, nodes: torch.Tensor, device: to
                 have if nodes[:, 2].all() else "LOCAL_WORLD_SIZE and LOCAL_RANK are not set on all workers",
             )
         return None
-    # All workers make all groups, in the same order.
-    inside = [new_group(group, workers, device) for workers in found.values()]
-    across = [new_group(group, list(workers), device) for workers in zip(*found.values(), strict=True)]
     if dist.get_rank() == 0:
         logger.info("PowerSGD sums take two levels: %s nodes of %s workers", len(sizes), sizes[0])
-    # This worker is a member of one group of either kind.
-    own_inside, own_across = (next(g for g in groups if dist.get_rank(g) >= 0) for groups in (inside, across))
-    return own_inside, own_across
+    # All workers make all groups, in the same order. Each is a member of one group of either kind.
+    members = [*found.values(), *zip(*found.values(), strict=True)]
+    own = [made for made in [new_group(group, list(each), device) for each in members] if dist.get_rank(made) >= 0]
+    return own[0], own[1]
 
 
 def new_group(group: dist.ProcessGroup | None, workers: list[int], device: torch.device) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ex
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.layout.layout import Layout, factors_sent
-from powersgd_triton.ranks.planner import sent_bytes, starting_ranks
+from powersgd_triton.ranks.planner import Planner, sent_bytes
 
 BACKWARD = 2 / 3
 """Share of the backward pass in the compute of a step."""
@@ -164,7 +164,7 @@ class Job:
         if not config.planned:
             return layouts
         buckets = None if self.joined else len(self.buckets)
-        planned = starting_ranks(self.tensors, config, self.network.workers, buckets)
+        planned = Planner(self.tensors, config, self.network.workers, buckets).starting_ranks()
         return [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
 
     def joined_buckets(self, layouts: Sequence[Layout], config: PowerSGDConfig) -> list[Layout]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.exchange import Collectives, sum_in_place
+from powersgd_triton.comm.exchange import Collectives
 from powersgd_triton.core.residuals import Matrix, Residuals
 from powersgd_triton.core.saved_state import Parts, listing
 from powersgd_triton.core.scheme import Task
@@ -143,7 +143,7 @@ def move_rows(residuals: Residuals, bucket: Bucket, communicator: Communicator) 
         for first, rows in residuals.moving[segment.name]:
             whole[first : first + len(rows)] += rows
         if communicator.inside is not None:
-            yield from sum_in_place(whole, communicator.inside)
+            yield communicator.inside.all_reduce(whole)
         if matrix.error is not None:
             matrix.error += whole[matrix.first_row :][: len(matrix.error)]
         del residuals.moving[segment.name]

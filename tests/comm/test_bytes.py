@@ -14,7 +14,7 @@ from powersgd_triton.comm.exchange import ALL_REDUCE, exchange_of, waits
 from powersgd_triton.demo.model import GPT
 from powersgd_triton.layout.layout import Layout, products, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
-from powersgd_triton.ranks.planner import budget, starting_ranks
+from powersgd_triton.ranks.planner import Planner, budget
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import thinned
 
@@ -93,5 +93,5 @@ def test_a_budget_holds_for_any_number_of_workers(budgeted: tuple[str, float], n
     model, compression = budgeted
     config, shapes = PowerSGDConfig(compression=compression, wire_dtype=name), shapes_of(model)
     with latency_decides():
-        ranks = starting_ranks(shapes, config, workers)
+        ranks = Planner(shapes, config, workers).starting_ranks()
         assert sent(shapes, config, workers, ranks) <= 1.02 * budget(shapes, config)
