@@ -1,4 +1,4 @@
-"""Workers tell each other what they do, with which facts, and whether it failed, before a collective follows."""
+"""Workers tell each other what they do, with which facts, and whether it failed."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def together(
         RuntimeError: The other workers could not be reached, for example because they did not call this function.
     """
     own: Exception | None = None
+    difference: Exception | None = None
     facts: list[Facts] = [{}, {}]
     failed = None
     try:
@@ -59,31 +60,28 @@ def together(
     try:
         common, replicated = ({CALL: call, FAILED: failed, **found} for found in facts)
         try:
-            _compare(common, replicated, communicator, device)
-        except (DisagreementError, ValueError):
-            if own is None:
-                raise
+            difference = _compared(common, replicated, communicator, device)
         except RuntimeError as error:
             lost = f"{call} is collective, but this worker could not reach all others; do all workers take part?"
             raise own or RuntimeError(f"{lost} ({error})") from error
+        own = own or difference
         if own is not None:
             raise own
         return result
     finally:
         # An exception that is kept in its own traceback would keep everything else in it alive.
-        del own
+        del own, difference
 
 
-def _compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None) -> None:
+def _compared(
+    common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None
+) -> Exception | None:
     if not communicator.others:
-        error = _difference({**common, **replicated}, [communicator], device)
-    else:
-        inside = _difference(replicated, [communicator], device)
-        # The other groups must learn of a difference too, so that all workers raise an error.
-        common = {**common, "replicas": None if inside is None else str(inside)}
-        error = _difference(common, [communicator, *communicator.others], device) or inside
-    if error is not None:
-        raise error
+        return _difference({**common, **replicated}, [communicator], device)
+    inside = _difference(replicated, [communicator], device)
+    # The other groups must learn of a difference too, so that all workers raise an error.
+    common = {**common, "replicas": None if inside is None else str(inside)}
+    return _difference(common, [communicator, *communicator.others], device) or inside
 
 
 def _collected(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, Facts]:

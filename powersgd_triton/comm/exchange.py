@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, wire_format
+from powersgd_triton.layout.layout import Layout, factors_sent, wire_format
 from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.wire import Wire
@@ -20,15 +20,15 @@ Collectives = Iterator[Work]
 """Yields each collective that it starts. The caller waits for each of them before resuming."""
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
-SMALL_PART = 4096
-"""Bytes of a worker's part of a message up to which latency decides, so that buckets are joined."""
-SMALL = 8192
-"""Bytes of a message in fp32 up to which latency decides, so that one all-reduce takes less time than an exchange."""
+SMALL_PART, SMALL = 4096, 8192
+"""Bytes up to which latency decides. Of a worker's part of a message: buckets are joined. Of a message in fp32: one
+all-reduce takes less time than an exchange."""
 
 
 def waits(layout: Layout, config: PowerSGDConfig, workers: int) -> bool:
     """Return whether a bucket waits for the step's next one: the time of small messages is mostly latency."""
-    return workers > 1 and layout.message_bytes(config) < SMALL_PART * workers
+    messages = 2 * factors_sent(config)
+    return workers > 1 and 4 * layout.sent_numel(config, config.start_iter) / messages < SMALL_PART * workers
 
 
 def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int) -> str:
@@ -50,8 +50,7 @@ def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: C
     """Return {how messages are summed: how many of a step}. Those that are sent as they are include "in fp32"."""
     found: collections.Counter[str] = collections.Counter()
     for bucket in buckets if communicator.world_size > 1 else []:
-        alternating = config.algorithm == "alternating"
-        for message in [bucket.message_P] if alternating else [bucket.message_P, bucket.message_Q]:
+        for message in [bucket.message_P, bucket.message_Q][: 1 if config.algorithm == "alternating" else 2]:
             kind = exchange_of(message.numel(), message.element_size(), config, communicator.across.world_size)
             found[f"{kind} in fp32" if kind == ALL_REDUCE else kind] += config.iterations * bool(message.numel())
     return dict(found)

@@ -134,9 +134,7 @@ class Layout:
     """Tensors in the order of a flat buffer, and the offsets of their factors.
 
     The messages are [P of all groups | bypass tensors] and [Q of all groups]. A step of the alternating algorithm sends
-    one of them, followed by the bypass tensors.
-
-    With ``batch_by_shape``, matrices of equal shape are one group.
+    one of them, followed by the bypass tensors. With ``batch_by_shape``, matrices of equal shape are one group.
     """
 
     segments: tuple[Segment, ...]
@@ -220,10 +218,6 @@ class Layout:
         left, right = (self.factor_bytes(config, left=left) for left in (True, False))
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
         return -(-sum(P * left + Q * right for P, Q in sent) // 4) + self.bypass_numel
-
-    def message_bytes(self, config: PowerSGDConfig) -> float:
-        """Return the mean bytes of the messages of a step."""
-        return 4 * self.sent_numel(config, config.start_iter) / (2 * factors_sent(config))
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, rank) of the left or right factors of each group."""
