@@ -64,7 +64,7 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """Number of workers. Not cached, since a program that lost a peer may set up a new default group."""
+        """Number of workers. Not cached: a program that lost a peer may set up a new default group."""
         return dist.get_world_size(self.group) if self._ready else 1
 
     @property

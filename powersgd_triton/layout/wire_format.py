@@ -25,7 +25,6 @@ class WireFormat:
     """A width of factors, or of differences, in messages.
 
     Attributes:
-        name: Name of a torch dtype, int4, int2 or ternary.
         bits: Bits of an entry, or of as many entries as ``blocks`` says.
         scaled: Whether each 128 entries of a column share a scale. It is bf16, since in fp16 scales of columns below
             1e-6 would have few bits or be zero.
@@ -127,10 +126,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The part of a message that one worker sums: elements [bypass, bypass + bypass_numel) and pieces of factors.
-
-    Its bytes are [exact elements | scales | codes].
-    """
+    """What one worker sums: elements [bypass, bypass + bypass_numel) and pieces. Bytes: [exact | scales | codes]."""
 
     bypass: int
     bypass_numel: int

@@ -31,10 +31,8 @@ TOLERANCE = 0.02
 class Network:
     """Nodes of several workers each. A node has one network card, through which all of its workers send and receive.
 
-    Attributes:
-        nodes, node_size: Number of nodes, and of workers of each.
-        card, inside: Bytes a second and direction of a node's card, and of a worker inside its node.
-        latency, inside_latency: Seconds of a message without bytes between nodes, and inside a node.
+    ``card`` and ``inside`` are bytes a second and direction, of a node's card and of a worker inside its node.
+    Latencies are the seconds of a message without bytes.
     """
 
     nodes: int
@@ -103,14 +101,9 @@ class ComputeTime:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A step's predicted time.
+    """A step's predicted time, of which compression computes the share ``overhead``.
 
-    Attributes:
-        config: Configuration of the compression. None for an all-reduce.
-        ranks: {name: rank} of the compressed matrices.
-        bytes_per_step: Bytes of a step, counted so that an all-reduce of B bytes counts B.
-        seconds: Time of the step.
-        overhead: Share of it that compression computes.
+    ``config`` is None for an all-reduce. Bytes are counted so that an all-reduce of B bytes counts B.
     """
 
     config: PowerSGDConfig | None
@@ -131,8 +124,8 @@ class Job:
         network: The network between the workers.
         two_levels: Whether gradients are summed inside a node first.
         joined: Whether small buckets are joined, as the engine joins those of DDP.
-        late: Whether the second message of the bucket before the last one is computed when the last one comes, so that
-            it cannot travel during the backward pass. That is so on the CPU.
+        late: Whether the second message of the bucket before the last one is computed when the last one comes, too late
+            to travel during the backward pass, as on the CPU.
     """
 
     buckets: Sequence[Tensors]
@@ -150,8 +143,8 @@ class Job:
 
     def exact_messages(self, itemsize: int | None = None) -> list[float]:
         """Return the seconds of an all-reduce of each bucket."""
-        size, numels = itemsize or self.itemsize, [sum(map(math.prod, bucket.values())) for bucket in self.buckets]
-        return [self.network.sum(ALL_REDUCE, numel * size) for numel in numels]
+        size = itemsize or self.itemsize
+        return [self.network.sum(ALL_REDUCE, size * sum(map(math.prod, bucket.values()))) for bucket in self.buckets]
 
     def exact(self, itemsize: int | None = None) -> Prediction:
         """Predict a step that averages by all-reduces, of elements of ``itemsize`` bytes (default: the gradients')."""
@@ -219,11 +212,8 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a step. All messages but the last ones travel during the backward pass.
 
-    Args:
-        compute: Seconds of the forward and backward pass and the optimizer.
-        compression: Seconds that compression computes.
-        messages: Seconds of each bucket's messages.
-        filled: Share of the backward pass after which each bucket is full. Default: 0, and 1 for the last bucket.
+    ``compute`` is the time of forward pass, backward pass and optimizer. ``filled`` are the shares of the backward pass
+    after which buckets are full (default: 0, and 1 for the last bucket).
     """
     backward, end = BACKWARD * compute, 0.0
     for share, seconds in zip(filled or [*[0.0] * (len(messages) - 1), 1.0], messages, strict=False):
@@ -239,10 +229,7 @@ def compute_of(seconds: float, messages: Sequence[float]) -> float:
 
 
 def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) -> list[Prediction]:
-    """Predict steps with several budgets, for each width in ``times``, {width: time that compression computes}.
-
-    They replace the budget and ``wire_dtype`` of ``config``, and keep to its ``max_overhead``.
-    """
+    """Predict steps with other budgets and widths than those of ``config``, within its ``max_overhead``."""
     found: dict[tuple[str, frozenset[tuple[str, int]]], Prediction] = {}
     for (width, time), compression in itertools.product(times.items(), COMPRESSIONS):
         chosen = dataclasses.replace(config, compression=compression, bytes_per_step=None, wire_dtype=width)

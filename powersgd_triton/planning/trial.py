@@ -61,9 +61,7 @@ class StandIn(Communicator):
 def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: torch.device) -> ComputeTime:
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
 
-    Args:
-        config: Configuration of the compression. Its rank or budget does not matter.
-        buckets: {name: shape} of each bucket's tensors. If the model is large, some matrices of it are timed.
+    The rank or budget of ``config`` does not matter. If the model is large, some matrices of it are timed.
     """
     matrices = [_matrices(bucket) for bucket in buckets]
     whole = {name: shape for bucket in matrices for name, shape in bucket.items()}
@@ -153,9 +151,9 @@ def measure_network(communicator: Communicator, device: torch.device) -> Network
     if communicator.inside is not None:
         nodes = workers // communicator.inside.world_size
     else:
-        # [worker, first worker of its node, workers of the node], with 0 where that is not known.
-        places = communicator.gather(own_node(), device)
-        nodes = len(places[:, 1].unique()) if bool((places[:, 2] > 0).all()) else workers
+        _, firsts, sizes = communicator.gather(own_node(), device).unbind(1)
+        # Sizes are 0 where nodes are not known.
+        nodes = len(firsts.unique()) if bool((sizes > 0).all()) else workers
         nodes = nodes if workers % nodes == 0 else workers
     travels = travel_device(communicator.group, device)
     seconds = []

@@ -8,6 +8,7 @@ import logging
 import statistics
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,15 +74,12 @@ class Tuning(Listener):
         widths = cost.WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
         times = {w: self._own(dataclasses.replace(config, wire_dtype=w), buckets, device) for w in widths}
         # The slowest worker and the slowest network count.
-        worst = [1 / network.card, 1 / network.inside, network.latency, network.inside_latency]
-        (step,), (card, inside, latency, inside_latency), *seconds = self._agreed(
-            [[step], worst, *(time.seconds for time in times.values())], device
-        )
-        network = Network(network.nodes, network.node_size, 1 / card, 1 / inside, latency, inside_latency)
+        worst: Sequence[float] = (1 / network.card, 1 / network.inside, network.latency, network.inside_latency)
+        (step,), worst, *seconds = self._agreed([[step], worst, *(time.seconds for time in times.values())], device)
+        network = Network(network.nodes, network.node_size, 1 / worst[0], 1 / worst[1], *worst[2:])
         times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
-        levels = communicator.inside is not None
-        options = {"joined": not self._plan.buckets, "late": device.type == "cpu"}
-        job = Job(buckets, self._engine.itemsize, step, network, levels, **options)
+        options = communicator.inside is not None, not self._plan.buckets, device.type == "cpu"
+        job = Job(buckets, self._engine.itemsize, step, network, *options)
         job = dataclasses.replace(job, compute=cost.compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
         found = cost.budgets(job, config, times)
@@ -139,11 +137,7 @@ class Tuning(Listener):
 
 
 def refuse_auto(config: PowerSGDConfig, where: str) -> None:
-    """Check that a wrapper's exact steps are all-reduces, with which ``compression="auto"`` compares.
-
-    Raises:
-        ValueError: The compression is "auto".
-    """
+    """Refuse ``compression="auto"``, for a wrapper whose exact steps are not all-reduces: ValueError."""
     if config.compression == AUTO:
         raise ValueError(
             f"compression='auto' compares a step with one that all-reduces gradients, and {where} does not: choose a "

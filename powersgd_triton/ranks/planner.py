@@ -71,11 +71,8 @@ def sent_bytes(tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfi
 class Planner:
     """Finds ranks with which a step keeps to its budget. A plan is {name: rank} of all compressed matrices.
 
-    Attributes:
-        tensors: All tensors, {name: shape}.
-        config: Configuration with a budget.
-        workers: With more than two, a plan leaves room for the most that cutting messages into parts may add.
-        buckets: Number of buckets of a step. None if they are joined.
+    With more than two ``workers`` it leaves room for the most that cutting messages into parts may add. ``buckets`` is
+    the number of buckets of a step; None if they are joined.
     """
 
     tensors: Tensors
@@ -99,12 +96,9 @@ class Planner:
         return self._sent(ranks) <= budget(self.tensors, self.config)
 
     def starting_ranks(self) -> dict[str, int]:
-        """Return the first plan: the largest common rank that the budget allows.
+        """Return the first plan: the largest common rank that the budget allows. ValueError: it is too small.
 
         The remaining bytes give one more column each to the first matrices that they suffice for.
-
-        Raises:
-            ValueError: The budget is too small.
         """
         if not self.fits(self._limited(1)):
             exact = {name: shape for name, shape in self.tensors.items() if name not in self.largest}
@@ -128,15 +122,11 @@ class Planner:
         return ranks
 
     def allot(self, ranks: Mapping[str, int], demands: Mapping[str, float]) -> dict[str, int]:
-        """Return the plan that minimizes the sum of ‖M‖² / φ.
+        """Return the plan that minimizes the sum of ‖M‖² / φ, given {name: ``Spectrum.demand``} of measured matrices.
 
         Columns are allotted one by one, each to the matrix that gains the most for its bytes. Measurements of a matrix
         are valid near its current rank only, so a plan changes a rank by at most a third (rounded), or by one column if
-        that is more.
-
-        Args:
-            ranks: Current ranks. A matrix without a measurement keeps its rank.
-            demands: {name: ``Spectrum.demand``} of the measured matrices.
+        that is more. A matrix without a measurement keeps its rank.
         """
         now = {name: min(ranks.get(name, 1), most) for name, most in self.largest.items()}
         known = [name for name in self.largest if name in demands]
