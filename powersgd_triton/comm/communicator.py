@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_node
+from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_place
 
 Work: TypeAlias = "dist.Work | None"
 """A collective under way. None if nothing had to be sent."""
@@ -90,7 +90,7 @@ class Communicator:
             return
         groups, self._formed_in = given_groups(self.node_group), dist.group.WORLD
         if groups is None:
-            groups = make_groups(self.group, self.gather(own_node(), device), device)
+            groups = make_groups(self.group, self.gather(own_place(), device), device)
         if groups is not None:
             self.inside, self.across = (Communicator(each, collectives=self._collectives) for each in groups)
 

@@ -32,7 +32,7 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     n, m = matrix_shape(shape)
 
     def is_worth_it(r: int) -> bool:
-        return matrix_bytes(n, m, r, config) * config.min_compression_rate < 4 * n * m
+        return tensor_bytes(shape, r, config) * config.min_compression_rate < 4 * n * m
 
     if config.planned:
         assert config.max_rank is not None
@@ -52,18 +52,16 @@ def sizes(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[s
     return {name: (*matrix_shape(shape), compressed_rank(shape, config, name)) for name, shape in shapes.items()}
 
 
-def matrix_bytes(n: int, m: int, rank: int, config: PowerSGDConfig) -> float:
-    """Return the bytes of a matrix's factors, with their scales, in an average step."""
-    width = wire_format(config)
-    return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
-
-
-def whole_bytes(numel: int, config: PowerSGDConfig) -> float:
-    """Return the bytes of elements that are not compressed as factors: in codes with their scales, or in fp32."""
+def tensor_bytes(shape: Sequence[int], rank: int, config: PowerSGDConfig) -> float:
+    """Return the bytes of a tensor in an average step: as factors with their scales, or as a whole if the rank is 0."""
+    n, m = matrix_shape(shape)
+    if rank:
+        width = wire_format(config)
+        return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
     if config.codes is None:
-        return 4 * numel
+        return 4 * n * m
     width = DIFFERENCES[config.codes]
-    return numel * (width.bits / (8 * width.blocks) + SCALE_BYTES / BLOCK)
+    return n * m * (width.bits / (8 * width.blocks) + SCALE_BYTES / BLOCK)
 
 
 def wire_format(config: PowerSGDConfig) -> WireFormat:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, travel_device, wait
-from powersgd_triton.comm.nodes import own_node
+from powersgd_triton.comm.nodes import own_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
@@ -63,7 +63,7 @@ def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: tor
 
     The rank or budget of ``config`` does not matter. If the model is large, some matrices of it are timed.
     """
-    matrices = [_matrices(bucket) for bucket in buckets]
+    matrices = [{name: tuple(s) for name, s in bucket.items() if len(s) > 1 and 0 not in s} for bucket in buckets]
     whole = {name: shape for bucket in matrices for name, shape in bucket.items()}
     part = sample(whole, LARGEST_ON_CPU if device.type == "cpu" else LARGEST)
     if not part:
@@ -97,10 +97,6 @@ def sample(matrices: Mapping[str, tuple[int, ...]], largest: int) -> Mapping[str
         return {name: shape for shape, own in names.items() for name in own[: largest // elements]}
     rows = {shape: max(1, largest // len(names) // math.prod(shape[1:])) for shape in names}
     return {own[0]: (min(shape[0], rows[shape]), *shape[1:]) for shape, own in names.items()}
-
-
-def _matrices(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(shape) for name, shape in tensors.items() if len(shape) > 1 and 0 not in shape}
 
 
 def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
@@ -151,7 +147,7 @@ def measure_network(communicator: Communicator, device: torch.device) -> Network
     if communicator.inside is not None:
         nodes = workers // communicator.inside.world_size
     else:
-        _, firsts, sizes = communicator.gather(own_node(), device).unbind(1)
+        _, firsts, _, sizes = communicator.gather(own_place(), device).unbind(1)
         # Sizes are 0 where nodes are not known.
         nodes = len(firsts.unique()) if bool((sizes > 0).all()) else workers
         nodes = nodes if workers % nodes == 0 else workers

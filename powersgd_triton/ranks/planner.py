@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from powersgd_triton.comm.exchange import SMALL_PART
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank, factors_sent, matrix_bytes, matrix_shape, wire_format
+from powersgd_triton.layout.layout import compressed_rank, factors_sent, tensor_bytes, wire_format
 from powersgd_triton.layout.wire_format import ALIGNMENT
 
 Tensors = Mapping[str, Sequence[int]]
@@ -61,10 +61,7 @@ def budget(tensors: Tensors, config: PowerSGDConfig) -> float:
 
 def sent_bytes(tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfig) -> float:
     """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed."""
-    return sum(
-        matrix_bytes(*matrix_shape(shape), ranks[name], config) if name in ranks else 4 * math.prod(shape)
-        for name, shape in tensors.items()
-    )
+    return sum(tensor_bytes(shape, ranks.get(name, 0), config) for name, shape in tensors.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +86,7 @@ class Planner:
     @functools.cached_property
     def _columns(self) -> dict[str, float]:
         """{name: bytes of a column}."""
-        return {name: matrix_bytes(*matrix_shape(self.tensors[name]), 1, self.config) for name in self.largest}
+        return {name: tensor_bytes(self.tensors[name], 1, self.config) for name in self.largest}
 
     def fits(self, ranks: Mapping[str, int]) -> bool:
         """Return whether a step with these ranks keeps to the budget."""

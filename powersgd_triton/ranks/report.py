@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, matrix_bytes, whole_bytes
+from powersgd_triton.layout.layout import Layout, tensor_bytes
 from powersgd_triton.ranks.planner import Spectrum, budget
 
 
@@ -74,9 +74,8 @@ class RankReport:
         """Build the report for a layout's tensors and their measured ``spectra``, {name: spectrum}."""
         rows = []
         for s in layout.segments:
-            size = matrix_bytes(s.n, s.m, s.rank, config) if s.rank else whole_bytes(s.numel, config)
             share = spectra[s.name].share if s.rank and s.name in spectra else None
-            rows.append(ReportedTensor(s.name, s.shape, s.rank, size, share))
+            rows.append(ReportedTensor(s.name, s.shape, s.rank, tensor_bytes(s.shape, s.rank, config), share))
         allowed = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
         limits: dict[str, Any] = {"budget": allowed, "max_rank": config.max_rank}
         return cls(tuple(rows), exchanges or {}, node_workers, codes=config.codes, **limits)

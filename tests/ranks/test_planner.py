@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, compressed_rank, matrix_bytes, matrix_shape, wire_format
+from powersgd_triton.layout.layout import Layout, compressed_rank, tensor_bytes, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 from powersgd_triton.ranks.report import RankReport
@@ -82,7 +82,7 @@ def test_ranks_become_as_the_root_of_demand_for_bytes():
     demands, ranks = {"a": 1.0, "b": 4.0, "c": 9.0}, Planner(MODEL, config()).starting_ranks()
     for _ in range(8):
         ranks = Planner(MODEL, config()).allot(ranks, demands)
-    columns = {name: matrix_bytes(*matrix_shape(MODEL[name]), 1, config()) for name in ranks}
+    columns = {name: tensor_bytes(MODEL[name], 1, config()) for name in ranks}
     wanted = {name: math.sqrt(demands[name] / columns[name]) for name in ranks}
     scale = sum(columns[name] * rank for name, rank in ranks.items()) / sum(columns[n] * w for n, w in wanted.items())
     # Where no column of "c" fits any more, two of the others may.
@@ -144,7 +144,7 @@ def test_any_plan_keeps_to_the_budget_and_uses_it(
             if name not in demands:
                 assert rank == ranks[name]
             elif rank < min(most, max(ranks[name] + 1, ranks[name] * 4 // 3)):
-                assert matrix_bytes(*matrix_shape(model[name]), 1, settings) > spare
+                assert tensor_bytes(model[name], 1, settings) > spare
         ranks = found
 
 
