@@ -118,14 +118,6 @@ class ShapeGroup:
     p_offset: int
     q_offset: int
 
-    @property
-    def p_numel(self) -> int:
-        return len(self.segments) * self.n * self.rank
-
-    @property
-    def q_numel(self) -> int:
-        return len(self.segments) * self.m * self.rank
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
@@ -187,19 +179,19 @@ class Layout:
             members.setdefault(key, []).append(segment)
         groups, p_offset, q_offset = list[ShapeGroup](), 0, 0
         for segments in members.values():
-            first = segments[0]
-            groups.append(ShapeGroup(first.n, first.m, first.rank, tuple(segments), p_offset, q_offset))
-            p_offset += groups[-1].p_numel
-            q_offset += groups[-1].q_numel
+            n, m, rank = segments[0].n, segments[0].m, segments[0].rank
+            groups.append(ShapeGroup(n, m, rank, tuple(segments), p_offset, q_offset))
+            p_offset += len(segments) * n * rank
+            q_offset += len(segments) * m * rank
         return tuple(groups)
 
     @functools.cached_property
     def p_numel(self) -> int:
-        return sum(group.p_numel for group in self.groups)
+        return sum(map(math.prod, self.factor_shapes(left=True)))
 
     @functools.cached_property
     def q_numel(self) -> int:
-        return sum(group.q_numel for group in self.groups)
+        return sum(map(math.prod, self.factor_shapes(left=False)))
 
     @functools.cached_property
     def bypass_numel(self) -> int:

@@ -152,17 +152,14 @@ def measure_network(communicator: Communicator, device: torch.device) -> Network
         nodes = len(firsts.unique()) if bool((sizes > 0).all()) else workers
         nodes = nodes if workers % nodes == 0 else workers
     travels = travel_device(communicator.group, device)
-    seconds = []
-    for numel in PROBES:
-        probe, rounds = torch.zeros(numel, device=travels), []
-        for _ in range(PROBE_ROUNDS):
-            communicator.gather(torch.zeros(1), device)
-            begin = time.perf_counter()
-            wait(communicator.all_reduce(probe))
-            if travels.type == "cuda":
-                torch.cuda.synchronize(travels)
-            rounds.append(time.perf_counter() - begin)
-        seconds.append(min(rounds))
+
+    def time_sum(probe: Tensor) -> float:
+        # So that all workers begin together.
+        communicator.gather(torch.zeros(1), device)
+        return seconds_of(lambda: wait(communicator.all_reduce(probe)), travels)
+
+    probes = [torch.zeros(numel, device=travels) for numel in PROBES]
+    seconds = [min(time_sum(probe) for _ in range(PROBE_ROUNDS)) for probe in probes]
     found = communicator.gather(torch.tensor(seconds, dtype=torch.float64), device).amax(dim=0).tolist()
     # Bytes that the ring passes through a card.
     small, middle, large = (2 * 4 * numel * (workers - 1) / workers for numel in PROBES)
