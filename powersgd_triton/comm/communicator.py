@@ -28,10 +28,6 @@ class Communicator:
     Attributes:
         inside: Collectives of the workers of this node. None without a hierarchy, and before ``form_nodes``.
         across: Collectives of the workers with this index on all nodes, or of all workers without a hierarchy.
-
-    Raises:
-        RuntimeError: A group was given although torch.distributed is not initialized, or this process is not a member.
-        TypeError, ValueError: ``node_group`` is something else than ``nodes.NodeGroup`` says.
     """
 
     def __init__(

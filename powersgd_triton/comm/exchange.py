@@ -31,19 +31,19 @@ def waits(layout: Layout, config: PowerSGDConfig, workers: int) -> bool:
     return workers > 1 and 4 * layout.sent_numel(config, config.start_iter) / messages < SMALL_PART * workers
 
 
-def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int) -> str:
-    """Return how a message is summed over the workers, or over the nodes.
+def exchange_of(size: float, config: PowerSGDConfig, workers: int) -> str:
+    """Return how a message of so many bytes in fp32 is summed over the workers, or over the nodes.
 
     An all-reduce sends the message as it is. The others send narrow factors, and as many bytes as an all-reduce of the
     narrow message would. With an all-gather, each of two workers sends its whole message, and both compute the sum.
     With an all-to-all, each worker owns a part of the message. All send it this part, and it sends the sum to all.
     """
-    if wire_format(config).bits == 32 or workers == 1 or numel == 0:
+    if wire_format(config).bits == 32 or workers == 1 or size == 0:
         return ALL_REDUCE
     if workers == 2:
         return ALL_GATHER
     # With a budget, bytes count more than latency.
-    return ALL_REDUCE if numel * itemsize <= SMALL and not config.planned else ALL_TO_ALL
+    return ALL_REDUCE if size <= SMALL and not config.planned else ALL_TO_ALL
 
 
 def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: Communicator) -> dict[str, int]:
@@ -51,7 +51,7 @@ def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: C
     found: collections.Counter[str] = collections.Counter()
     for bucket in buckets if communicator.world_size > 1 else []:
         for message in [bucket.message_P, bucket.message_Q][: 1 if config.algorithm == "alternating" else 2]:
-            kind = exchange_of(message.numel(), message.element_size(), config, communicator.across.world_size)
+            kind = exchange_of(message.nbytes, config, communicator.across.world_size)
             found[f"{kind} in fp32" if kind == ALL_REDUCE else kind] += config.iterations * bool(message.numel())
     return dict(found)
 
@@ -66,7 +66,7 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
     bucket, (part, parts) = backend.bucket, communicator.share
     if inside is not None:
         yield inside.all_reduce(content)
-    kind = exchange_of(content.numel(), content.element_size(), bucket.config, across.world_size)
+    kind = exchange_of(content.nbytes, bucket.config, across.world_size)
     if kind == ALL_REDUCE:
         if inside is not None and own is not None:
             # The node contributes as one. Each of its workers subtracts the node's product from its own rows.
@@ -158,12 +158,8 @@ def share_of_sum(
 def _flat(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
     """Return the gradients as one flat tensor: without a copy if they lie in one buffer in the layout's order."""
     tensors = [gradients[segment.name] for segment in layout.segments]
-    first, size = tensors[0], tensors[0].element_size()
-    if all(
-        tensor.data_ptr() == first.data_ptr() + segment.offset * size
-        and tensor.dtype == first.dtype
-        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        for segment, tensor in zip(layout.segments, tensors, strict=True)
-    ):
-        return first.as_strided((layout.numel,), (1,))
+    places = [(t.untyped_storage().data_ptr(), t.dtype, t.storage_offset()) for t in tensors]
+    storage, dtype, start = places[0]
+    if places == [(storage, dtype, start + segment.offset) for segment in layout.segments]:
+        return tensors[0].as_strided((layout.numel,), (1,))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

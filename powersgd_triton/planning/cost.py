@@ -186,8 +186,8 @@ class Job:
         total = node.collective(ALL_TO_ALL, 4 * layout.numel * (1 - 1 / node.workers)) if self.two_levels else 0.0
         for left, numel in ((True, layout.p_numel), (False, layout.q_numel)):
             bypass = layout.bypass_numel if left or config.algorithm == "alternating" else 0
-            kind = exchange_of(numel + bypass, 4, config, across.workers)
             size = 4.0 * (numel + bypass)
+            kind = exchange_of(size, config, across.workers)
             if self.two_levels:
                 # Summed inside the node before, and put together after.
                 total += times * 2 * node.sum(ALL_REDUCE, size)

@@ -70,7 +70,7 @@ def sent(shapes: Shapes, config: PowerSGDConfig, workers: int, ranks: Mapping[st
             factors = layout.factor_shapes(left=left)
             bypass = layout.bypass_numel if left or config.algorithm == "alternating" else 0
             numel = bypass + sum(math.prod(shape) for shape in factors)
-            if exchange_of(numel, 4, config, workers) == ALL_REDUCE:
+            if exchange_of(4 * numel, config, workers) == ALL_REDUCE:
                 total += 4 * numel
             else:
                 # Two workers send their whole messages to each other.
