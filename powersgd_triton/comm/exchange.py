@@ -21,7 +21,7 @@ Collectives = Iterator[Work]
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
 SMALL_PART, SMALL = 4096, 8192
-"""Bytes up to which latency decides. Of a worker's part of a message: buckets are joined. Of a message in fp32: one
+"""Bytes up to which latency decides. Of a worker's part of a message: buckets are joined. Of a message: one
 all-reduce takes less time than an exchange."""
 
 
@@ -32,7 +32,7 @@ def waits(layout: Layout, config: PowerSGDConfig, workers: int) -> bool:
 
 
 def exchange_of(size: float, config: PowerSGDConfig, workers: int) -> str:
-    """Return how a message of so many bytes in fp32 is summed over the workers, or over the nodes.
+    """Return how a message of ``size`` bytes is summed over the workers, or over the nodes.
 
     An all-reduce sends the message as it is. The others send narrow factors, and as many bytes as an all-reduce of the
     narrow message would. With an all-gather, each of two workers sends its whole message, and both compute the sum.
@@ -50,7 +50,8 @@ def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: C
     """Return {how messages are summed: how many of a step}. Those that are sent as they are include "in fp32"."""
     found: collections.Counter[str] = collections.Counter()
     for bucket in buckets if communicator.world_size > 1 else []:
-        for message in [bucket.message_P, bucket.message_Q][: 1 if config.algorithm == "alternating" else 2]:
+        alternating = config.algorithm == "alternating"
+        for message in [bucket.message_P] if alternating else [bucket.message_P, bucket.message_Q]:
             kind = exchange_of(message.nbytes, config, communicator.across.world_size)
             found[f"{kind} in fp32" if kind == ALL_REDUCE else kind] += config.iterations * bool(message.numel())
     return dict(found)

@@ -59,14 +59,12 @@ class Measurement:
 
 def _column_energies(bucket: Bucket) -> list[Tensor]:
     """Return ‖l_k‖² ‖r_k‖² of the average's columns, fp64 [B, r] for each group. One factor is orthonormal."""
-    found = [
-        torch.zeros(len(g.segments), g.rank, device=bucket.P_hat.device, dtype=torch.float64)
-        for g in bucket.layout.groups
+    # With several repetitions of a step, they are one after the other.
+    repeated = [
+        left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
+        for left, right in bucket.joined(bucket.average)
     ]
-    for P, Q in bucket.average:
-        for energy, left, right in zip(found, bucket.left(P), bucket.right(Q), strict=True):
-            energy += left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
-    return found
+    return [e.unflatten(1, (-1, g.rank)).sum(dim=1) for e, g in zip(repeated, bucket.layout.groups, strict=True)]
 
 
 class RankPlan:
