@@ -84,8 +84,8 @@ def _compared(
     return _difference(common, [communicator, *communicator.others], device) or inside
 
 
-def _collected(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, Facts]:
-    """Return the facts of all workers, {worker: facts}. Empty if they are equal."""
+def _collected(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, bytes]:
+    """Return the facts of all workers as JSON, {worker: text}. Empty if they are equal."""
     text = json.dumps(facts, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:24]), dtype=torch.int64)
     mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)]), digest])
@@ -95,10 +95,8 @@ def _collected(facts: Facts, communicators: Sequence[Communicator], device: torc
     padded = torch.zeros(int(table[:, 1].max()), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = _gathered(padded, communicators, device)
-    return {
-        worker: json.loads(bytes(row[:length].tolist()))
-        for (worker, length), row in sorted(zip(table[:, :2].tolist(), texts, strict=True), key=lambda pair: pair[0])
-    }
+    rows = sorted(zip(table[:, :2].tolist(), texts, strict=True), key=lambda pair: pair[0])
+    return {worker: bytes(row[:length].tolist()) for (worker, length), row in rows}
 
 
 def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch.device | None) -> Tensor:
@@ -111,19 +109,18 @@ def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch
 
 def _difference(own: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> Exception | None:
     """Return an error that names the workers that failed, or those that differ from the majority, and in what."""
-    found = _collected(own, communicators, device)
-    if not found:
+    texts = _collected(own, communicators, device)
+    if not texts:
         return None
+    found = {worker: json.loads(text) for worker, text in texts.items()}
     failures = {worker: facts[FAILED] for worker, facts in found.items() if facts[FAILED]}
     if failures:
-        text = "; ".join(
-            f"{found[worker][CALL]} failed on worker {worker}: {text}" for worker, (_, text) in failures.items()
+        said = "; ".join(
+            f"{found[worker][CALL]} failed on worker {worker}: {why}" for worker, (_, why) in failures.items()
         )
-        return ValueError(text) if all(refused for refused, _ in failures.values()) else DisagreementError(text)
-    wordings = {worker: json.dumps(facts, sort_keys=True) for worker, facts in found.items()}
-    usual = collections.Counter(wordings.values()).most_common(1)[0][0]
-    model = next(worker for worker, wording in wordings.items() if wording == usual)
-    expected = found[model]
+        return ValueError(said) if all(refused for refused, _ in failures.values()) else DisagreementError(said)
+    ((usual, _),) = collections.Counter(texts.values()).most_common(1)
+    model, expected = next((worker, found[worker]) for worker, text in texts.items() if text == usual)
     lines = []
     for worker, facts in found.items():
         keys = sorted(key for key in {*facts, *expected} if facts.get(key, "none") != expected.get(key, "none"))
