@@ -20,9 +20,10 @@ Collectives = Iterator[Work]
 """Yields each collective that it starts. The caller waits for each of them before resuming."""
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
-SMALL_PART, SMALL = 4096, 8192
-"""Bytes up to which latency decides. Of a worker's part of a message: buckets are joined. Of a message: one
-all-reduce takes less time than an exchange."""
+SMALL_PART = 4096
+"""Bytes of a worker's part of a message up to which latency decides, so that buckets are joined."""
+SMALL = 8192
+"""Bytes of a message up to which latency decides, so that one all-reduce takes less time than an exchange."""
 
 
 def waits(layout: Layout, config: PowerSGDConfig, workers: int) -> bool:

@@ -15,7 +15,7 @@ from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ex
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.layout.layout import Layout, factors_sent
-from powersgd_triton.ranks.planner import Planner, sent_bytes
+from powersgd_triton.ranks.planner import Planner, mean_rank, sent_bytes
 
 BACKWARD = 2 / 3
 """Share of the backward pass in the compute of a step."""
@@ -199,10 +199,8 @@ class Job:
     def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
         """Predict a step with a configuration, given the time that it computes. ValueError: its budget is too small."""
         layouts = self.layouts(config)
-        matrices = [segment for layout in layouts for segment in layout.compressed]
-        ranks = {segment.name: segment.rank for segment in matrices}
-        numel = sum(segment.numel for segment in matrices)
-        own = time(sum(s.rank * s.numel for s in matrices) / max(1, numel)) if ranks else 0.0
+        ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
+        own = time(mean_rank(self.tensors, ranks)) if ranks else 0.0
         seconds = step_seconds(self.compute, own, self.messages(layouts, config))
         return Prediction(config, ranks, sent_bytes(self.tensors, ranks, config), seconds, own / seconds)
 

@@ -20,6 +20,7 @@ from powersgd_triton.core.scheme import Listener
 from powersgd_triton.planning import cost
 from powersgd_triton.planning.cost import ComputeTime, Job, Network
 from powersgd_triton.planning.trial import measure_network, synchronize, time_compute
+from powersgd_triton.ranks.planner import mean_rank
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -109,7 +110,9 @@ class Tuning(Listener):
         assert config.max_overhead is not None
         assert config.max_rank is not None
         own = self._own(config, buckets, device)
-        (rest,), seconds = self._agreed([[step - own(self._plan.mean_rank)], own.seconds], device)
+        (rest,), seconds = self._agreed(
+            [[step - own(mean_rank(self._plan.tensors, self._plan.ranks))], own.seconds], device
+        )
         own = ComputeTime(seconds)
         # Compression takes a share x of a step if it takes x / (1 - x) of the rest.
         allowed = max(0.0, rest) * config.max_overhead / (1 - config.max_overhead)

@@ -158,12 +158,6 @@ class RankPlan:
         # A matrix that became trainable later has rank 1 until the next plan.
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
 
-    @property
-    def mean_rank(self) -> float:
-        """Mean rank of an element of the compressed matrices."""
-        numels = {name: math.prod(self.tensors[name]) for name in self.ranks}
-        return sum(rank * numels[name] for name, rank in self.ranks.items()) / max(1, sum(numels.values()))
-
     def end_step(self, iteration: int, buckets: Sequence[Bucket], communicator: Communicator) -> None:
         """Adopt a plan from the measurement of an earlier step, or measure this step if it is time. Collective."""
         if self._replan():

@@ -64,6 +64,12 @@ def sent_bytes(tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfi
     return sum(tensor_bytes(shape, ranks.get(name, 0), config) for name, shape in tensors.items())
 
 
+def mean_rank(tensors: Tensors, ranks: Mapping[str, int]) -> float:
+    """Return the mean rank of an element of the compressed matrices."""
+    numels = {name: math.prod(tensors[name]) for name in ranks}
+    return sum(rank * numels[name] for name, rank in ranks.items()) / max(1, sum(numels.values()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Planner:
     """Finds ranks with which a step keeps to its budget. A plan is {name: rank} of all compressed matrices.
