@@ -112,7 +112,7 @@ class Compressor(Handle):
     @property
     def layout(self) -> Layout:
         """The tensors that are compressed, and their shapes as matrices."""
-        return self._engine.plan.layout_of(self._engine.tensors())
+        return self._layout(self._engine.tensors())
 
     def compress(self, gradients: Gradients) -> Compressed:
         """Average this step's gradients over the workers, in compressed form. Collective.

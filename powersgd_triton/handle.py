@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -90,13 +89,13 @@ class Handle:
     def _report(self, tensors: Tensors) -> RankReport:
         plan, config, communicator = self._engine.plan, self.config, self._communicator
         buckets = self._engine.buckets.in_use()
-        found = exchanges(buckets, config, communicator)
-        report = RankReport.of(self._layout(tensors), config, plan.spectra, found, communicator.share[1])
-        return dataclasses.replace(report, zeroed=sum(int(count.sum()) for b in buckets for count in b.zeroed))
+        kinds, zeroed = exchanges(buckets, config, communicator), sum(int(n.sum()) for b in buckets for n in b.zeroed)
+        further = {"exchanges": kinds, "node_workers": communicator.share[1], "zeroed": zeroed}
+        return RankReport.of(self._layout(tensors), config, plan.spectra, **further)
 
     def _layout(self, tensors: Tensors) -> Layout:
         """Return the layout of tensors with the ranks in force."""
-        return self._engine.plan.layout_of(tensors)
+        return self._engine.plan.ranked(Layout.build(tensors, self.config))
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.

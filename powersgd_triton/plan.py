@@ -23,9 +23,9 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.planning.choice import TOLERANCE, WIDTHS, Job, Prediction, budgets, choose
-from powersgd_triton.planning.cost import Network, joined_buckets, measure_network, step_seconds
-from powersgd_triton.planning.trial import RANKS, ComputeTime, seconds_of, time_compute
+from powersgd_triton.planning import cost
+from powersgd_triton.planning.cost import TOLERANCE, WIDTHS, ComputeTime, Job, Network, Prediction
+from powersgd_triton.planning.trial import measure_network, seconds_of, time_compute
 from powersgd_triton.ranks.report import RankReport, aligned
 from powersgd_triton.shapes import MODELS
 
@@ -172,11 +172,11 @@ def cap_seconds(job: Job, config: PowerSGDConfig) -> dict[int, float]:
     found = {}
     for cap in CAPS:
         tried = dataclasses.replace(job, buckets=ddp_buckets(job.tensors, cap))
-        layouts = joined_buckets(tried.layouts(config), config, job.network.workers)
+        layouts = tried.joined_buckets(tried.layouts(config), config)
         numels = list(itertools.accumulate(layout.numel for layout in layouts))
         filled = [numel / numels[-1] for numel in numels]
         # Joining them once more changes nothing.
-        found[cap] = step_seconds(job.compute, 0.0, job.messages(layouts, config), filled)
+        found[cap] = cost.step_seconds(job.compute, 0.0, job.messages(layouts, config), filled)
     return found
 
 
@@ -221,14 +221,14 @@ def predictions(
     for width in (*WIDTHS, "int8"):
         fixed = PowerSGDConfig(rank=4, wire_dtype=width)
         times[width] = time_compute(fixed, job.buckets, device)
-        for rank in RANKS:
+        for rank in cost.RANKS:
             of_rank = dataclasses.replace(fixed, rank=rank)
             rows.append((f"rank {rank}, {width}", job.compressed(of_rank, times[width])))
     alternating = PowerSGDConfig(rank=4, algorithm="alternating")
     rows.append(("rank 4, alternating", job.compressed(alternating, time_compute(alternating, job.buckets, device))))
-    found = budgets(job, config, {width: times[width] for width in WIDTHS})
+    found = cost.budgets(job, config, {width: times[width] for width in WIDTHS})
     rows += [(f"compression={p.config.compression:g}, {p.config.wire_dtype}", p) for p in found if p.config is not None]
-    return rows, choose(min((row for _, row in rows[:2]), key=lambda row: row.seconds), found)
+    return rows, cost.choose(min((row for _, row in rows[:2]), key=lambda row: row.seconds), found)
 
 
 def _describe(network: Network) -> str:

@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig, plan
 from powersgd_triton.__main__ import main
-from powersgd_triton.planning.choice import Job
-from powersgd_triton.planning.cost import Network, factor_seconds
-from powersgd_triton.planning.trial import ComputeTime, sample, time_compute
+from powersgd_triton.planning.cost import ComputeTime, Job, Network
+from powersgd_triton.planning.trial import sample, time_compute
 from powersgd_triton.shapes import MODELS
 from tests.support.distributed import on_workers
 from tests.support.exchanges import latency_decides
@@ -100,7 +99,7 @@ def test_a_cap_is_a_choice_between_latency_and_waiting() -> None:
     # A late message is counted on the CPU.
     job, free = Job(plan.ddp_buckets(tensors), 4, 10.0, Network(2)), ComputeTime((0.0, 0.0, 0.0))
     late, early = (dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False))
-    (*_, before, _) = factor_seconds(job.layouts(config), config, job.network, late=False)
+    (*_, before, _) = dataclasses.replace(job, late=False).messages(job.layouts(config), config)
     assert late - early == pytest.approx(before / 2)
 
 

@@ -44,9 +44,8 @@ from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import CONTEXT, GPT, Corpus, next_token_loss, read_corpus, sample_batch
 from powersgd_triton.demo.train import BATCH_PER_WORKER, ONE_BUCKET_MB, Arm, Settings, distribute
 from powersgd_triton.plan import ddp_buckets
-from powersgd_triton.planning.choice import Job
-from powersgd_triton.planning.cost import measure_network
-from powersgd_triton.planning.trial import ComputeTime, time_compute
+from powersgd_triton.planning.cost import ComputeTime, Job
+from powersgd_triton.planning.trial import measure_network, time_compute
 from powersgd_triton.planning.tuning import MEASURED, WARM_UP
 
 FILE, PICTURE = programs.RESULTS / "links.json", programs.RESULTS / "links.png"

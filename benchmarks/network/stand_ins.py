@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.core.scheme import Task
 from powersgd_triton.demo.measure import Call
-from powersgd_triton.layout.shares import Shares
+from powersgd_triton.layout.layout import RowPartition
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
@@ -101,5 +101,5 @@ class Counted(LowRank):
     def prepare(self, task: Task) -> Backend:
         """See ``Scheme``."""
         worker, workers = task.communicator.share
-        shares = Shares.build(task.layout, workers)
-        return _Messages(Bucket(task.layout, torch.float32, META, task.config, None, shares, worker))
+        rows = RowPartition.build(task.layout, workers)
+        return _Messages(Bucket(task.layout, torch.float32, META, task.config, None, rows, worker))

@@ -1,4 +1,4 @@
-"""Workers tell each other what they do, with which facts, and whether it failed, before a collective follows."""
+"""Workers tell each other what they do, with which facts, and whether it failed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def together(
 ) -> T:
     """Run code that may fail on one worker only, and compare facts. Unless all agree, all raise an error. Collective.
 
-    Use it for code before a collective: the other workers would wait for a worker that raised an exception. It sends 40
-    bytes a worker if all agree. If another worker fails, the result of ``act`` is discarded. Otherwise it is returned.
+    Use it before a collective, in which the others would wait for a worker that raised an exception. It sends 40 bytes
+    a worker if all agree, and returns the result of ``act``.
 
     Args:
         call: What is done. Workers that do different things at the same time disagree.
         act: Returns (result, common, replicated). Both are facts {name: value} that JSON can express. Common facts must
-            be equal on all workers. Replicated facts must be equal on the workers of the communicator's group only,
-            since these workers compress the same tensors.
+            be equal on all workers, replicated ones on those of the communicator's group, which compress the same
+            tensors.
         communicator: Collectives of the workers that average with each other, with the ``others``.
         device: Device of the gradients, if it is known. See ``Communicator.gather``.
 
@@ -46,6 +46,7 @@ def together(
         RuntimeError: The other workers could not be reached, for example because they did not call this function.
     """
     own: Exception | None = None
+    difference: Exception | None = None
     facts: list[Facts] = [{}, {}]
     failed = None
     try:
@@ -58,19 +59,17 @@ def together(
         common, replicated = ({CALL: call, FAILED: failed, **found} for found in facts)
         try:
             _announce(call, communicator, device)
-            _compare(common, replicated, communicator, device)
-        except (DisagreementError, ValueError):
-            if own is None:
-                raise
+            difference = _compared(common, replicated, communicator, device)
         except RuntimeError as error:
             lost = f"{call} is collective, but this worker could not reach all others; do all workers take part?"
             raise own or RuntimeError(f"{lost} ({error})") from error
+        own = own or difference
         if own is not None:
             raise own
         return result
     finally:
         # An exception that is kept in its own traceback would keep everything else in it alive.
-        del own
+        del own, difference
 
 
 def _announce(call: str, communicator: Communicator, device: torch.device | None) -> None:
@@ -87,20 +86,19 @@ def _announce(call: str, communicator: Communicator, device: torch.device | None
             each.control.call(call, answer)
 
 
-def _compare(common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None) -> None:
+def _compared(
+    common: Facts, replicated: Facts, communicator: Communicator, device: torch.device | None
+) -> Exception | None:
     if not communicator.others:
-        error = _difference({**common, **replicated}, [communicator], device)
-    else:
-        inside = _difference(replicated, [communicator], device)
-        # The other groups must learn of a difference too, so that all workers raise an error.
-        common = {**common, "replicas": None if inside is None else str(inside)}
-        error = _difference(common, [communicator, *communicator.others], device) or inside
-    if error is not None:
-        raise error
+        return _difference({**common, **replicated}, [communicator], device)
+    inside = _difference(replicated, [communicator], device)
+    # The other groups must learn of a difference too, so that all workers raise an error.
+    common = {**common, "replicas": None if inside is None else str(inside)}
+    return _difference(common, [communicator, *communicator.others], device) or inside
 
 
-def _collected(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, Facts]:
-    """Return the facts of all workers, {worker: facts}. Empty if they are equal."""
+def _collected(facts: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> dict[int, bytes]:
+    """Return the facts of all workers as JSON, {worker: text}. Empty if they are equal."""
     text = json.dumps(facts, sort_keys=True).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:24]), dtype=torch.int64)
     mine = torch.cat([torch.tensor([communicators[-1].global_index, len(text)]), digest])
@@ -110,10 +108,8 @@ def _collected(facts: Facts, communicators: Sequence[Communicator], device: torc
     padded = torch.zeros(int(table[:, 1].max()), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = _gathered(padded, communicators, device)
-    return {
-        worker: json.loads(bytes(row[:length].tolist()))
-        for (worker, length), row in sorted(zip(table[:, :2].tolist(), texts, strict=True), key=lambda pair: pair[0])
-    }
+    rows = sorted(zip(table[:, :2].tolist(), texts, strict=True), key=lambda pair: pair[0])
+    return {worker: bytes(row[:length].tolist()) for (worker, length), row in rows}
 
 
 def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch.device | None) -> Tensor:
@@ -126,19 +122,18 @@ def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch
 
 def _difference(own: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> Exception | None:
     """Return an error that names the workers that failed, or those that differ from the majority, and in what."""
-    found = _collected(own, communicators, device)
-    if not found:
+    texts = _collected(own, communicators, device)
+    if not texts:
         return None
+    found = {worker: json.loads(text) for worker, text in texts.items()}
     failures = {worker: facts[FAILED] for worker, facts in found.items() if facts[FAILED]}
     if failures:
-        text = "; ".join(
-            f"{found[worker][CALL]} failed on worker {worker}: {text}" for worker, (_, text) in failures.items()
+        said = "; ".join(
+            f"{found[worker][CALL]} failed on worker {worker}: {why}" for worker, (_, why) in failures.items()
         )
-        return ValueError(text) if all(refused for refused, _ in failures.values()) else DisagreementError(text)
-    wordings = {worker: json.dumps(facts, sort_keys=True) for worker, facts in found.items()}
-    usual = collections.Counter(wordings.values()).most_common(1)[0][0]
-    model = next(worker for worker, wording in wordings.items() if wording == usual)
-    expected = found[model]
+        return ValueError(said) if all(refused for refused, _ in failures.values()) else DisagreementError(said)
+    ((usual, _),) = collections.Counter(texts.values()).most_common(1)
+    model, expected = next((worker, found[worker]) for worker, text in texts.items() if text == usual)
     lines = []
     for worker, facts in found.items():
         keys = sorted(key for key in {*facts, *expected} if facts.get(key, "none") != expected.get(key, "none"))

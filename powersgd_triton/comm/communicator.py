@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.comm.control import Control, DisagreementError, Watched, control_of
-from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_node
+from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_place
 
 Work: TypeAlias = "dist.Work | Watched | None"
 """A collective under way. None if nothing had to be sent."""
@@ -23,17 +23,12 @@ class Communicator:
         group: Process group. None uses the default group, or a single process if no group is initialized.
         others: Groups of further workers that compress the same model, from the inside out. Together with ``group``
             they contain all workers. With HSDP, for example, these are the workers that hold the other shards.
-        collectives: ``torch.distributed``, or a module with functions of the same names, such as ``deepspeed.comm``,
-            which logs them.
+        collectives: ``torch.distributed``, or a module with functions of the same names, such as ``deepspeed.comm``.
         node_group: Groups of the workers that share a node and its network card; see ``nodes.NodeGroup``.
 
     Attributes:
-        inside: Collectives of the workers of this node. None without two levels, and before ``form_nodes``.
-        across: Collectives of the workers with this index on all nodes, or of all workers without two levels.
-
-    Raises:
-        RuntimeError: A group was given although torch.distributed is not initialized, or this process is not a member.
-        TypeError, ValueError: ``node_group`` is something else than ``nodes.NodeGroup`` says.
+        inside: Collectives of the workers of this node. None without a hierarchy, and before ``form_nodes``.
+        across: Collectives of the workers with this index on all nodes, or of all workers without a hierarchy.
     """
 
     def __init__(
@@ -68,7 +63,7 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """Number of workers. Not cached, since a program that lost a peer may set up a new default group."""
+        """Number of workers. Not cached: a program that lost a peer may set up a new default group."""
         return dist.get_world_size(self.group) if self._ready else 1
 
     @property
@@ -100,22 +95,18 @@ class Communicator:
         return self._started(self._collectives.all_reduce(tensor, group=self.group, async_op=True))
 
     def form_nodes(self, device: torch.device) -> None:
-        """Set ``inside`` and ``across`` if sums are to take two levels. Collective. Call ``check_groups`` before."""
+        """Set ``inside`` and ``across`` for hierarchical sums. Collective. Call ``check_groups`` before."""
         if self.node_group is None or self.inside is not None or self.world_size == 1:
             return
         groups, self._formed_in = given_groups(self.node_group), dist.group.WORLD
         if groups is None:
-            groups = make_groups(self.group, self.gather(own_node(), device), device)
+            groups = make_groups(self.group, self.gather(own_place(), device), device)
         if groups is not None:
             self.inside, self.across = (Communicator(each, collectives=self._collectives) for each in groups)
             self.inside._everyone = self.across._everyone = self._everyone
 
     def lost_nodes(self) -> bool:
-        """Return whether the groups of nodes are gone, with an earlier default group. They then have to be formed anew.
-
-        Raises:
-            RuntimeError: A user has given them.
-        """
+        """Return whether the groups of nodes ended with their default group. RuntimeError: a user has given them."""
         if self._formed_in is None or self._formed_in is dist.group.WORLD:
             return False
         if self.node_group != AUTO:
@@ -125,7 +116,7 @@ class Communicator:
 
     @property
     def share(self) -> tuple[int, int]:
-        """(index of this worker in its node, workers of the node), or (0, 1) without two levels."""
+        """(index of this worker in its node, workers of the node), or (0, 1) without a hierarchy."""
         return (0, 1) if self.inside is None else (self.inside.index, self.inside.world_size)
 
     def all_to_all(self, received: Tensor, sent: Tensor, sizes: Sequence[int] | None = None) -> Work:
@@ -160,10 +151,7 @@ class Communicator:
             wait(self._started(dist.all_reduce(tensor.view(-1), dist.ReduceOp.MIN, self.group, async_op=True)))
 
     def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """Return every worker's ``tensor`` on the CPU, as [workers, …]. All must have the same shape and dtype.
-
-        See ``travel_device`` for ``device``. If they do not travel from the CPU, the host waits for the device.
-        """
+        """Return every worker's ``tensor`` on the CPU, as [workers, …]. The host may wait for ``travel_device``."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         if self.control is not None:
@@ -180,10 +168,7 @@ class Communicator:
 
 
 def travel_device(group: dist.ProcessGroup | None, device: torch.device | None = None) -> torch.device:
-    """Return the device from which a tensor on the CPU travels in a group: the CPU, ``device``, or the current one.
-
-    It is the first of them for which the group has a backend.
-    """
+    """Return the first of the CPU, ``device`` and the current device for which a group has a backend."""
     # For example "cpu:gloo,cuda:gloo", or "cuda:nccl".
     types = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if "cpu" in types:

@@ -1,4 +1,4 @@
-"""Sum messages over the workers, with factors in fp32 or narrower, on one level or on two."""
+"""Sum messages over the workers, with factors in fp32 or narrower, flat or hierarchically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, wire_format
+from powersgd_triton.layout.layout import Layout, factors_sent, wire_format
 from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.wire import Wire
@@ -23,30 +23,28 @@ ALL_REDUCE, ALL_GATHER, ALL_TO_ALL = "all-reduce", "all-gather", "all-to-all"
 SMALL_PART = 4096
 """Bytes of a worker's part of a message up to which latency decides, so that buckets are joined."""
 SMALL = 8192
-"""Bytes of a message in fp32 up to which latency decides, so that one all-reduce takes less time than an exchange."""
+"""Bytes of a message up to which latency decides, so that one all-reduce takes less time than an exchange."""
 
 
 def waits(layout: Layout, config: PowerSGDConfig, workers: int) -> bool:
-    """Return whether a bucket waits for the step's next one, since their messages take less time as one message.
-
-    The time of a small message is mostly latency, which grows with the number of workers.
-    """
-    return workers > 1 and layout.message_bytes(config) < SMALL_PART * workers
+    """Return whether a bucket waits for the step's next one: the time of small messages is mostly latency."""
+    messages = 2 * factors_sent(config)
+    return workers > 1 and 4 * layout.sent_numel(config, config.start_iter) / messages < SMALL_PART * workers
 
 
-def exchange_of(numel: int, itemsize: int, config: PowerSGDConfig, workers: int) -> str:
-    """Return how a message is summed over the workers, or over the nodes.
+def exchange_of(size: float, config: PowerSGDConfig, workers: int) -> str:
+    """Return how a message of ``size`` bytes is summed over the workers, or over the nodes.
 
     An all-reduce sends the message as it is. The others send narrow factors, and as many bytes as an all-reduce of the
     narrow message would. With an all-gather, each of two workers sends its whole message, and both compute the sum.
     With an all-to-all, each worker owns a part of the message. All send it this part, and it sends the sum to all.
     """
-    # With a budget, bytes count more than latency.
-    if wire_format(config).bits == 32 or workers == 1 or numel == 0:
+    if wire_format(config).bits == 32 or workers == 1 or size == 0:
         return ALL_REDUCE
     if workers == 2:
         return ALL_GATHER
-    return ALL_REDUCE if numel * itemsize <= SMALL and not config.planned else ALL_TO_ALL
+    # With a budget, bytes count more than latency.
+    return ALL_REDUCE if size <= SMALL and not config.planned else ALL_TO_ALL
 
 
 def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: Communicator) -> dict[str, int]:
@@ -55,7 +53,7 @@ def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: C
     for bucket in buckets if communicator.world_size > 1 else []:
         alternating = config.algorithm == "alternating"
         for message in [bucket.message_P] if alternating else [bucket.message_P, bucket.message_Q]:
-            kind = exchange_of(message.numel(), message.element_size(), config, communicator.across.world_size)
+            kind = exchange_of(message.nbytes, config, communicator.across.world_size)
             found[f"{kind} in fp32" if kind == ALL_REDUCE else kind] += config.iterations * bool(message.numel())
     return dict(found)
 
@@ -69,38 +67,33 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
     content, own, inside, across = message.content, message.own, communicator.inside, communicator.across
     bucket, (part, parts) = backend.bucket, communicator.share
     if inside is not None:
-        yield from sum_in_place(content, inside)
-    kind = exchange_of(content.numel(), content.element_size(), bucket.config, across.world_size)
-    owners = {ALL_REDUCE: 0, ALL_GATHER: 1, ALL_TO_ALL: across.world_size}[kind]
-    if not owners:
+        yield inside.all_reduce(content)
+    kind = exchange_of(content.nbytes, bucket.config, across.world_size)
+    if kind == ALL_REDUCE:
         if inside is not None and own is not None:
             # The node contributes as one. Each of its workers subtracts the node's product from its own rows.
             own.copy_(content[: own.numel()])
-        mine = content.tensor_split(parts)
-        yield from sum_in_place(mine[part], across)
+        pieces = content.tensor_split(parts)
+        yield across.all_reduce(pieces[part])
         if inside is not None:
-            for other in [*mine[:part], *mine[part + 1 :]]:
+            for other in [*pieces[:part], *pieces[part + 1 :]]:
                 other.zero_()
-            yield from sum_in_place(content, inside)
+            yield inside.all_reduce(content)
         return
+    owners = 1 if kind == ALL_GATHER else across.world_size
     wire = backend.wire(bucket.wire_plan(content.numel(), left=message.left, owners=owners, part=part))
-    target, contributed = content, own
-    if inside is not None:
-        # Zero but for this worker's part, so that the sum over the node puts the parts together.
-        gathered = content.new_zeros(content.numel() + (0 if own is None else own.numel()))
-        target = gathered[: content.numel()]
-        contributed = None if own is None else gathered[content.numel() :]
-    yield from exchange_parts(wire, content, contributed, target, across)
-    if inside is not None:
-        yield from sum_in_place(gathered, inside)
-        content.copy_(target)
-        if own is not None and contributed is not None:
-            own.copy_(contributed)
-
-
-def sum_in_place(content: Tensor, communicator: Communicator) -> Collectives:
-    """Sum a tensor in place by an all-reduce."""
-    yield communicator.all_reduce(content)
+    if inside is None:
+        yield from exchange_parts(wire, content, own, content, across)
+        return
+    # Zero but for this worker's part, so that the sum over the node puts the parts together.
+    sizes = [content.numel(), 0 if own is None else own.numel()]
+    gathered = content.new_zeros(sum(sizes))
+    target, contributed = gathered.split(sizes)
+    yield from exchange_parts(wire, content, None if own is None else contributed, target, across)
+    yield inside.all_reduce(gathered)
+    content.copy_(target)
+    if own is not None:
+        own.copy_(contributed)
 
 
 def mean_in_place(content: Tensor, communicator: Communicator) -> Collectives:
@@ -114,8 +107,8 @@ def exchange_parts(
 ) -> Collectives:
     """Write the sum of all workers' ``content`` to ``target``, with rounded factors, and what was sent to ``own``.
 
-    A part's owner sums it in the message's dtype and rounds the sum. (An all-reduce in 16 bits would round partial
-    sums, and no worker's error would contain what that loses.)
+    A part's owner sums it in the message's dtype and rounds the sum. (What an all-reduce in 16 bits loses in its
+    partial sums would be in no worker's error.)
     """
     owners, size, workers = len(wire.plan.chunks), wire.plan.size, communicator.world_size
     sent = torch.empty(owners, size, dtype=torch.uint8, device=content.device)
@@ -136,7 +129,7 @@ def exchange_parts(
 def share_of_sum(
     bucket: Bucket, gradients: Mapping[str, Tensor], communicator: Communicator
 ) -> Generator[Work, None, Mapping[str, Tensor]]:
-    """Sum a bucket's gradients over the workers of a node, and return {name: the rows of this worker's share}.
+    """Sum a bucket's gradients over the workers of a node, and return {name: this worker's rows}.
 
     Bypass tensors remain this worker's own, since the messages sum them. All are in the dtype of messages. Without
     nodes, return the gradients themselves.
@@ -144,7 +137,7 @@ def share_of_sum(
     layout, inside = bucket.layout, communicator.inside
     if inside is None or not layout.compressed:
         return gradients
-    cuts, index, dtype = bucket.shares.cuts, inside.index, bucket.message_P.dtype
+    cuts, index, dtype = bucket.partition.cuts, inside.index, bucket.message_P.dtype
     sizes = [end - start for start, end in itertools.pairwise(cuts)]
     sent = _flat(layout, gradients)[cuts[0] : cuts[-1]]
     received = sent.new_empty(len(sizes) * sizes[index])
@@ -167,12 +160,8 @@ def share_of_sum(
 def _flat(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
     """Return the gradients as one flat tensor: without a copy if they lie in one buffer in the layout's order."""
     tensors = [gradients[segment.name] for segment in layout.segments]
-    first, size = tensors[0], tensors[0].element_size()
-    if all(
-        tensor.data_ptr() == first.data_ptr() + segment.offset * size
-        and tensor.dtype == first.dtype
-        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        for segment, tensor in zip(layout.segments, tensors, strict=True)
-    ):
-        return first.as_strided((layout.numel,), (1,))
+    places = [(t.untyped_storage().data_ptr(), t.dtype, t.storage_offset()) for t in tensors]
+    storage, dtype, start = places[0]
+    if places == [(storage, dtype, start + segment.offset) for segment in layout.segments]:
+        return tensors[0].as_strided((layout.numel,), (1,))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Groups of the workers that share a node and its network card, so that sums take two levels."""
+"""Groups of the workers that share a node and its network card, for hierarchical sums."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 def given_groups(node_group: NodeGroup) -> Groups | None:
     """Return the groups that a user has given as such. None if they are to be found, or not wanted.
 
-    Raises:
-        TypeError, ValueError: ``node_group`` is something else than ``NodeGroup`` says.
+    TypeError or ValueError: ``node_group`` is something else than ``NodeGroup`` says.
     """
     if node_group is None or node_group == AUTO:
         return None
@@ -62,7 +61,7 @@ def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None
                 f'node_group="auto" needs the process group of all {dist.get_world_size()} workers; for a group of '
                 f"{len(everyone)} give a pair of groups or a DeviceMesh"
             )
-        own_node()
+        own_place()
         return
     inside, across = (set(dist.get_process_group_ranks(each)) for each in groups)
     divided = len(inside) * len(across) == len(everyone)
@@ -73,29 +72,14 @@ def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None
         )
 
 
-def place_of(groups: Groups) -> torch.Tensor:
-    """Return [index of this worker in its node, first worker of its node]."""
-    return torch.tensor([dist.get_rank(groups[0]), dist.get_process_group_ranks(groups[0])[0]])
+def check_places(groups: Groups, places: torch.Tensor) -> Groups:
+    """Return the groups that a user has given if all workers sum the same rows with theirs. ValueError: they do not.
 
-
-def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.Tensor) -> Groups:
-    """Check that the groups that workers of ``group`` have given fit together, so that they sum the same rows.
-
-    Args:
-        group: Process group of all workers.
-        groups: The groups of this worker, which are returned.
-        places: [workers, 2], the result of ``place_of`` of each worker.
-
-    Raises:
-        ValueError: They do not fit together.
+    ``places`` [workers, 4] has the result of ``own_place`` of each worker.
     """
-    workers = dist.get_process_group_ranks(group or dist.group.WORLD)
     inside, across = (set(dist.get_process_group_ranks(each)) for each in groups)
-    own = places[workers.index(dist.get_rank())]
-    same_index, same_node = (
-        {worker for worker, same in zip(workers, places[:, column] == own[column], strict=True) if same}
-        for column in (0, 1)
-    )
+    (own,) = places[places[:, 0] == dist.get_rank()]
+    same_node, same_index = (set(places[places[:, column] == own[column], 0].tolist()) for column in (1, 2))
     if inside != same_node or across != same_index:
         raise ValueError(
             "the groups of node_group must be the workers of this node, and those with the same index in their nodes, "
@@ -106,43 +90,44 @@ def check_places(group: dist.ProcessGroup | None, groups: Groups, places: torch.
     return groups
 
 
-def own_node() -> torch.Tensor:
-    """Return [this worker, first worker of its node, workers of the node] as torchrun says it; 0 if it does not."""
-    size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
+def own_place(groups: Groups | None = None) -> torch.Tensor:
+    """Return [this worker, first worker of its node, its index in the node, workers of the node].
+
+    Without groups, as torchrun says it: zeros behind the worker if it does not.
+    """
     worker = dist.get_rank()
+    if groups is not None:
+        members = dist.get_process_group_ranks(groups[0])
+        return torch.tensor([worker, members[0], members.index(worker), len(members)])
+    size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
     if not size or not index:
-        return torch.tensor([worker, 0, 0])
+        return torch.tensor([worker, 0, 0, 0])
     if not (size.isdecimal() and index.isdecimal() and int(index) < int(size)):
         raise ValueError(f"LOCAL_RANK must be a number below LOCAL_WORLD_SIZE; got {index!r} of {size!r}")
-    return torch.tensor([worker, worker - int(index), int(size)])
+    return torch.tensor([worker, worker - int(index), int(index), int(size)])
 
 
-def make_groups(group: dist.ProcessGroup | None, nodes: torch.Tensor, device: torch.device) -> Groups | None:
-    """Make the groups of all nodes. Collective. None if nodes have different sizes, or are not several of several.
-
-    ``nodes`` [workers, 3] has the result of ``own_node`` of each worker.
-    """
+def make_groups(group: dist.ProcessGroup | None, places: torch.Tensor, device: torch.device) -> Groups | None:
+    """Make the groups of all nodes. Collective. None if nodes have different sizes, or are not several of several."""
     found: dict[int, list[int]] = {}
-    for worker, first, _ in nodes.tolist():
+    for worker, first, *_ in places.tolist():
         found.setdefault(first, []).append(worker)
     sizes = [len(workers) for workers in found.values()]
-    if {*sizes, *nodes[:, 2].tolist()} != {sizes[0]} or len(sizes) == 1 or sizes[0] == 1:
+    if {*sizes, *places[:, 3].tolist()} != {sizes[0]} or len(sizes) == 1 or sizes[0] == 1:
         if dist.get_rank() == 0:
             have = f"here nodes have {', '.join(map(str, sizes))} workers"
             logger.warning(
                 'node_group="auto" has no effect: sums take two levels if several nodes have equally many workers, '
                 "more than one each, and %s",
-                have if nodes[:, 2].all() else "LOCAL_WORLD_SIZE and LOCAL_RANK are not set on all workers",
+                have if places[:, 3].all() else "LOCAL_WORLD_SIZE and LOCAL_RANK are not set on all workers",
             )
         return None
-    # All workers make all groups, in the same order.
-    inside = [new_group(group, workers, device) for workers in found.values()]
-    across = [new_group(group, list(workers), device) for workers in zip(*found.values(), strict=True)]
     if dist.get_rank() == 0:
         logger.info("PowerSGD sums take two levels: %s nodes of %s workers", len(sizes), sizes[0])
-    # This worker is a member of one group of either kind.
-    own_inside, own_across = (next(g for g in groups if dist.get_rank(g) >= 0) for groups in (inside, across))
-    return own_inside, own_across
+    # All workers make all groups, in the same order. Each is a member of one group of either kind.
+    members = [*found.values(), *zip(*found.values(), strict=True)]
+    own = [made for made in [new_group(group, list(each), device) for each in members] if dist.get_rank(made) >= 0]
+    return own[0], own[1]
 
 
 def new_group(group: dist.ProcessGroup | None, workers: list[int], device: torch.device) -> dist.ProcessGroup:

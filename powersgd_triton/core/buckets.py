@@ -12,7 +12,7 @@ from torch import Tensor
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
-from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, place_of
+from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
 from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
@@ -260,5 +260,5 @@ class Buckets:
         communicator.form_nodes(device)
         groups = given_groups(communicator.node_group)
         if communicator.inside is not None and groups is not None:
-            places = communicator.gather(place_of(groups), device)
-            self.together("a step", lambda: (check_places(communicator.group, groups, places), {}, {}))
+            places = communicator.gather(own_place(groups), device)
+            self.together("a step", lambda: (check_places(groups, places), {}, {}))

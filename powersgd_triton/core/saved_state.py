@@ -14,7 +14,7 @@ from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.ops.gradients import DTYPES
-from powersgd_triton.ranks.saved_plan import Plan, checked_plan, is_count
+from powersgd_triton.ranks.plan import Plan, checked_plan, is_count
 
 FORMAT_VERSION = 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -23,29 +24,21 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     """Return the rank r = min(rank, n, m) of a tensor's approximation, or 0 for a bypass tensor.
 
     A matrix is compressed only if the bytes of its factors in a step, scales included, times ``min_compression_rate``
-    are fewer than the 4 n m bytes of an fp32 tensor. For factors sent once in fp32 that is
-    (n + m) · r · min_compression_rate < n · m. If ranks are planned, the result is the largest rank that qualifies, at
-    most ``max_rank``. A rank function gets the tensor's ``name``.
-
-    Raises:
-        TypeError: The rank function returned something other than an int.
-        ValueError: The rank function returned a negative number.
+    are fewer than the 4 n m bytes of an fp32 tensor. If ranks are planned, the result is the largest rank that
+    qualifies. A rank function gets the tensor's ``name``; TypeError or ValueError: it returned no count.
     """
     if len(shape) < 2 or config.codes is not None:
         return 0
     n, m = matrix_shape(shape)
 
     def is_worth_it(r: int) -> bool:
-        return matrix_bytes(n, m, r, config) * config.min_compression_rate < 4 * n * m
+        return tensor_bytes(shape, r, config) * config.min_compression_rate < 4 * n * m
 
     if config.planned:
         assert config.max_rank is not None
-        # Bisection works because bytes grow with the rank.
-        low, high = 0, min(n, m, config.max_rank)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if is_worth_it(middle) else (low, middle - 1)
-        return low
+        # Bytes grow with the rank.
+        ranks = range(1, min(n, m, config.max_rank) + 1)
+        return bisect.bisect(ranks, False, key=lambda r: not is_worth_it(r))
     wanted = config.rank
     if callable(wanted):
         wanted = whole_number(f"the rank of {name!r}, {tuple(shape)},", wanted(name, tuple(shape)))
@@ -59,18 +52,16 @@ def sizes(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[s
     return {name: (*matrix_shape(shape), compressed_rank(shape, config, name)) for name, shape in shapes.items()}
 
 
-def matrix_bytes(n: int, m: int, rank: int, config: PowerSGDConfig) -> float:
-    """Return the bytes of a matrix's factors, with their scales, in an average step."""
-    width = wire_format(config)
-    return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
-
-
-def whole_bytes(numel: int, config: PowerSGDConfig) -> float:
-    """Return the bytes of elements that are not compressed as factors: in codes with their scales, or in fp32."""
+def tensor_bytes(shape: Sequence[int], rank: int, config: PowerSGDConfig) -> float:
+    """Return the bytes of a tensor in an average step: as factors with their scales, or as a whole if the rank is 0."""
+    n, m = matrix_shape(shape)
+    if rank:
+        width = wire_format(config)
+        return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
     if config.codes is None:
-        return 4 * numel
+        return 4 * n * m
     width = DIFFERENCES[config.codes]
-    return numel * (width.bits / (8 * width.blocks) + SCALE_BYTES / BLOCK)
+    return n * m * (width.bits / (8 * width.blocks) + SCALE_BYTES / BLOCK)
 
 
 def wire_format(config: PowerSGDConfig) -> WireFormat:
@@ -118,10 +109,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeGroup:
-    """Matrices of equal n × m and rank. Their factors are adjacent: P as [B, n, r], Q as [B, m, r].
-
-    ``p_offset`` and ``q_offset`` count elements from the start of the layout's P and Q factors.
-    """
+    """Matrices of equal n × m and rank. Their factors, P [B, n, r] and Q [B, m, r], begin at these offsets."""
 
     n: int
     m: int
@@ -130,52 +118,32 @@ class ShapeGroup:
     p_offset: int
     q_offset: int
 
-    @property
-    def p_numel(self) -> int:
-        return len(self.segments) * self.n * self.rank
-
-    @property
-    def q_numel(self) -> int:
-        return len(self.segments) * self.m * self.rank
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """Tensors in the order of a flat buffer, and the offsets of their factors.
 
     The messages are [P of all groups | bypass tensors] and [Q of all groups]. A step of the alternating algorithm sends
-    one of them, followed by the bypass tensors.
-
-    Attributes:
-        segments: The tensors.
-        batch_by_shape: Whether matrices of equal shape are one group.
-        parts: The layouts of which this one is made, if it is.
+    one of them, followed by the bypass tensors. With ``batch_by_shape``, matrices of equal shape are one group.
     """
 
     segments: tuple[Segment, ...]
     batch_by_shape: bool = True
-    parts: tuple[Layout, ...] = ()
 
     @classmethod
     def build(cls, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, *, compress: bool = True) -> Layout:
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
-        segments, offset = list[Segment](), 0
-        for name, shape in shapes.items():
-            rank = compressed_rank(shape, config, name) if compress else 0
-            segments.append(Segment(name, tuple(shape), offset, rank))
-            offset += segments[-1].numel
-        return cls(tuple(segments), config.batch_by_shape)
+        ranks = {name: compressed_rank(shape, config, name) if compress else 0 for name, shape in shapes.items()}
+        segments = [Segment(name, tuple(shape), 0, ranks[name]) for name, shape in shapes.items()]
+        return cls(_contiguous(segments), config.batch_by_shape)
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:
         """Lay out the tensors of several layouts one after the other. One layout is returned as it is."""
         if len(layouts) == 1:
             return layouts[0]
-        segments, offset = [], 0
-        for layout in layouts:
-            segments += [dataclasses.replace(s, offset=s.offset + offset) for s in layout.segments]
-            offset += layout.numel
-        return cls(tuple(segments), layouts[0].batch_by_shape, tuple(layouts))
+        segments = [segment for layout in layouts for segment in layout.segments]
+        return cls(_contiguous(segments), layouts[0].batch_by_shape)
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
@@ -211,19 +179,19 @@ class Layout:
             members.setdefault(key, []).append(segment)
         groups, p_offset, q_offset = list[ShapeGroup](), 0, 0
         for segments in members.values():
-            first = segments[0]
-            groups.append(ShapeGroup(first.n, first.m, first.rank, tuple(segments), p_offset, q_offset))
-            p_offset += groups[-1].p_numel
-            q_offset += groups[-1].q_numel
+            n, m, rank = segments[0].n, segments[0].m, segments[0].rank
+            groups.append(ShapeGroup(n, m, rank, tuple(segments), p_offset, q_offset))
+            p_offset += len(segments) * n * rank
+            q_offset += len(segments) * m * rank
         return tuple(groups)
 
     @functools.cached_property
     def p_numel(self) -> int:
-        return sum(group.p_numel for group in self.groups)
+        return sum(map(math.prod, self.factor_shapes(left=True)))
 
     @functools.cached_property
     def q_numel(self) -> int:
-        return sum(group.q_numel for group in self.groups)
+        return sum(map(math.prod, self.factor_shapes(left=False)))
 
     @functools.cached_property
     def bypass_numel(self) -> int:
@@ -237,17 +205,80 @@ class Layout:
         """Return the elements sent in step ``iteration``. Narrow factors count as the fp32 elements of equal bytes."""
         if config.codes is not None:
             return -(-DIFFERENCES[config.codes].difference_bytes(self.numel)[1] // 4)
-        width = wire_format(config)
-        left = sum(len(g.segments) * width.factor_bytes(g.n, g.rank) for g in self.groups)
-        right = sum(len(g.segments) * width.factor_bytes(g.m, g.rank) for g in self.groups)
+        left, right = (self.factor_bytes(config, left=left) for left in (True, False))
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
-        lefts, rights = sum(P for P, _ in sent), sum(Q for _, Q in sent)
-        return -(-(lefts * left + rights * right) // 4) + self.bypass_numel
-
-    def message_bytes(self, config: PowerSGDConfig) -> float:
-        """Return the mean bytes of the messages of a step."""
-        return 4 * self.sent_numel(config, config.start_iter) / (2 * factors_sent(config))
+        return -(-sum(P * left + Q * right for P, Q in sent) // 4) + self.bypass_numel
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, rank) of the left or right factors of each group."""
         return [(len(g.segments), g.n if left else g.m, g.rank) for g in self.groups]
+
+    def factor_bytes(self, config: PowerSGDConfig, *, left: bool) -> int:
+        """Return the bytes of the left or right factors of all groups in a message, with their scales."""
+        width = wire_format(config)
+        return sum(count * width.factor_bytes(rows, rank) for count, rows, rank in self.factor_shapes(left=left))
+
+
+def _contiguous(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    offsets = itertools.accumulate((segment.numel for segment in segments), initial=0)
+    return tuple(dataclasses.replace(s, offset=offset) for s, offset in zip(segments, offsets, strict=False))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowPartition:
+    """A layout's rows, divided among workers into consecutive parts with about equal numbers of elements.
+
+    A matrix that lies on a cut stays one matrix with one pair of factors: each worker multiplies its own rows.
+
+    Attributes:
+        layout: The whole layout.
+        cuts: Offsets of the rows at which parts begin, from the first matrix on, and the end of the last matrix.
+    """
+
+    layout: Layout
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def build(cls, layout: Layout, workers: int) -> RowPartition:
+        """Cut a layout at the rows that are nearest to equal parts of its compressed elements."""
+        total, before = sum(segment.numel for segment in layout.compressed), 0
+        if not total:
+            return cls(layout, (0,) * (workers + 1))
+        cuts = [layout.compressed[0].offset]
+        for segment in layout.compressed:
+            while len(cuts) < workers and total * len(cuts) <= workers * (before + segment.numel):
+                row = round((total * len(cuts) / workers - before) / segment.m)
+                cuts.append(segment.offset + row * segment.m)
+            before += segment.numel
+        end = layout.compressed[-1].offset + layout.compressed[-1].numel
+        return cls(layout, (*cuts, *[end] * (workers + 1 - len(cuts))))
+
+    @property
+    def workers(self) -> int:
+        return len(self.cuts) - 1
+
+    def rows(self, segment: Segment) -> tuple[tuple[int, int], ...]:
+        """Return the (first row, row after the last) of a matrix that each worker has."""
+        edges = [min(max((cut - segment.offset) // segment.m, 0), segment.n) for cut in self.cuts]
+        edges[0], edges[-1] = 0, segment.n
+        return tuple(itertools.pairwise(edges))
+
+    def groups(self, worker: int) -> tuple[ShapeGroup, ...]:
+        """Return a worker's rows as matrices, grouped by shape, with the places of their factors in the layout's."""
+        found: list[ShapeGroup] = []
+        for group in self.layout.groups:
+            continues = False
+            for index, segment in enumerate(group.segments):
+                first, end = self.rows(segment)[worker]
+                if first == end:
+                    continue
+                shape, offset = (end - first, *segment.shape[1:]), segment.offset + first * group.m
+                piece, whole = dataclasses.replace(segment, shape=shape, offset=offset), end - first == group.n
+                if whole and continues:
+                    found[-1] = dataclasses.replace(found[-1], segments=(*found[-1].segments, piece))
+                else:
+                    p_offset = group.p_offset + (index * group.n + first) * group.rank
+                    q_offset = group.q_offset + index * group.m * group.rank
+                    found.append(ShapeGroup(piece.n, group.m, group.rank, (piece,), p_offset, q_offset))
+                continues = whole
+        return tuple(found)

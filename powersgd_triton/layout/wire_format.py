@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
 Factors = Sequence[tuple[int, int, int]]
 """(number, rows, rank) of adjacent matrices."""
-
 BLOCK = 128
 """Number of consecutive entries of a factor's column that share a scale."""
-
 SCALE_BYTES = 2
 ALIGNMENT = 16
 """Bytes of the widest memory access."""
-
 LARGE_CHUNK = 4096
 """Bytes from which the size of a chunk is a multiple of 16."""
-
 TERNARY_ZERO = 0.7
 """Share of a block's mean magnitude up to which a ternary code is 0."""
-
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
 
 
@@ -31,7 +25,6 @@ class WireFormat:
     """A width of factors, or of differences, in messages.
 
     Attributes:
-        name: Name of a torch dtype, int4, int2 or ternary.
         bits: Bits of an entry, or of as many entries as ``blocks`` says.
         scaled: Whether each 128 entries of a column share a scale. It is bf16, since in fp16 scales of columns below
             1e-6 would have few bits or be zero.
@@ -112,17 +105,11 @@ DIFFERENCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Adjacent rows of matrices of equal shape, in the message and in a worker's chunk.
-
-    A piece holds either whole matrices, or rows of one matrix. Its blocks of 128 rows count from its first row.
+    """Factors [count, rows, rank] of whole matrices, or of some rows of one. Blocks count from the first row.
 
     Attributes:
-        count: Number of matrices.
-        rows: Rows of each matrix in this piece.
-        rank: Columns of the factor.
-        element: Offset of the piece [count, rows, rank] in the message, in elements.
-        scale: Offset of its bf16 scales [count, ⌈rows / 128⌉, rank] in the chunk, in bytes.
-        code: Offset of its codes in the chunk, in bytes.
+        element: Offset in the message, in elements.
+        scale, code: Offsets of its bf16 scales [count, ⌈rows / 128⌉, rank] and of its codes in the chunk, in bytes.
     """
 
     count: int
@@ -139,10 +126,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The part of a message that one worker sums: elements [bypass, bypass + bypass_numel) and pieces of factors.
-
-    Its bytes are [exact elements | scales | codes].
-    """
+    """What one worker sums: elements [bypass, bypass + bypass_numel) and pieces. Bytes: [exact | scales | codes]."""
 
     bypass: int
     bypass_numel: int
@@ -177,7 +161,6 @@ class WirePlan:
             middle = (least + most) // 2
             found = divided(middle * unit)
             least, most, chunks = (middle, most, chunks) if found is None else (least, middle, found)
-        # Only now, since most of the tries were in vain.
         return cls(width, tuple(_placed(width, chunk, itemsize) for chunk in chunks), most * unit)
 
     def part(self, index: int, parts: int) -> WirePlan:
@@ -189,10 +172,7 @@ class WirePlan:
 def _divide(
     width: WireFormat, factors: Factors, bypass_numel: int, itemsize: int, workers: int, size: int
 ) -> list[Chunk] | None:
-    """Fill chunks of ``size`` bytes one after the other. None if there are more than ``workers``.
-
-    The places of the pieces in the chunks are not set yet.
-    """
+    """Fill chunks of ``size`` bytes one after the other, not yet ``_placed``. None if ``workers`` do not suffice."""
     shapes, done, row, element = iter(factors), 0, 0, 0
     shape = next(shapes, None)
     start, exact = sum(count * rows * rank for count, rows, rank in factors), 0
@@ -223,13 +203,11 @@ def _divide(
 
 def _placed(width: WireFormat, chunk: Chunk, itemsize: int) -> Chunk:
     """Return a chunk whose pieces have their places in its bytes."""
-    pieces, start = chunk.pieces, chunk.bypass_numel * itemsize
-    scales = [SCALE_BYTES * p.count * -(-p.rows // BLOCK) * p.rank if width.scaled else 0 for p in pieces]
-    codes = [p.count * width.factor_bytes(p.rows, p.rank) - own for p, own in zip(pieces, scales, strict=True)]
-    scale_places = itertools.accumulate(scales, initial=start)
-    code_places = itertools.accumulate(codes, initial=start + sum(scales))
-    placed = tuple(
-        dataclasses.replace(piece, scale=own_scale, code=own_code)
-        for piece, own_scale, own_code in zip(pieces, scale_places, code_places, strict=False)
-    )
-    return dataclasses.replace(chunk, pieces=placed)
+    scale = chunk.bypass_numel * itemsize
+    scales = [SCALE_BYTES * p.count * -(-p.rows // BLOCK) * p.rank if width.scaled else 0 for p in chunk.pieces]
+    code, placed = scale + sum(scales), list[Piece]()
+    for piece, size in zip(chunk.pieces, scales, strict=True):
+        placed.append(dataclasses.replace(piece, scale=scale, code=code))
+        scale += size
+        code += piece.count * width.factor_bytes(piece.rows, piece.rank) - size
+    return dataclasses.replace(chunk, pieces=tuple(placed))

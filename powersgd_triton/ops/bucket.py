@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, ShapeGroup, wire_format
-from powersgd_triton.layout.shares import Shares
+from powersgd_triton.layout.layout import Layout, RowPartition, ShapeGroup, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.step import Step
@@ -30,7 +29,7 @@ class Bucket:
     Args:
         dtype: Dtype of factors and messages, fp32 or fp64.
         errors: {name: error buffer} of the rows that this worker compresses. None without error feedback.
-        shares: The rows that each worker of this node compresses. None if every worker compresses all.
+        partition: The rows that each worker of this node compresses. None if every worker compresses all.
         worker: Index of this worker in its node.
 
     Attributes:
@@ -57,7 +56,7 @@ class Bucket:
         device: torch.device,
         config: PowerSGDConfig,
         errors: Mapping[str, Tensor] | None = None,
-        shares: Shares | None = None,
+        partition: RowPartition | None = None,
         worker: int = 0,
     ) -> None:
         def new(numel: int) -> Tensor:
@@ -65,9 +64,9 @@ class Bucket:
 
         alternating = config.algorithm == "alternating"
         self.layout, self.config = layout, config
-        self.shares = shares or Shares.build(layout, 1)
+        self.partition = partition or RowPartition.build(layout, 1)
         self.worker = worker
-        self.own = self.shares.groups(worker)
+        self.own = self.partition.groups(worker)
         self.message_P = new(layout.p_numel + layout.bypass_numel)
         self.message_Q = new(layout.q_numel + (layout.bypass_numel if alternating else 0))
         self.P_hat, self.basis = new(layout.p_numel), new(layout.q_numel)
@@ -172,7 +171,7 @@ class Bucket:
         """
         key = numel, left, owners, part
         if key not in self._wire_plans:
-            bypass, parts = numel - (self.layout.p_numel if left else self.layout.q_numel), self.shares.workers
+            bypass, parts = numel - (self.layout.p_numel if left else self.layout.q_numel), self.partition.workers
             shapes, itemsize = self.layout.factor_shapes(left=left), self.message_P.element_size()
             plan = WirePlan.build(wire_format(self.config), shapes, bypass, itemsize, parts * owners)
             self._wire_plans[key] = plan.part(part, parts)
@@ -205,12 +204,12 @@ class Bucket:
     @property
     def share(self) -> tuple[int, int]:
         """(index of this worker in its node, workers of the node that share the matrices)."""
-        return self.worker, self.shares.workers
+        return self.worker, self.partition.workers
 
     @property
     def shared(self) -> bool:
         """Whether other workers of this node compress a part of the matrices."""
-        return self.shares.workers > 1
+        return self.partition.workers > 1
 
     def bypass(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the bypass tensors of {name: contiguous tensor}, flat."""

@@ -1,4 +1,4 @@
-"""A model of the time of a step's communication, and the measurement of a network.
+"""The predicted times of steps with different compressions, and the choice among them.
 
 The model is that of Agarwal et al. 2022, "On the Utility of Gradient Compression in Distributed Training Systems"
 (section 4), with nodes and with the exchanges of this package. docs/planning.md describes it.
@@ -7,31 +7,32 @@ The model is that of Agarwal et al. 2022, "On the Utility of Gradient Compressio
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
-from powersgd_triton.comm.communicator import Communicator, travel_device, wait
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, exchange_of, waits
-from powersgd_triton.comm.nodes import own_node
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, factors_sent, wire_format
+from powersgd_triton.core.facts import Tensors
+from powersgd_triton.layout.layout import Layout, factors_sent
+from powersgd_triton.ranks.planner import Planner, mean_rank, sent_bytes
 
-PROBES, PROBE_ROUNDS = (1 << 12, 1 << 18, 1 << 21), 3
-"""Elements of the all-reduces that measure a network, and how often each is measured."""
 BACKWARD = 2 / 3
 """Share of the backward pass in the compute of a step."""
+RANKS = (4, 16, 64)
+"""Ranks at which the compute of compression is timed."""
+COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)
+WIDTHS = ("int4", "float32")
+TOLERANCE = 0.02
+"""Share of a step's time that a choice may give away for more bytes, which mean less loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
     """Nodes of several workers each. A node has one network card, through which all of its workers send and receive.
 
-    Attributes:
-        nodes, node_size: Number of nodes, and of workers of each.
-        card, inside: Bytes a second and direction of a node's card, and of a worker inside its node.
-        latency, inside_latency: Seconds of a message without bytes between nodes, and inside a node.
+    ``card`` and ``inside`` are bytes a second and direction, of a node's card and of a worker inside its node.
+    Latencies are the seconds of a message without bytes.
     """
 
     nodes: int
@@ -43,7 +44,6 @@ class Network:
 
     @property
     def workers(self) -> int:
-        """Number of all workers."""
         return self.nodes * self.node_size
 
     @property
@@ -84,61 +84,125 @@ class Network:
         return self.collective(ALL_TO_ALL, ring) + self.collective(ALL_GATHER, ring)
 
 
-def factor_seconds(
-    buckets: Sequence[Layout],
-    config: PowerSGDConfig,
-    network: Network,
-    *,
-    two_levels: bool = False,
-    joined: bool = True,
-    late: bool = True,
-) -> list[float]:
-    """Return the seconds in which the factors of each bucket travel.
+@dataclasses.dataclass(frozen=True)
+class ComputeTime:
+    """Seconds that compression computes in a step with a common rank, as measured at ``RANKS``."""
 
-    Args:
-        buckets: Layouts with the ranks in force, in the order in which the backward pass fills them.
-        config, network: Configuration of the compression, and where the factors travel.
+    seconds: tuple[float, ...]
+
+    def __call__(self, rank: float) -> float:
+        """Return the seconds at a rank: a line between two that were measured, which beyond them goes on."""
+        # A measurement that is disturbed must not make a higher rank cheaper.
+        rising = list(itertools.accumulate(self.seconds, max))
+        low = 0 if rank <= RANKS[1] else 1
+        slope = (rising[low + 1] - rising[low]) / (RANKS[low + 1] - RANKS[low])
+        return max(0.0, rising[low] + slope * (rank - RANKS[low]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A step's predicted time, of which compression computes the share ``overhead``.
+
+    ``config`` is None for an all-reduce. Bytes are counted so that an all-reduce of B bytes counts B.
+    """
+
+    config: PowerSGDConfig | None
+    ranks: Mapping[str, int]
+    bytes_per_step: float
+    seconds: float
+    overhead: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is known of a training job before anything is compressed.
+
+    Attributes:
+        buckets: {name: shape} of each bucket's gradients, in the order in which the backward pass fills them.
+        itemsize: Bytes of an element of a gradient.
+        compute: Seconds of a step without communication.
+        network: The network between the workers.
         two_levels: Whether gradients are summed inside a node first.
         joined: Whether small buckets are joined, as the engine joins those of DDP.
-        late: Whether the second message of the bucket before the last one is computed when the last one comes, so that
-            it cannot travel during the backward pass. That is so on the CPU. The last element then has its time too.
+        late: Whether the second message of the bucket before the last one is computed when the last one comes, too late
+            to travel during the backward pass, as on the CPU.
     """
-    together = joined_buckets(buckets, config, network.workers) if joined else buckets
-    seconds = [_factor_seconds(layout, config, network, two_levels=two_levels) for layout in together]
-    if late and len(seconds) > 1 and config.algorithm == "standard":
-        half = seconds[-2] / 2
-        seconds[-2:] = [half, seconds[-1] + half]
-    return seconds
 
+    buckets: Sequence[Tensors]
+    itemsize: int
+    compute: float
+    network: Network
+    two_levels: bool = False
+    joined: bool = True
+    late: bool = True
 
-def joined_buckets(buckets: Sequence[Layout], config: PowerSGDConfig, workers: int) -> list[Layout]:
-    """Join small buckets with the next ones, as the engine does."""
-    found, waiting = list[Layout](), list[Layout]()
-    for number, layout in enumerate(buckets, start=1):
-        waiting.append(layout)
-        whole = Layout.joined(waiting)
-        if number == len(buckets) or not waits(whole, config, workers):
-            found.append(whole)
-            waiting = []
-    return found
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """All gradients, {name: shape}."""
+        return {name: tuple(shape) for bucket in self.buckets for name, shape in bucket.items()}
 
+    def exact_messages(self, itemsize: int | None = None) -> list[float]:
+        """Return the seconds of an all-reduce of each bucket."""
+        size = itemsize or self.itemsize
+        return [self.network.sum(ALL_REDUCE, size * sum(map(math.prod, bucket.values()))) for bucket in self.buckets]
 
-def _factor_seconds(layout: Layout, config: PowerSGDConfig, network: Network, *, two_levels: bool) -> float:
-    width, across = wire_format(config), network.across if two_levels else network
-    node = network.node
-    total = node.collective(ALL_TO_ALL, 4 * layout.numel * (1 - 1 / node.workers)) if two_levels else 0.0
-    for left, numel in ((True, layout.p_numel), (False, layout.q_numel)):
-        bypass = layout.bypass_numel if left or config.algorithm == "alternating" else 0
-        kind = exchange_of(numel + bypass, 4, config, across.workers)
-        size = 4.0 * (numel + bypass)
-        if two_levels:
-            # Summed inside the node before, and put together after.
-            total += factors_sent(config) * 2 * node.sum(ALL_REDUCE, size)
-        if kind != ALL_REDUCE:
-            shapes = layout.factor_shapes(left=left)
-            size = 4 * bypass + sum(count * width.factor_bytes(rows, rank) for count, rows, rank in shapes)
-        total += factors_sent(config) * across.sum(kind, size / (network.node_size if two_levels else 1))
-    return total
+    def exact(self, itemsize: int | None = None) -> Prediction:
+        """Predict a step that averages by all-reduces, of elements of ``itemsize`` bytes (default: the gradients')."""
+        size = (itemsize or self.itemsize) * sum(map(math.prod, self.tensors.values()))
+        return Prediction(None, {}, float(size), step_seconds(self.compute, 0.0, self.exact_messages(itemsize)))
+
+    def layouts(self, config: PowerSGDConfig) -> list[Layout]:
+        """Return the buckets' layouts with the ranks of a configuration. ValueError: its budget is too small."""
+        layouts = [Layout.build(bucket, config) for bucket in self.buckets]
+        if not config.planned:
+            return layouts
+        buckets = None if self.joined else len(self.buckets)
+        planned = Planner(self.tensors, config, self.network.workers, buckets).starting_ranks()
+        return [layout.with_ranks(lambda segment: planned.get(segment.name, 0)) for layout in layouts]
+
+    def joined_buckets(self, layouts: Sequence[Layout], config: PowerSGDConfig) -> list[Layout]:
+        """Join small buckets with the next ones, as the engine does."""
+        found, waiting = list[Layout](), list[Layout]()
+        for layout in layouts:
+            waiting.append(layout)
+            whole = Layout.joined(waiting)
+            if layout is layouts[-1] or not waits(whole, config, self.network.workers):
+                found.append(whole)
+                waiting = []
+        return found
+
+    def messages(self, layouts: Sequence[Layout], config: PowerSGDConfig) -> list[float]:
+        """Return the seconds in which the factors of each bucket travel. Those that are ``late`` count at the end."""
+        together = self.joined_buckets(layouts, config) if self.joined else layouts
+        seconds = [self._bucket_messages(layout, config) for layout in together]
+        if self.late and len(seconds) > 1 and config.algorithm == "standard":
+            half = seconds[-2] / 2
+            seconds[-2:] = [half, seconds[-1] + half]
+        return seconds
+
+    def _bucket_messages(self, layout: Layout, config: PowerSGDConfig) -> float:
+        network, times = self.network, factors_sent(config)
+        across, node = network.across if self.two_levels else network, network.node
+        total = node.collective(ALL_TO_ALL, 4 * layout.numel * (1 - 1 / node.workers)) if self.two_levels else 0.0
+        for left, numel in ((True, layout.p_numel), (False, layout.q_numel)):
+            bypass = layout.bypass_numel if left or config.algorithm == "alternating" else 0
+            size = 4.0 * (numel + bypass)
+            kind = exchange_of(size, config, across.workers)
+            if self.two_levels:
+                # Summed inside the node before, and put together after.
+                total += times * 2 * node.sum(ALL_REDUCE, size)
+            if kind != ALL_REDUCE:
+                size = 4 * bypass + layout.factor_bytes(config, left=left)
+            total += times * across.sum(kind, size / (network.node_size if self.two_levels else 1))
+        return total
+
+    def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
+        """Predict a step with a configuration, given the time that it computes. ValueError: its budget is too small."""
+        layouts = self.layouts(config)
+        ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
+        own = time(mean_rank(self.tensors, ranks)) if ranks else 0.0
+        seconds = step_seconds(self.compute, own, self.messages(layouts, config))
+        return Prediction(config, ranks, sent_bytes(self.tensors, ranks, config), seconds, own / seconds)
 
 
 def step_seconds(
@@ -146,11 +210,8 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a step. All messages but the last ones travel during the backward pass.
 
-    Args:
-        compute: Seconds of the forward and backward pass and the optimizer.
-        compression: Seconds that compression computes.
-        messages: Seconds of each bucket's messages; see ``factor_seconds``.
-        filled: Share of the backward pass after which each bucket is full. Default: 0, and 1 for the last bucket.
+    ``compute`` is the time of forward pass, backward pass and optimizer. ``filled`` are the shares of the backward pass
+    after which buckets are full (default: 0, and 1 for the last bucket).
     """
     backward, end = BACKWARD * compute, 0.0
     for share, seconds in zip(filled or [*[0.0] * (len(messages) - 1), 1.0], messages, strict=False):
@@ -165,38 +226,27 @@ def compute_of(seconds: float, messages: Sequence[float]) -> float:
     return max(0.0, min(rest, (rest - sum(early)) / (1 - BACKWARD)))
 
 
-def measure_network(communicator: Communicator, device: torch.device) -> Network:
-    """Measure the network of a group by all-reduces of several sizes. Collective. The host waits for the device.
+def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) -> list[Prediction]:
+    """Predict steps with other budgets and widths than those of ``config``, within its ``max_overhead``."""
+    found: dict[tuple[str, frozenset[tuple[str, int]]], Prediction] = {}
+    for (width, time), compression in itertools.product(times.items(), COMPRESSIONS):
+        chosen = dataclasses.replace(config, compression=compression, bytes_per_step=None, wire_dtype=width)
+        try:
+            predicted = job.compressed(chosen, time)
+        except ValueError:
+            # The budget does not suffice for what is averaged exactly.
+            continue
+        # Where ``max_rank`` limits several budgets, the highest compression is nearest to what is sent.
+        found[width, frozenset(predicted.ranks.items())] = predicted
+    return [prediction for prediction in found.values() if prediction.overhead <= (config.max_overhead or 1.0)]
 
-    All workers return the same: of their times, the longest counts.
+
+def choose(exact: Prediction, compressed: Iterable[Prediction]) -> Prediction:
+    """Return the step with the highest quality among those that take about as long as the fastest.
+
+    An all-reduce has the highest, then the highest sum of ranks: all widths end at about the loss of their rank.
     """
-    workers = communicator.world_size
-    if workers == 1:
-        return Network(1)
-    if communicator.inside is not None:
-        nodes = workers // communicator.inside.world_size
-    else:
-        # [worker, first worker of its node, workers of the node], with 0 where that is not known.
-        places = communicator.gather(own_node(), device)
-        nodes = len(places[:, 1].unique()) if bool((places[:, 2] > 0).all()) else workers
-        nodes = nodes if workers % nodes == 0 else workers
-    travels = travel_device(communicator.group, device)
-    seconds = []
-    for numel in PROBES:
-        probe, rounds = torch.zeros(numel, device=travels), []
-        for _ in range(PROBE_ROUNDS):
-            communicator.gather(torch.zeros(1), device)
-            begin = time.perf_counter()
-            wait(communicator.all_reduce(probe))
-            if travels.type == "cuda":
-                torch.cuda.synchronize(travels)
-            rounds.append(time.perf_counter() - begin)
-        seconds.append(min(rounds))
-    found = communicator.gather(torch.tensor(seconds, dtype=torch.float64), device).amax(dim=0).tolist()
-    # Bytes that the ring passes through a card.
-    small, middle, large = (2 * 4 * numel * (workers - 1) / workers for numel in PROBES)
-    bandwidth = (large - middle) / max(found[2] - found[1], 1e-9)
-    latency = max(0.0, found[0] - small / bandwidth) / (2 * (workers - 1))
-    if nodes == 1:
-        return Network(1, workers, inside=bandwidth, inside_latency=latency)
-    return Network(nodes, workers // nodes, card=bandwidth, latency=latency)
+    found = [exact, *compressed]
+    fastest = min(prediction.seconds for prediction in found)
+    good = [prediction for prediction in found if prediction.seconds <= (1 + TOLERANCE) * fastest]
+    return max(good, key=lambda p: (p.config is None, sum(p.ranks.values()), -p.seconds))

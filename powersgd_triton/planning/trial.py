@@ -1,9 +1,8 @@
-"""What compression computes in a step, timed on this device without other workers."""
+"""Measurements of what ``planning.cost`` predicts from: the compute of compression on this device, and the network."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.communicator import Communicator, travel_device, wait
+from powersgd_triton.comm.nodes import own_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.facts import Tensors
+from powersgd_triton.planning.cost import RANKS, ComputeTime, Network
 from powersgd_triton.schemes import new_engine
 
-RANKS = (4, 16, 64)
-"""Ranks at which a step is timed."""
+PROBES, PROBE_ROUNDS = (1 << 12, 1 << 18, 1 << 21), 3
+"""Elements of the all-reduces that measure a network, and how often each is measured."""
 ROUNDS = 2
 LARGEST, LARGEST_ON_CPU = 1 << 26, 1 << 24
 """Elements of a larger model that are timed. A GPU needs many, since each bucket takes some time of the host."""
@@ -56,31 +58,12 @@ class StandIn(Communicator):
         return tensor.expand(self._workers, *tensor.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class ComputeTime:
-    """Seconds that compression computes in a step with a common rank, as measured at ``RANKS``."""
-
-    seconds: tuple[float, ...]
-
-    def __call__(self, rank: float) -> float:
-        """Return the seconds at a rank: a line between two that were measured, which beyond them goes on."""
-        # A measurement that is disturbed must not make a higher rank cheaper.
-        rising = list(itertools.accumulate(self.seconds, max))
-        low = 0 if rank <= RANKS[1] else 1
-        slope = (rising[low + 1] - rising[low]) / (RANKS[low + 1] - RANKS[low])
-        return max(0.0, rising[low] + slope * (rank - RANKS[low]))
-
-
-def time_compute(
-    config: PowerSGDConfig, buckets: Sequence[Mapping[str, Sequence[int]]], device: torch.device
-) -> ComputeTime:
+def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: torch.device) -> ComputeTime:
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
 
-    Args:
-        config: Configuration of the compression. Its rank or budget does not matter.
-        buckets: {name: shape} of each bucket's tensors. If the model is large, some matrices of it are timed.
+    The rank or budget of ``config`` does not matter. If the model is large, some matrices of it are timed.
     """
-    matrices = [_matrices(bucket) for bucket in buckets]
+    matrices = [{name: tuple(s) for name, s in bucket.items() if len(s) > 1 and 0 not in s} for bucket in buckets]
     whole = {name: shape for bucket in matrices for name, shape in bucket.items()}
     part = sample(whole, LARGEST_ON_CPU if device.type == "cpu" else LARGEST)
     if not part:
@@ -114,10 +97,6 @@ def sample(matrices: Mapping[str, tuple[int, ...]], largest: int) -> Mapping[str
         return {name: shape for shape, own in names.items() for name in own[: largest // elements]}
     rows = {shape: max(1, largest // len(names) // math.prod(shape[1:])) for shape in names}
     return {own[0]: (min(shape[0], rows[shape]), *shape[1:]) for shape, own in names.items()}
-
-
-def _matrices(tensors: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(shape) for name, shape in tensors.items() if len(shape) > 1 and 0 not in shape}
 
 
 def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:
@@ -155,3 +134,37 @@ def synchronize(device: torch.device) -> None:
     """Wait for a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def measure_network(communicator: Communicator, device: torch.device) -> Network:
+    """Measure the network of a group by all-reduces of several sizes. Collective. The host waits for the device.
+
+    All workers return the same: of their times, the longest counts.
+    """
+    workers = communicator.world_size
+    if workers == 1:
+        return Network(1)
+    if communicator.inside is not None:
+        nodes = workers // communicator.inside.world_size
+    else:
+        _, firsts, _, sizes = communicator.gather(own_place(), device).unbind(1)
+        # Sizes are 0 where nodes are not known.
+        nodes = len(firsts.unique()) if bool((sizes > 0).all()) else workers
+        nodes = nodes if workers % nodes == 0 else workers
+    travels = travel_device(communicator.group, device)
+
+    def time_sum(probe: Tensor) -> float:
+        # So that all workers begin together.
+        communicator.gather(torch.zeros(1), device)
+        return seconds_of(lambda: wait(communicator.all_reduce(probe)), travels)
+
+    probes = [torch.zeros(numel, device=travels) for numel in PROBES]
+    seconds = [min(time_sum(probe) for _ in range(PROBE_ROUNDS)) for probe in probes]
+    found = communicator.gather(torch.tensor(seconds, dtype=torch.float64), device).amax(dim=0).tolist()
+    # Bytes that the ring passes through a card.
+    small, middle, large = (2 * 4 * numel * (workers - 1) / workers for numel in PROBES)
+    bandwidth = (large - middle) / max(found[2] - found[1], 1e-9)
+    latency = max(0.0, found[0] - small / bandwidth) / (2 * (workers - 1))
+    if nodes == 1:
+        return Network(1, workers, inside=bandwidth, inside_latency=latency)
+    return Network(nodes, workers // nodes, card=bandwidth, latency=latency)

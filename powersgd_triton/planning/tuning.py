@@ -8,6 +8,7 @@ import logging
 import statistics
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.scheme import Listener
-from powersgd_triton.planning.choice import COMPRESSIONS, WIDTHS, Job, budgets, choose
-from powersgd_triton.planning.cost import Network, compute_of, measure_network
-from powersgd_triton.planning.trial import ComputeTime, synchronize, time_compute
+from powersgd_triton.planning import cost
+from powersgd_triton.planning.cost import ComputeTime, Job, Network
+from powersgd_triton.planning.trial import measure_network, synchronize, time_compute
+from powersgd_triton.ranks.planner import mean_rank
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -31,9 +33,6 @@ class Tuning(Listener):
 
     For ``compression="auto"`` the measured steps are exact. Otherwise they are compressed. Steps are measured again
     when the workers have changed or a state was loaded.
-
-    Args:
-        engine: Engine whose steps are measured.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -73,24 +72,21 @@ class Tuning(Listener):
         seen = {name for bucket in buckets for name in bucket}
         unseen = {name: shape for name, shape in tensors.items() if name not in seen}
         buckets = [*([unseen] if unseen else []), *buckets]
-        widths = WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
+        widths = cost.WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
         times = {w: self._own(dataclasses.replace(config, wire_dtype=w), buckets, device) for w in widths}
         # The slowest worker and the slowest network count.
-        worst = [1 / network.card, 1 / network.inside, network.latency, network.inside_latency]
-        (step,), (card, inside, latency, inside_latency), *seconds = self._agreed(
-            [[step], worst, *(time.seconds for time in times.values())], device
-        )
-        network = Network(network.nodes, network.node_size, 1 / card, 1 / inside, latency, inside_latency)
+        worst: Sequence[float] = (1 / network.card, 1 / network.inside, network.latency, network.inside_latency)
+        (step,), worst, *seconds = self._agreed([[step], worst, *(time.seconds for time in times.values())], device)
+        network = Network(network.nodes, network.node_size, 1 / worst[0], 1 / worst[1], *worst[2:])
         times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
-        levels = communicator.inside is not None
-        options = {"joined": not self._plan.buckets, "late": device.type == "cpu"}
-        job = Job(buckets, self._engine.itemsize, step, network, levels, **options)
-        job = dataclasses.replace(job, compute=compute_of(step, job.exact_messages()))
+        options = communicator.inside is not None, not self._plan.buckets, device.type == "cpu"
+        job = Job(buckets, self._engine.itemsize, step, network, *options)
+        job = dataclasses.replace(job, compute=cost.compute_of(step, job.exact_messages()))
         exact = dataclasses.replace(job.exact(), seconds=step)
-        found = budgets(job, config, times)
-        best = choose(exact, found)
+        found = cost.budgets(job, config, times)
+        best = cost.choose(exact, found)
         # Workers with other shards may have chosen something else. The first of all choices is an all-reduce.
-        choices: list[tuple[Any, Any]] = [(None, None), *itertools.product(widths, COMPRESSIONS)]
+        choices: list[tuple[Any, Any]] = [(None, None), *itertools.product(widths, cost.COMPRESSIONS)]
         own = (None, None) if best.config is None else (best.config.wire_dtype, best.config.compression)
         ((agreed,),) = self._agreed([[-choices.index(own)]], device)
         width, compression = choices[-round(agreed)]
@@ -114,7 +110,9 @@ class Tuning(Listener):
         assert config.max_overhead is not None
         assert config.max_rank is not None
         own = self._own(config, buckets, device)
-        (rest,), seconds = self._agreed([[step - own(self._plan.mean_rank)], own.seconds], device)
+        (rest,), seconds = self._agreed(
+            [[step - own(mean_rank(self._plan.tensors, self._plan.ranks))], own.seconds], device
+        )
         own = ComputeTime(seconds)
         # Compression takes a share x of a step if it takes x / (1 - x) of the rest.
         allowed = max(0.0, rest) * config.max_overhead / (1 - config.max_overhead)
@@ -142,11 +140,7 @@ class Tuning(Listener):
 
 
 def refuse_auto(config: PowerSGDConfig, where: str) -> None:
-    """Check that a wrapper's exact steps are all-reduces, with which ``compression="auto"`` compares.
-
-    Raises:
-        ValueError: The compression is "auto".
-    """
+    """Refuse ``compression="auto"``, for a wrapper whose exact steps are not all-reduces: ValueError."""
     if config.compression == AUTO:
         raise ValueError(
             f"compression='auto' compares a step with one that all-reduces gradients, and {where} does not: choose a "

@@ -1,11 +1,12 @@
-"""The ranks in force under a byte budget. A step is measured, the host plans, and the plan is used a step later."""
+"""The ranks in force under a byte budget, and their saved form."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,22 +17,26 @@ from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.host_copy import HostCopy
-from powersgd_triton.ranks.planner import Spectrum, allot, budget, largest_ranks, sent_bytes, starting_ranks
+from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 
 logger = logging.getLogger("powersgd_triton")
 
+Plan = dict[str, dict[str, Any]]
+"""{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
+CHOICES = ({"max_rank"}, {"compression"}, {"compression", "wire_dtype"})
+"""The fields that are settled together."""
+
 
 class Measurement:
-    """Energies of the matrices of buckets on one device, after a step. They are copied to the host without waiting."""
+    """Energies of the matrices of buckets, after a step. They are copied to the host without waiting."""
 
     def __init__(self, buckets: Iterable[Bucket], communicator: Communicator) -> None:
-        self._ranks = list[tuple[str, int]]()
-        totals, columns = list[Tensor](), list[Tensor]()
+        self._ranks, totals, columns = list[tuple[str, int]](), list[Tensor](), list[Tensor]()
         for bucket in buckets:
             # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.
             zero = torch.zeros((), dtype=torch.float64, device=bucket.P_hat.device)
             squares = {
-                piece.name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.shares.workers
+                piece.name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.partition.workers
                 for group, M in zip(bucket.own, bucket.M or [], strict=True)
                 for piece, error in zip(group.segments, M, strict=True)
             }
@@ -54,27 +59,26 @@ class Measurement:
 
 def _column_energies(bucket: Bucket) -> list[Tensor]:
     """Return ‖l_k‖² ‖r_k‖² of the average's columns, fp64 [B, r] for each group. One factor is orthonormal."""
-    found = [
-        torch.zeros(len(g.segments), g.rank, device=bucket.P_hat.device, dtype=torch.float64)
-        for g in bucket.layout.groups
+    # With several repetitions of a step, they are one after the other.
+    repeated = [
+        left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
+        for left, right in bucket.joined(bucket.average)
     ]
-    for P, Q in bucket.average:
-        for energy, left, right in zip(found, bucket.left(P), bucket.right(Q), strict=True):
-            energy += left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
-    return found
+    return [e.unflatten(1, (-1, g.rank)).sum(dim=1) for e, g in zip(repeated, bucket.layout.groups, strict=True)]
 
 
 class RankPlan:
     """The rank of each matrix of a model, if the configuration has a budget. Without a budget it changes nothing.
 
+    A step is measured, the host plans, and the plan is used a step later.
+
     Attributes:
-        given: The configuration as it was given.
-        config: The configuration in force. It differs once ``settle`` was called.
+        given, config: The configuration as it was given, and that in force. They differ once ``settle`` was called.
         buckets: Number of buckets of a step, if they are not joined.
         tensors: All tensors that are known, {name: shape}.
         settled: What ``settle`` got. None before.
         ranks: {name: rank}.
-        spectra: {name: Spectrum} of the last measurement. Empty before the first one.
+        spectra: {name: Spectrum} of the last measurement.
         demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
         pending: Measurement for the next plan.
     """
@@ -97,7 +101,7 @@ class RankPlan:
     def begin(self, tensors: Mapping[str, Sequence[int]]) -> None:
         """Make the first plan for a model's tensors, {name: shape}. ValueError: the budget is too small for them."""
         if self.config.planned:
-            ranks = starting_ranks(tensors, self.config, self._workers, self.buckets) if self.compresses else {}
+            ranks = self._planner(tensors).starting_ranks() if self.compresses else {}
             self.tensors = {name: tuple(shape) for name, shape in tensors.items()}
             self._adopt(ranks)
             if ranks and set(ranks.values()) == {self.config.max_rank}:
@@ -118,68 +122,50 @@ class RankPlan:
     def settle(self, fields: Mapping[str, Any]) -> None:
         """Replace fields of the configuration by what was chosen from measured times. A compression of None is exact.
 
-        Ranks above a new limit fall to it.
-
-        Raises:
-            ValueError: The budget is too small. Nothing was changed.
+        Ranks above a new limit fall to it. ValueError: the budget is too small, and nothing was changed.
         """
         if fields.get("compression", 1) is not None:
             config = dataclasses.replace(self.config, **fields, max_overhead=None)
-            largest = largest_ranks(self.tensors, config)
-            ranks = {name: min(rank, largest[name]) for name, rank in self.ranks.items()}
-            if "compression" in fields:
-                ranks = starting_ranks(self.tensors, config, self._workers, self.buckets)
+            planner = dataclasses.replace(self._planner(self.tensors), config=config)
+            limited = {name: min(rank, planner.largest[name]) for name, rank in self.ranks.items()}
+            ranks = planner.starting_ranks() if "compression" in fields else limited
             self.config = config
             self._adopt(ranks)
         self.settled = dict(fields)
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
         """Plan for a number of workers, and of buckets if given. The ranks stay if they were measured and fit."""
-        if buckets is not None:
-            self.buckets = buckets
+        self.buckets = self.buckets if buckets is None else buckets
         if workers == self._workers:
             return
         self._workers = workers
-        if self.config.planned and self.tensors and not (self.demands and self._fits(self.ranks)):
+        if self.config.planned and self.tensors and not (self.demands and self._planner(self.tensors).fits(self.ranks)):
             self.begin(self.tensors)
 
-    def _fits(self, ranks: Mapping[str, int]) -> bool:
-        sent = sent_bytes(self.tensors, ranks, self.config, self._workers, self.buckets)
-        return sent <= budget(self.tensors, self.config)
+    def _planner(self, tensors: Mapping[str, Sequence[int]]) -> Planner:
+        return Planner(tensors, self.config, self._workers, self.buckets)
 
     def layout(self, layout: Layout) -> Layout:
-        """Return a bucket's layout with the ranks in force."""
+        """Return a bucket's layout with the ranks in force, and plan for its tensors from now on."""
         if self.config.planned:
             self.tensors |= {s.name: s.shape for s in layout.segments if s.name not in self.tensors}
-        return self._ranked(layout)
+        return self.ranked(layout)
 
-    def layout_of(self, tensors: Mapping[str, Sequence[int]]) -> Layout:
-        """Return tensors {name: shape} in one layout, with the ranks in force."""
-        return self._ranked(Layout.build(tensors, self.config))
-
-    def _ranked(self, layout: Layout) -> Layout:
+    def ranked(self, layout: Layout) -> Layout:
+        """Return any layout with the ranks in force."""
         if not self.config.planned:
             return layout
         # A matrix that became trainable later has rank 1 until the next plan.
         return layout.with_ranks(lambda segment: self.ranks.get(segment.name, int(self.compresses)))
 
-    @property
-    def mean_rank(self) -> float:
-        """Mean rank of an element of the compressed matrices."""
-        numels = {name: math.prod(self.tensors[name]) for name in self.ranks}
-        return sum(rank * numels[name] for name, rank in self.ranks.items()) / max(1, sum(numels.values()))
-
     def end_step(self, iteration: int, buckets: Sequence[Bucket], communicator: Communicator) -> None:
-        """Adopt a plan from the measurement of the last step, or measure this step if it is time. Collective.
-
-        The host does not wait for the step that has just ended.
-        """
+        """Adopt a plan from the measurement of an earlier step, or measure this step if it is time. Collective."""
         if self._replan():
             # The factors in the buckets still have the ranks of the previous plan.
             return
         steps, every = iteration - self.config.start_iter, self.config.replan_every
         buckets = [bucket for bucket in buckets if bucket.average and bucket.layout.compressed]
-        if self.config.planned and steps > 0 and every > 0 and steps % every == 0 and buckets:
+        if steps > 0 and every > 0 and steps % every == 0 and buckets:
             self.pending = Measurement(buckets, communicator)
 
     def _replan(self) -> bool:
@@ -192,7 +178,7 @@ class RankPlan:
         for name, demand in found.items():
             # Averaged, since energies vary from step to step. Shares, since gradients and loss scales change in size.
             self.demands[name] = (self.demands.get(name, demand / total) + demand / total) / 2
-        ranks = allot(self.tensors, self.ranks, self.demands, self.config, self._workers, self.buckets)
+        ranks = self._planner(self.tensors).allot(self.ranks, self.demands)
         changed = sum(rank != self.ranks.get(name) for name, rank in ranks.items())
         logger.info("PowerSGD ranks: %s of %s matrices have a new rank", changed, len(ranks))
         self.spectra |= {name: spectra[name] for name in found}
@@ -231,10 +217,7 @@ class RankPlan:
         return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the result of ``state_dict``.
-
-        Matrices that it lacks start with the rank of the first plan, and all do if the saved ranks exceed the budget.
-        """
+        """Continue from the result of ``state_dict``. What it lacks, or all if it exceeds the budget, starts anew."""
         if not self.config.planned:
             return
         self.config, self.settled = self.given, None
@@ -248,12 +231,54 @@ class RankPlan:
             except ValueError as error:
                 logger.info("PowerSGD measures again: %s", error)
         self.demands, self.spectra, self.pending = {}, {}, None
-        largest = largest_ranks(self.tensors, self.config)
-        ranks = {name: min(rank, largest[name]) for name, rank in saved.get("ranks", {}).items() if name in self.ranks}
-        if ranks and self._fits(self.ranks | ranks):
+        planner, given = self._planner(self.tensors), saved.get("ranks", {})
+        ranks = {name: min(rank, planner.largest[name]) for name, rank in given.items() if name in self.ranks}
+        if ranks and planner.fits(self.ranks | ranks):
             self._adopt(self.ranks | ranks)
             self.demands = dict(saved["demands"])
             self.spectra, self.pending = (
                 {name: Spectrum(tuple(columns), total) for name, (total, *columns) in saved[key].items()}
                 for key in ("spectra", "pending")
             )
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Return whether this is a whole number of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def checked_plan(plan: Any) -> Plan:
+    """Check a saved plan of ranks and copy it. A value that is not a plan raises ValueError."""
+    parts: dict[str, Callable[[Any], bool]] = {
+        "ranks": functools.partial(is_count, least=1),
+        "demands": _is_demand,
+        "spectra": _is_spectrum,
+        "pending": _is_spectrum,
+    }
+    fits = isinstance(plan, Mapping) and all(isinstance(part, Mapping) for part in plan.values())
+    if fits and plan:
+        settled = plan.get("settled")
+        fits = (not settled or _is_choice(settled)) and plan.keys() - {"settled"} == parts.keys()
+        fits = fits and all(isinstance(n, str) and fit(v) for key, fit in parts.items() for n, v in plan[key].items())
+    if not fits:
+        raise ValueError(f"expected a plan of ranks with {', '.join(parts)}; got {str(plan)[:80]}")
+    return {key: dict(part) for key, part in plan.items()}
+
+
+def _is_choice(settled: Mapping[str, Any]) -> bool:
+    """Return whether these are fields that a configuration with a budget can have."""
+    if settled.keys() not in CHOICES or None in settled.values():
+        return settled == {"compression": None}
+    try:
+        PowerSGDConfig(**{"compression": 1, **settled})
+    except (TypeError, ValueError):
+        return False
+    return settled.get("compression") != AUTO
+
+
+def _is_demand(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value >= 0
+
+
+def _is_spectrum(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 1 and all(map(_is_demand, value))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
 
 from powersgd_triton.comm.exchange import SMALL_PART
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank, factors_sent, matrix_bytes, matrix_shape, wire_format
+from powersgd_triton.layout.layout import compressed_rank, factors_sent, tensor_bytes, wire_format
 from powersgd_triton.layout.wire_format import ALIGNMENT
 
 Tensors = Mapping[str, Sequence[int]]
@@ -58,119 +59,120 @@ def budget(tensors: Tensors, config: PowerSGDConfig) -> float:
     return 4 * sum(math.prod(shape) for shape in tensors.values()) / config.compression
 
 
-def sent_bytes(
-    tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
-) -> float:
-    """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed.
+def sent_bytes(tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfig) -> float:
+    """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed."""
+    return sum(tensor_bytes(shape, ranks.get(name, 0), config) for name, shape in tensors.items())
 
-    With more than two ``workers`` this includes the most that cutting the messages into parts may add. ``buckets`` is
+
+def mean_rank(tensors: Tensors, ranks: Mapping[str, int]) -> float:
+    """Return the mean rank of an element of the compressed matrices."""
+    numels = {name: math.prod(tensors[name]) for name in ranks}
+    return sum(rank * numels[name] for name, rank in ranks.items()) / max(1, sum(numels.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Finds ranks with which a step keeps to its budget. A plan is {name: rank} of all compressed matrices.
+
+    With more than two ``workers`` it leaves room for the most that cutting messages into parts may add. ``buckets`` is
     the number of buckets of a step; None if they are joined.
     """
-    whole = sum(
-        matrix_bytes(*matrix_shape(shape), ranks[name], config) if name in ranks else 4 * math.prod(shape)
-        for name, shape in tensors.items()
-    )
-    return whole + _cut_bytes(whole, max(ranks.values(), default=0), config, workers, buckets)
 
+    tensors: Tensors
+    config: PowerSGDConfig
+    workers: int = 1
+    buckets: int | None = None
 
-def _cut_bytes(whole: float, rank: int, config: PowerSGDConfig, workers: int, buckets: int | None) -> float:
-    """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment."""
-    width = wire_format(config)
-    if width.bits == 32 or workers < 3 or not rank:
-        return 0.0
-    messages = workers * 2 * factors_sent(config)
-    # Buckets are joined until parts have ``SMALL_PART`` bytes, which limits the number of cuts.
-    cuts = messages * buckets if buckets is not None else messages + whole / SMALL_PART
-    return cuts * (width.factor_bytes(2, rank) + ALIGNMENT)
+    @functools.cached_property
+    def largest(self) -> dict[str, int]:
+        """{name: largest rank} of the matrices that are worth compressing."""
+        found = {name: compressed_rank(shape, self.config, name) for name, shape in self.tensors.items()}
+        return {name: rank for name, rank in found.items() if rank}
 
+    @functools.cached_property
+    def _columns(self) -> dict[str, float]:
+        """{name: bytes of a column}."""
+        return {name: tensor_bytes(self.tensors[name], 1, self.config) for name in self.largest}
 
-def starting_ranks(
-    tensors: Tensors, config: PowerSGDConfig, workers: int = 1, buckets: int | None = None
-) -> dict[str, int]:
-    """Return the first plan, {name: rank} of all compressed matrices: the largest common rank that the budget allows.
+    def fits(self, ranks: Mapping[str, int]) -> bool:
+        """Return whether a step with these ranks keeps to the budget."""
+        return self._sent(ranks) <= budget(self.tensors, self.config)
 
-    The remaining bytes give one more column each to the first matrices that they suffice for. The arguments are those
-    of ``sent_bytes``.
+    def starting_ranks(self) -> dict[str, int]:
+        """Return the first plan: the largest common rank that the budget allows. ValueError: it is too small.
 
-    Raises:
-        ValueError: The budget is too small.
-    """
-    largest = largest_ranks(tensors, config)
-    total = budget(tensors, config)
+        The remaining bytes give one more column each to the first matrices that they suffice for.
+        """
+        if not self.fits(self._limited(1)):
+            exact = {name: shape for name, shape in self.tensors.items() if name not in self.largest}
+            least, whole = self._sent(self._limited(1)), sent_bytes(self.tensors, {}, self.config)
+            raise ValueError(
+                f"the budget is {budget(self.tensors, self.config):,.0f} bytes a step, but at rank 1 this model sends "
+                f"{least:,.0f}, {sent_bytes(exact, {}, self.config):,.0f} of them for tensors that are averaged "
+                f"exactly; expected bytes_per_step of at least that, or a compression of at most {whole / least:.1f}; "
+                "a narrower wire_dtype sends fewer bytes"
+            )
+        common = 1
+        while common < max(self.largest.values(), default=1) and self.fits(self._limited(common + 1)):
+            common += 1
+        ranks = self._limited(common)
+        # Cuts count as if all matrices had the highest rank.
+        spare = self._spare(ranks, common + 1)
+        for name, most in self.largest.items():
+            if ranks[name] < most and self._columns[name] <= spare:
+                ranks[name] += 1
+                spare -= self._columns[name]
+        return ranks
 
-    def sent(rank: int) -> float:
-        return sent_bytes(tensors, {name: min(rank, most) for name, most in largest.items()}, config, workers, buckets)
+    def allot(self, ranks: Mapping[str, int], demands: Mapping[str, float]) -> dict[str, int]:
+        """Return the plan that minimizes the sum of ‖M‖² / φ, given {name: ``Spectrum.demand``} of measured matrices.
 
-    if sent(1) > total:
-        exact = sent_bytes({name: shape for name, shape in tensors.items() if name not in largest}, {}, config)
-        whole = 4 * sum(math.prod(shape) for shape in tensors.values())
-        raise ValueError(
-            f"the budget is {total:,.0f} bytes a step, but at rank 1 this model sends {sent(1):,.0f}, {exact:,.0f} of "
-            f"them for tensors that are averaged exactly; expected bytes_per_step of at least that, or a compression "
-            f"of at most {whole / sent(1):.1f}; a narrower wire_dtype sends fewer bytes"
-        )
-    common = 1
-    while common < max(largest.values(), default=1) and sent(common + 1) <= total:
-        common += 1
-    ranks = {name: min(common, most) for name, most in largest.items()}
-    # Cuts count as if all matrices had the highest rank.
-    spare = total - sent_bytes(tensors, ranks, config) - _cut_bytes(total, common + 1, config, workers, buckets)
-    for name, most in largest.items():
-        column = matrix_bytes(*matrix_shape(tensors[name]), 1, config)
-        if ranks[name] < most and column <= spare:
-            ranks[name] += 1
-            spare -= column
-    return ranks
+        Columns are allotted one by one, each to the matrix that gains the most for its bytes. Measurements of a matrix
+        are valid near its current rank only, so a plan changes a rank by at most a third (rounded), or by one column if
+        that is more. A matrix without a measurement keeps its rank.
+        """
+        now = {name: min(ranks.get(name, 1), most) for name, most in self.largest.items()}
+        known = [name for name in self.largest if name in demands]
+        limits = {name: min(max(now[name] + 1, now[name] * 4 // 3), self.largest[name]) for name in known}
+        # New tensors may exceed the budget; then ranks may fall by more than a third.
+        for least in ({name: max(1, now[name] * 2 // 3) for name in known}, dict.fromkeys(known, 1)):
+            planned = now | least
+            spare = self._spare(planned, max([*limits.values(), *planned.values()], default=0))
+            if spare >= 0:
+                break
 
+        def bid(name: str) -> tuple[float, str]:
+            return -demands[name] / (planned[name] * (planned[name] + 1)) / self._columns[name], name
 
-def allot(
-    tensors: Tensors,
-    ranks: Mapping[str, int],
-    demands: Mapping[str, float],
-    config: PowerSGDConfig,
-    workers: int = 1,
-    buckets: int | None = None,
-) -> dict[str, int]:
-    """Return {name: rank} of all compressed matrices: the ranks that minimize the sum of ‖M‖² / φ under the budget.
+        waiting = [bid(name) for name in known if planned[name] < limits[name]]
+        heapq.heapify(waiting)
+        while waiting:
+            _, name = heapq.heappop(waiting)
+            if self._columns[name] <= spare:
+                spare -= self._columns[name]
+                planned[name] += 1
+                if planned[name] < limits[name]:
+                    heapq.heappush(waiting, bid(name))
+        return planned
 
-    Columns are allotted one by one, each to the matrix that gains the most for its bytes. Measurements of a matrix are
-    valid near its current rank only, so a plan changes a rank by at most a third (rounded), or by one column if that is
-    more.
+    def _limited(self, rank: int) -> dict[str, int]:
+        return {name: min(rank, most) for name, most in self.largest.items()}
 
-    Args:
-        ranks: Current ranks. A matrix without a measurement keeps its rank.
-        demands: {name: ``Spectrum.demand``} of the measured matrices.
-        tensors, config, workers, buckets: As in ``sent_bytes``.
-    """
-    largest = largest_ranks(tensors, config)
-    columns = {name: matrix_bytes(*matrix_shape(tensors[name]), 1, config) for name in largest}
-    now = {name: min(ranks.get(name, 1), most) for name, most in largest.items()}
-    known = [name for name in largest if name in demands]
-    limits = {name: min(max(now[name] + 1, now[name] * 4 // 3), largest[name]) for name in known}
-    # New tensors may exceed the budget; then ranks may fall by more than a third.
-    for least in ({name: max(1, now[name] * 2 // 3) for name in known}, dict.fromkeys(known, 1)):
-        planned = now | least
-        total, highest = budget(tensors, config), max([*limits.values(), *planned.values()], default=0)
-        spare = total - sent_bytes(tensors, planned, config) - _cut_bytes(total, highest, config, workers, buckets)
-        if spare >= 0:
-            break
+    def _sent(self, ranks: Mapping[str, int]) -> float:
+        whole = sent_bytes(self.tensors, ranks, self.config)
+        return whole + self._cut_bytes(whole, max(ranks.values(), default=0))
 
-    def bid(name: str) -> tuple[float, str]:
-        return -demands[name] / (planned[name] * (planned[name] + 1)) / columns[name], name
+    def _spare(self, ranks: Mapping[str, int], highest: int) -> float:
+        """Return the bytes that a plan leaves if no rank rises above the highest."""
+        total = budget(self.tensors, self.config)
+        return total - sent_bytes(self.tensors, ranks, self.config) - self._cut_bytes(total, highest)
 
-    waiting = [bid(name) for name in known if planned[name] < limits[name]]
-    heapq.heapify(waiting)
-    while waiting:
-        _, name = heapq.heappop(waiting)
-        if columns[name] <= spare:
-            spare -= columns[name]
-            planned[name] += 1
-            if planned[name] < limits[name]:
-                heapq.heappush(waiting, bid(name))
-    return planned
-
-
-def largest_ranks(tensors: Tensors, config: PowerSGDConfig) -> dict[str, int]:
-    """Return {name: largest rank} of the matrices that are worth compressing."""
-    largest = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
-    return {name: rank for name, rank in largest.items() if rank}
+    def _cut_bytes(self, whole: float, rank: int) -> float:
+        """Return the most bytes that cuts add to messages: scales, rows that do not fit a part, and alignment."""
+        width = wire_format(self.config)
+        if width.bits == 32 or self.workers < 3 or not rank:
+            return 0.0
+        messages = self.workers * 2 * factors_sent(self.config)
+        # Buckets are joined until parts have ``SMALL_PART`` bytes, which limits the number of cuts.
+        cuts = messages * self.buckets if self.buckets is not None else messages + whole / SMALL_PART
+        return cuts * (width.factor_bytes(2, rank) + ALIGNMENT)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, matrix_bytes, whole_bytes
+from powersgd_triton.layout.layout import Layout, tensor_bytes
 from powersgd_triton.ranks.planner import Spectrum, budget
 
 
@@ -63,23 +63,14 @@ class RankReport:
     zeroed: int = 0
 
     @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        config: PowerSGDConfig,
-        spectra: Mapping[str, Spectrum],
-        exchanges: Mapping[str, int] | None = None,
-        node_workers: int = 1,
-    ) -> RankReport:
+    def of(cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum], **further: Any) -> RankReport:
         """Build the report for a layout's tensors and their measured ``spectra``, {name: spectrum}."""
         rows = []
         for s in layout.segments:
-            size = matrix_bytes(s.n, s.m, s.rank, config) if s.rank else whole_bytes(s.numel, config)
             share = spectra[s.name].share if s.rank and s.name in spectra else None
-            rows.append(ReportedTensor(s.name, s.shape, s.rank, size, share))
-        allowed = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
-        limits: dict[str, Any] = {"budget": allowed, "max_rank": config.max_rank}
-        return cls(tuple(rows), exchanges or {}, node_workers, codes=config.codes, **limits)
+            rows.append(ReportedTensor(s.name, s.shape, s.rank, tensor_bytes(s.shape, s.rank, config), share))
+        further["budget"] = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
+        return cls(tuple(rows), max_rank=config.max_rank, codes=config.codes, **further)
 
     @property
     def bytes_per_step(self) -> float:

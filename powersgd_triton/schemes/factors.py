@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.exchange import Collectives, sum_in_place
+from powersgd_triton.comm.exchange import Collectives
 from powersgd_triton.core.residuals import Matrix, Residuals
 from powersgd_triton.core.saved_state import Parts, listing
 from powersgd_triton.core.scheme import Task
-from powersgd_triton.layout.shares import Shares
+from powersgd_triton.layout.layout import RowPartition
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
 from powersgd_triton.ops.bucket import Bucket, error_dtype
@@ -46,11 +46,11 @@ def new_backend(task: Task, workspace: Workspace) -> Backend:
     name, reason = select_backend(config, device, dtypes, rank)
     _log_choice(name, reason)
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    shares = Shares.build(layout, workers)
+    partition = RowPartition.build(layout, workers)
     errors = None
     if config.error_feedback:
-        errors = _error_buffers(residuals, shares, worker, error_dtype(config, dtype), device)
-    bucket = Bucket(layout, dtype, device, config, errors, shares, worker)
+        errors = _error_buffers(residuals, partition, worker, error_dtype(config, dtype), device)
+    bucket = Bucket(layout, dtype, device, config, errors, partition, worker)
     return make_backend(name, bucket, workspace)
 
 
@@ -61,17 +61,17 @@ def _log_choice(name: str, reason: str) -> None:
 
 
 def _error_buffers(
-    residuals: Residuals, shares: Shares, worker: int, dtype: torch.dtype, device: torch.device
+    residuals: Residuals, partition: RowPartition, worker: int, dtype: torch.dtype, device: torch.device
 ) -> Parts:
     """Return the error buffers of a worker's rows, {name: [rows, m]}. They are zero if it did not have these rows."""
-    segments = {segment.name: segment for segment in shares.layout.compressed}
+    segments = {segment.name: segment for segment in partition.layout.compressed}
     errors: Parts = {}
-    for group in shares.groups(worker):
+    for group in partition.groups(worker):
         known = {
             piece.name: matrix.error
             for piece in group.segments
             if (matrix := residuals.matrices.get(piece.name)) is not None
-            and matrix.rows == shares.rows(segments[piece.name])
+            and matrix.rows == partition.rows(segments[piece.name])
         }
         # One allocation for a group's new matrices keeps them at equal distances, so that they can be batched.
         memory = torch.zeros(len(group.segments) - len(known), group.n, group.m, dtype=dtype, device=device)
@@ -98,7 +98,7 @@ def take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
     for position, group in enumerate(bucket.layout.groups):
         for index, segment in enumerate(group.segments):
             own = {key: views[position][index] for key, views in bases.items()}
-            error, rows = errors.get(segment.name), bucket.shares.rows(segment)
+            error, rows = errors.get(segment.name), bucket.partition.rows(segment)
             kept = functools.partial(residuals.plan.kept_columns, segment.name)
             earlier, loaded = residuals.matrices.get(segment.name), residuals.loaded.matrices.get(segment.name)
             if earlier is not None:
@@ -143,7 +143,7 @@ def move_rows(residuals: Residuals, bucket: Bucket, communicator: Communicator) 
         for first, rows in residuals.moving[segment.name]:
             whole[first : first + len(rows)] += rows
         if communicator.inside is not None:
-            yield from sum_in_place(whole, communicator.inside)
+            yield communicator.inside.all_reduce(whole)
         if matrix.error is not None:
             matrix.error += whole[matrix.first_row :][: len(matrix.error)]
         del residuals.moving[segment.name]

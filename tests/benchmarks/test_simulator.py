@@ -20,7 +20,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.planning.cost import Network, factor_seconds
+from powersgd_triton.planning.cost import Job, Network
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import thinned
@@ -115,6 +115,6 @@ def test_predicted_times_are_those_of_the_counted_collectives(
     layouts = [Layout.build({f"{b}.{i}": s for i, s in enumerate(shapes)}, config) for b, shapes in enumerate(buckets)]
     with latency_decides():
         counted = simulate(buckets, config, nodes, node_size, two_levels=two_levels).seconds(network)
-        predicted = sum(factor_seconds(layouts, config, network, two_levels=two_levels))
+        predicted = sum(Job([], 4, 0.0, network, two_levels).messages(layouts, config))
     # The prediction does not know where messages are cut.
     assert predicted == pytest.approx(counted, rel=0.02)

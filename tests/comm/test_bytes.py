@@ -14,7 +14,7 @@ from powersgd_triton.comm.exchange import ALL_REDUCE, exchange_of, waits
 from powersgd_triton.demo.model import GPT
 from powersgd_triton.layout.layout import Layout, products, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
-from powersgd_triton.ranks.planner import budget, starting_ranks
+from powersgd_triton.ranks.planner import Planner, budget
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import thinned
 
@@ -70,7 +70,7 @@ def sent(shapes: Shapes, config: PowerSGDConfig, workers: int, ranks: Mapping[st
             factors = layout.factor_shapes(left=left)
             bypass = layout.bypass_numel if left or config.algorithm == "alternating" else 0
             numel = bypass + sum(math.prod(shape) for shape in factors)
-            if exchange_of(numel, 4, config, workers) == ALL_REDUCE:
+            if exchange_of(4 * numel, config, workers) == ALL_REDUCE:
                 total += 4 * numel
             else:
                 # Two workers send their whole messages to each other.
@@ -93,5 +93,5 @@ def test_a_budget_holds_for_any_number_of_workers(budgeted: tuple[str, float], n
     model, compression = budgeted
     config, shapes = PowerSGDConfig(compression=compression, wire_dtype=name), shapes_of(model)
     with latency_decides():
-        ranks = starting_ranks(shapes, config, workers)
+        ranks = Planner(shapes, config, workers).starting_ranks()
         assert sent(shapes, config, workers, ranks) <= 1.02 * budget(shapes, config)

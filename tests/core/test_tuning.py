@@ -14,10 +14,9 @@ import torch
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState
-from powersgd_triton.planning import tuning
-from powersgd_triton.planning.choice import TOLERANCE, Job, Prediction, budgets, choose
-from powersgd_triton.planning.cost import Network, compute_of, measure_network, step_seconds
-from powersgd_triton.planning.trial import ComputeTime
+from powersgd_triton.planning import cost, tuning
+from powersgd_triton.planning.cost import ComputeTime, Job, Network, Prediction, budgets, choose, step_seconds
+from powersgd_triton.planning.trial import measure_network
 from tests.support.checks import gradients as random_gradients
 from tests.support.checks import step as averaged
 from tests.support.distributed import outcome, run_cases
@@ -195,7 +194,7 @@ def test_messages_before_the_last_one_travel_during_the_backward_pass():
     assert step_seconds(0.3, 0.01, [0.1, 0.1, 0.05]) == pytest.approx(0.36)
     assert step_seconds(0.3, 0.01, [0.2, 0.1, 0.05]) == pytest.approx(0.46)
     for messages in ([], [0.1], [0.02, 0.1], [0.5, 0.5, 0.1]):
-        assert compute_of(step_seconds(0.2, 0.0, messages), messages) == pytest.approx(0.2)
+        assert cost.compute_of(step_seconds(0.2, 0.0, messages), messages) == pytest.approx(0.2)
 
 
 def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
@@ -222,7 +221,7 @@ def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
 def test_a_choice_gives_away_little_time_for_quality():
     exact = Prediction(None, {}, 1e6, 1.0)
     configs = [dataclasses.replace(CONFIG, compression=c) for c in (10, 20, 40)]
-    times = (0.5 * (1 + TOLERANCE) + 0.01, 0.5 * (1 + TOLERANCE), 0.5)
+    times = (0.5 * (1 + cost.TOLERANCE) + 0.01, 0.5 * (1 + cost.TOLERANCE), 0.5)
     found = [Prediction(c, {"a": 40 - 10 * i}, 1e5, t) for i, (c, t) in enumerate(zip(configs, times, strict=True))]
     assert choose(exact, found) is found[1]
     # An all-reduce that takes about as long loses nothing.

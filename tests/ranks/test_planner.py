@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, compressed_rank, matrix_bytes, matrix_shape, wire_format
+from powersgd_triton.layout.layout import Layout, compressed_rank, tensor_bytes, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
-from powersgd_triton.ranks.planner import Spectrum, allot, budget, sent_bytes, starting_ranks
+from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 from powersgd_triton.ranks.report import RankReport
 
 MODEL: dict[str, tuple[int, ...]] = {"a": (96, 96), "b": (96, 96), "c": (64, 400), "norm": (96,), "small": (3, 4)}
@@ -23,7 +23,7 @@ def config(compression: float = 6.0, **fields: Any) -> PowerSGDConfig:
 
 
 def test_the_first_plan_has_the_largest_common_rank_and_what_is_left_over():
-    ranks = starting_ranks(MODEL, config())
+    ranks = Planner(MODEL, config()).starting_ranks()
     common = min(ranks.values())
     assert ranks.keys() == {"a", "b", "c"}
     assert set(ranks.values()) <= {common, common + 1}
@@ -31,10 +31,10 @@ def test_the_first_plan_has_the_largest_common_rank_and_what_is_left_over():
     more = dict.fromkeys(ranks, common + 1)
     assert sent_bytes(MODEL, more, config()) > budget(MODEL, config())
     numel = sum(math.prod(shape) for shape in MODEL.values())
-    assert ranks == starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=4 * numel // 6, wire_dtype="fp32"))
-    whole = starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=4 * numel, wire_dtype="fp32"))
+    assert ranks == Planner(MODEL, PowerSGDConfig(bytes_per_step=4 * numel // 6, wire_dtype="fp32")).starting_ranks()
+    whole = Planner(MODEL, PowerSGDConfig(bytes_per_step=4 * numel, wire_dtype="fp32")).starting_ranks()
     assert whole == {name: compressed_rank(MODEL[name], config()) for name in whole}
-    assert starting_ranks({"norm": (5,)}, config(1.0)) == starting_ranks({}, config()) == {}
+    assert Planner({"norm": (5,)}, config(1.0)).starting_ranks() == Planner({}, config()).starting_ranks() == {}
 
 
 def test_bytes_count_the_width_and_what_is_exact():
@@ -49,10 +49,10 @@ def test_bytes_count_the_width_and_what_is_exact():
 def test_ranks_are_limited_whatever_the_budget_allows(limit: int | None):
     shapes = {"wide": (768, 768), "wider": (3072, 768), "narrow": (16, 4096), "norm": (768,)}
     budgeted = PowerSGDConfig(compression=5, max_rank=limit)
-    ranks = starting_ranks(shapes, budgeted)
+    ranks = Planner(shapes, budgeted).starting_ranks()
     highest = limit or 64
     assert ranks == {"wide": highest, "wider": highest, "narrow": 16}
-    assert allot(shapes, ranks, {"wide": 9.0, "wider": 1.0, "narrow": 1.0}, budgeted) == ranks
+    assert Planner(shapes, budgeted).allot(ranks, {"wide": 9.0, "wider": 1.0, "narrow": 1.0}) == ranks
     report = RankReport.of(Layout.build(shapes, budgeted).with_ranks(lambda s: ranks[s.name]), budgeted, {})
     assert report.unused == budget(shapes, budgeted) - report.bytes_per_step > 0
     assert f"Ranks are limited to {highest} columns. This leaves {report.unused:,.0f} of" in str(report)
@@ -60,10 +60,10 @@ def test_ranks_are_limited_whatever_the_budget_allows(limit: int | None):
 
 def test_a_budget_that_is_too_small_says_what_would_do():
     with pytest.raises(ValueError, match=r"the budget is 500 bytes a step, but .* sends 3,824, 432 of them") as caught:
-        starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=500, wire_dtype="fp32"))
+        Planner(MODEL, PowerSGDConfig(bytes_per_step=500, wire_dtype="fp32")).starting_ranks()
     largest = float(str(caught.value).split("compression of at most ")[1].split(";")[0])
-    assert starting_ranks(MODEL, config(largest - 0.1))
-    starting_ranks(MODEL, PowerSGDConfig(bytes_per_step=3824, wire_dtype="fp32"))
+    assert Planner(MODEL, config(largest - 0.1)).starting_ranks()
+    Planner(MODEL, PowerSGDConfig(bytes_per_step=3824, wire_dtype="fp32")).starting_ranks()
 
 
 def test_demand_and_share():
@@ -79,39 +79,39 @@ def test_demand_and_share():
 
 
 def test_ranks_become_as_the_root_of_demand_for_bytes():
-    demands, ranks = {"a": 1.0, "b": 4.0, "c": 9.0}, starting_ranks(MODEL, config())
+    demands, ranks = {"a": 1.0, "b": 4.0, "c": 9.0}, Planner(MODEL, config()).starting_ranks()
     for _ in range(8):
-        ranks = allot(MODEL, ranks, demands, config())
-    columns = {name: matrix_bytes(*matrix_shape(MODEL[name]), 1, config()) for name in ranks}
+        ranks = Planner(MODEL, config()).allot(ranks, demands)
+    columns = {name: tensor_bytes(MODEL[name], 1, config()) for name in ranks}
     wanted = {name: math.sqrt(demands[name] / columns[name]) for name in ranks}
     scale = sum(columns[name] * rank for name, rank in ranks.items()) / sum(columns[n] * w for n, w in wanted.items())
     # Where no column of "c" fits any more, two of the others may.
     assert all(abs(rank - scale * wanted[name]) < 2 for name, rank in ranks.items())
-    assert allot(MODEL, ranks, demands, config()) == ranks
+    assert Planner(MODEL, config()).allot(ranks, demands) == ranks
     # A plan changes ranks by a third.
-    found = allot(MODEL, ranks, {"a": 1e9, "b": 1.0, "c": 1.0}, config())
+    found = Planner(MODEL, config()).allot(ranks, {"a": 1e9, "b": 1.0, "c": 1.0})
     assert found["a"] == ranks["a"] * 4 // 3
     assert all(found[name] >= rank * 2 // 3 for name, rank in ranks.items())
     # What wants nothing gets one column in the end.
     for _ in range(9):
-        ranks = allot(MODEL, ranks, {"a": 0.0, "b": 1.0, "c": 1.0}, config())
+        ranks = Planner(MODEL, config()).allot(ranks, {"a": 0.0, "b": 1.0, "c": 1.0})
     assert ranks["a"] == 1
 
 
 def test_plans_do_not_depend_on_the_size_of_gradients():
-    ranks, plans = starting_ranks(MODEL, config()), []
+    ranks, plans = Planner(MODEL, config()).starting_ranks(), []
     for size in (1e-20, 1.0, 1e20):
         spectra = [Spectrum((energy * size, 0.1 * size), 3 * size) for energy in (0.4, 1.0, 2.0)]
         demands = {name: spectrum.demand for name, spectrum in zip(ranks, spectra, strict=True)}
-        plans.append(allot(MODEL, ranks, demands, config()))
+        plans.append(Planner(MODEL, config()).allot(ranks, demands))
     assert plans[0] == plans[1] == plans[2] != ranks
 
 
 def test_tensors_that_were_added_are_made_room_for_at_once():
     tight = PowerSGDConfig(bytes_per_step=20_000, wire_dtype="fp32")
-    ranks = starting_ranks(MODEL, tight)
+    ranks = Planner(MODEL, tight).starting_ranks()
     grown = {**MODEL, "new bias": (2000,)}
-    found = allot(grown, ranks, dict.fromkeys(ranks, 1.0), tight)
+    found = Planner(grown, tight).allot(ranks, dict.fromkeys(ranks, 1.0))
     assert any(found[name] < rank * 2 // 3 for name, rank in ranks.items())
     assert sent_bytes(grown, found, tight) <= 20_000
 
@@ -128,13 +128,13 @@ def test_any_plan_keeps_to_the_budget_and_uses_it(
 ):
     settings = config(compression, wire_dtype=width, algorithm=algorithm)
     try:
-        ranks = starting_ranks(model, settings)
+        ranks = Planner(model, settings).starting_ranks()
     except ValueError:
         return
     for _ in range(3):
         demands = {name: data.draw(st.floats(0, 1e6)) for name in ranks if data.draw(st.booleans())}
-        found = allot(model, ranks, demands, settings)
-        assert found == allot(dict(reversed(model.items())), ranks, demands, settings)
+        found = Planner(model, settings).allot(ranks, demands)
+        assert found == Planner(dict(reversed(model.items())), settings).allot(ranks, demands)
         assert found.keys() == ranks.keys()
         spare = budget(model, settings) - sent_bytes(model, found, settings)
         assert spare >= -1e-6 * budget(model, settings)
@@ -144,7 +144,7 @@ def test_any_plan_keeps_to_the_budget_and_uses_it(
             if name not in demands:
                 assert rank == ranks[name]
             elif rank < min(most, max(ranks[name] + 1, ranks[name] * 4 // 3)):
-                assert matrix_bytes(*matrix_shape(model[name]), 1, settings) > spare
+                assert tensor_bytes(model[name], 1, settings) > spare
         ranks = found
 
 
@@ -154,7 +154,7 @@ def test_a_budget_counts_the_cuts_of_buckets_that_are_not_joined(workers: int):
     layers = [{f"{layer}.a": (2304, 768), f"{layer}.b": (768, 3072), f"{layer}.norm": (768,)} for layer in range(13)]
     model = {name: shape for layer in layers for name, shape in layer.items()}
     settings = config(50, wire_dtype="int4")
-    ranks = starting_ranks(model, settings, workers, buckets=len(layers))
+    ranks = Planner(model, settings, workers, buckets=len(layers)).starting_ranks()
     sent = 0
     for layer in layers:
         layout = Layout.build(layer, settings).with_ranks(lambda segment: ranks[segment.name])

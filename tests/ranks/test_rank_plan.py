@@ -111,7 +111,7 @@ def test_report():
     config = PowerSGDConfig(rank=2, wire_dtype="int4")
     layout = Layout.build({"a": (64, 64)}, config)
     assert "Messages" not in str(RankReport.of(layout, config, {}))
-    said = str(RankReport.of(layout, config, {}, {"all-to-all": 2, "all-reduce": 1}, 8))
+    said = str(RankReport.of(layout, config, {}, exchanges={"all-to-all": 2, "all-reduce": 1}, node_workers=8))
     assert "Messages in a step: 2 by all-to-all, 1 by all-reduce; the 8 workers of a node share them" in said
 
 
