@@ -10,8 +10,8 @@ from torch import nn
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.attach import attach, load_from
+from powersgd_triton.integrations.common import announce
 
 try:
     from accelerate import Accelerator

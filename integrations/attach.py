@@ -14,8 +14,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
-from powersgd_triton.integrations.names import is_deepspeed, uncompiled
+from powersgd_triton.integrations.common import announce, describe_bytes, describe_ranks, is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import fewer
 

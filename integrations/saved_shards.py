@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
     It tells whether all workers have the shards that were saved. The weights grow with the first two indices, so the
     sums also change if workers have each other's shards.
     """
-    alike: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
+    totals: dict[str, float] = {}
     for name, error in errors.items():
         mesh = error.device_mesh
         squares: Any = error.detach().double().square()
@@ -35,15 +35,12 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
             weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
             squares = squares * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        total = squares.to_local().sum()
         # Not the error's placements: DTensor gathers what has fewer rows than there are workers.
-        alike.setdefault((mesh, squares.placements), {})[name] = squares.to_local().sum()
-    totals: dict[str, float] = {}
-    for (mesh, placements), sums in alike.items():
-        stacked = torch.stack(list(sums.values()))
-        for dim, placement in enumerate(placements):
+        for dim, placement in enumerate(squares.placements):
             if not placement.is_replicate():
-                dist.all_reduce(stacked, group=mesh.get_group(dim))
-        totals.update(zip(sums, stacked.tolist(), strict=True))
+                dist.all_reduce(total, group=mesh.get_group(dim))
+        totals[name] = float(total)
     return totals
 
 
@@ -67,21 +64,14 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-class Factors(NamedTuple):
-    """What a sharded state saves as bytes.
+def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float]]:
+    """Read the factors of a saved state. ValueError if that is not possible, or they have another format.
 
-    Attributes:
-        shards, plans: {name: parts} and the plan of each shard. Plans are empty if ranks are not planned.
-        squares: Result of ``weighted_squares``. Empty without error feedback.
+    Returns:
+        {name: parts} and the plan of the saved shard that contained the first rows of shard ``worker`` of ``workers``,
+        unless the number of tensor-parallel workers changed; and the result of ``weighted_squares``. The plan is empty
+        if ranks are not planned, and the squares without error feedback. All are the same on all replicas.
     """
-
-    shards: list[Any]
-    plans: list[Any]
-    squares: dict[str, float]
-
-
-def read_factors(content: Any) -> Factors:
-    """Read the factors of a saved state. ValueError if that is not possible, or they have another format."""
     try:
         found = unpickled(content)
     # Damaged content can make the reader raise anything.
@@ -100,7 +90,11 @@ def read_factors(content: Any) -> Factors:
     squares = found.get("squares")
     if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
         raise ValueError("the squares in the saved state must be {name: number}")
-    return Factors(shards, plans, dict(squares))
+    index = worker * len(shards) // workers
+    # A left basis has the rows of a shard, so it only fits the same number of shards.
+    keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
+    matrices = {name: {key: parts[key] for key in keys if key in parts} for name, parts in shards[index].items()}
+    return matrices, plans[index], dict(squares)
 
 
 def _values(mappings: list[Any]) -> list[Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.fsdp2.seams import guard, take_over_all_reduce
-from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState, custom_reduce_scatter
-from powersgd_triton.integrations.fsdp2.units import Unit, find_units, worker_groups
+from powersgd_triton.integrations.fsdp2.states import FullShardState, HybridShardState
+from powersgd_triton.integrations.fsdp2.units import find_units, worker_groups
 from powersgd_triton.planning.tuning import refuse_auto
 
 __all__ = ["FullShardState", "HybridShardState", "apply_powersgd"]
@@ -53,35 +50,20 @@ def apply_powersgd(
     """
     replicas, others = worker_groups(model, replicate_group)
 
-    def prepare() -> tuple[tuple[list[Unit], HybridShardState | FullShardState], Facts, Facts]:
-        if not isinstance(config, PowerSGDConfig):
-            raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+    def prepare() -> tuple[HybridShardState | FullShardState, Facts, Facts]:
         method = "set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook"
         if not hasattr(FSDPModule, method):
             missing = f"FSDPModule.{method} does not exist in torch {torch.__version__}"
             raise RuntimeError(f"{missing}; install a newer version")
         units = find_units(model, replicas)
-        if replicas is None:
-            refuse_auto(config, "a sharded model without replicas")
-            return (units, FullShardState(config, units, others[0])), {}, {}
-        return (units, HybridShardState(model, config, units, replicas, others)), {}, {}
+        if replicas is not None:
+            return HybridShardState(model, config, units, replicas, others), {}, {}
+        state = FullShardState(config, units, others[0])
+        refuse_auto(config, "a sharded model without replicas")
+        return state, {}, {}
 
     # Collectives follow, so that no worker may raise an error alone.
     everyone = [*([] if replicas is None else [replicas]), *others]
-    units, state = together("apply_powersgd", prepare, Communicator(everyone[0], everyone[1:]))
-    if isinstance(state, FullShardState):
-        state.use_own_group()
-        for unit in units:
-            reduce_scatter = custom_reduce_scatter(state, unit)
-            unit.module.set_custom_reduce_scatter(reduce_scatter)
-            # FSDP has nothing to reduce-scatter on one worker.
-            if dist.get_world_size(others[0]) > 1:
-                guard(unit, "_reduce_scatter_comm", reduce_scatter)
-        return state
-    state.make_replicas_equal()
-    for unit in units:
-        take_over_all_reduce(unit.parameter_group)
-        hook = functools.partial(state._all_reduce, unit)
-        unit.module.set_all_reduce_hook(hook)
-        guard(unit, "_all_reduce_hook", hook)
+    state = together("apply_powersgd", prepare, Communicator(everyone[0], everyone[1:]))
+    state._take_over()
     return state

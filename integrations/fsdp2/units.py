@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from powersgd_triton.integrations.fsdp2.replicas import reshard
+from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.fsdp2.seams import check_torch, replicas_of, shards_of
-from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.ops.gradients import real_shape
 
 TWO_MESHES = (
     'give fully_shard the mesh of both dimensions, and no replicate_group; or give fully_shard mesh["shard"], and '
     'apply_powersgd replicate_group=mesh["replicate"].get_group()'
 )
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the model's parameters its shards. After a forward pass without gradients, the root's are still whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, this worker's part) of all parameters and buffers."""
+    reshard(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class Unit:
@@ -31,14 +45,16 @@ class Unit:
         self.module, self.where, self.parameter_group = module, where, parameter_group
         self.shard_group = shards_of(parameter_group)
         self.calls = 0
-        # The order in which FSDP packs gradients, which differs from that of named_parameters().
         self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Return FSDP's objects for the parameters, in the order in which FSDP packs gradients."""
+        return zip(self._names, self.parameter_group.fsdp_params, strict=True)
 
     @property
     def parameters(self) -> dict[str, Any]:
         """FSDP's objects for the trainable parameters by name."""
-        named = zip(self._names, self.parameter_group.fsdp_params, strict=True)
-        return {name: parameter for name, parameter in named if parameter.sharded_param.requires_grad}
+        return {name: p for name, p in self.named_parameters() if p.sharded_param.requires_grad}
 
     def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of this worker's padded rows of the trainable parameters, or of what FSDP shards."""
@@ -51,7 +67,6 @@ class Unit:
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's objects for the parameters of one module."""
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
@@ -88,8 +103,8 @@ def worker_groups(
     return replicas, found
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(sorted(dist.get_process_group_ranks(group)))
+def _ranks(group: dist.ProcessGroup) -> frozenset[int]:
+    return frozenset(dist.get_process_group_ranks(group))
 
 
 def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
@@ -106,24 +121,25 @@ def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> l
                 "apply fully_shard to submodules instead, so that each uses only one mesh"
             )
         if groups and not any(unit.parameter_group is groups[0] for unit in units):
-            _check(groups[0], where, names, replicate_group)
             units.append(Unit(module, where, groups[0], names))
-    if len({None if unit.shard_group is None else _ranks(unit.shard_group) for unit in units}) > 1:
+            _check(units[-1], replicate_group)
+    if len({unit.shard_group and _ranks(unit.shard_group) for unit in units}) > 1:
         raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
     return units
 
 
-def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.ProcessGroup | None) -> None:
+def _check(unit: Unit, replicate_group: dist.ProcessGroup | None) -> None:
+    group, where = unit.parameter_group, unit.where
     if group._all_reduce_hook is not None:
         raise ValueError(f"{where} has an all-reduce hook; was apply_powersgd called before? Call it once for a model")
-    if replicate_group is None and type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+    reduce_scatter = type(group._reduce_scatter_comm).__name__
+    if replicate_group is None and reduce_scatter != "DefaultReduceScatter":
         raise ValueError(
-            f"{where} has a custom reduce-scatter ({type(group._reduce_scatter_comm).__name__}); "
+            f"{where} has a custom reduce-scatter ({reduce_scatter}); "
             "was apply_powersgd called before? Call it once for a model, and set no other reduce-scatter"
         )
-    for parameter in group.fsdp_params:
+    for name, parameter in unit.named_parameters():
         placements = parameter.sharded_param.placements
-        name = names[id(parameter.sharded_param)]
         if parameter.fsdp_placement.dim != 0:
             raise ValueError(
                 f"FSDP shards parameter {name!r} as {parameter.fsdp_placement}, but must shard it on dim 0; leave "
@@ -136,17 +152,16 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
             )
     if replicate_group is None:
         return
-    replicas = _ranks(replicate_group)
-    native, shards = replicas_of(group), shards_of(group)
+    replicas, native, shards = _ranks(replicate_group), replicas_of(group), shards_of(group)
     if native is not None:
         check_torch()
         if _ranks(native) != replicas:
             raise ValueError(
-                f"replicate_group has the workers {[*replicas]}, but {where} is replicated over the workers "
-                f"{[*_ranks(native)]} by its mesh; leave replicate_group out"
+                f"replicate_group has the workers {sorted(replicas)}, but {where} is replicated over the workers "
+                f"{sorted(_ranks(native))} by its mesh; leave replicate_group out"
             )
-    elif shards is not None and {*_ranks(shards)} & {*replicas} != {dist.get_rank()}:
+    elif shards is not None and _ranks(shards) & replicas != {dist.get_rank()}:
         raise ValueError(
-            f"replicate_group has the workers {[*replicas]} and {where} is sharded over {[*_ranks(shards)]}; "
+            f"replicate_group has the workers {sorted(replicas)} and {where} is sharded over {sorted(_ranks(shards))}; "
             f"they must have this worker ({dist.get_rank()}) in common and no other: {TWO_MESHES}"
         )

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.integrations.names import is_deepspeed, plain_name, uncompiled
+from powersgd_triton.integrations.common import is_deepspeed, plain_name, uncompiled
 
 Named = Iterator[tuple[str, Tensor]]
 Shape = tuple[int, ...]
@@ -127,8 +127,7 @@ def _largest_part(parameter: Tensor) -> Shape:
 
 
 def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
-    from powersgd_triton.integrations.fsdp2.replicas import reshard
-    from powersgd_triton.integrations.fsdp2.units import worker_groups
+    from powersgd_triton.integrations.fsdp2.units import reshard, worker_groups
 
     advice = 'give fully_shard mesh["shard"], and LocalSteps group=mesh["replicate"].get_group()'
     replicas, shards = worker_groups(model, None)
