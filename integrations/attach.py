@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
@@ -14,11 +13,16 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.common import announce, describe_bytes, describe_ranks, is_deepspeed, uncompiled
+from powersgd_triton.integrations.common import (
+    announce,
+    describe_bytes,
+    describe_ranks,
+    is_deepspeed,
+    logger,
+    uncompiled,
+)
 from powersgd_triton.ops.step import LossScaleSource
 from powersgd_triton.ranks.report import fewer
-
-logger = logging.getLogger("powersgd_triton")
 
 NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 
@@ -60,9 +64,7 @@ def attach(
     config = chosen(config, options)
     if not isinstance(model, nn.Module):
         raise TypeError(_not_wrapped(model))
-    bare = uncompiled(model)
-    reference = _attached.get(bare)
-    state = None if reference is None else reference()
+    bare, state = uncompiled(model), attached(model)
     if state is None:
         state = _compress(bare, config, node_group)
         _attached[bare] = weakref.ref(state)
@@ -78,6 +80,12 @@ def attach(
     if loss_scale is not None:
         state.attach(loss_scale)
     return state
+
+
+def attached(model: nn.Module) -> Handle | None:
+    """Return the state that ``attach`` has returned for a model, if there is one."""
+    reference = _attached.get(uncompiled(model))
+    return None if reference is None else reference()
 
 
 def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDConfig | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import shutil
@@ -24,7 +25,7 @@ from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
-from powersgd_triton.handle import Folder, Handle
+from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, weighted_squares
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
@@ -41,6 +42,9 @@ class ShardedHandle(Handle):
     The ``others`` of the engine's communicator are the workers whose shards have factors of their own: those of FSDP,
     then those of tensor parallelism, which splits parameters before FSDP does.
     """
+
+    # {saved name: name here}, in what ``renamed`` returns.
+    _names: Mapping[str, str] = {}
 
     def _place(self, name: str, error: Tensor) -> DTensor:
         """Return a mean error as a DTensor with the parameter's shape and sharding."""
@@ -82,6 +86,7 @@ class ShardedHandle(Handle):
             content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()
         torch.save(content, factors)
+        errors = _renamed(errors, {new: old for old, new in self._names.items()})
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
@@ -95,7 +100,7 @@ class ShardedHandle(Handle):
         Raises:
             ValueError, DisagreementError: See ``Handle.load_state_dict``. Nothing was changed.
         """
-        rename = rename or {}
+        rename = rename or self._names
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
         nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
         found = weighted_squares(errors)
@@ -129,38 +134,6 @@ class ShardedHandle(Handle):
 
         return load(self._engine, read)
 
-    def save(self, folder: Folder) -> None:
-        """See ``Handle.save``."""
-        path = Path(folder) / FOLDER
-        new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        # One worker is the first one of all its groups.
-        first = all(workers.index == 0 for workers in (self._communicator, *self._communicator.others))
-
-        def prepare() -> tuple[dist.ProcessGroup | None, bool]:
-            if first:
-                # What an interrupted call has left.
-                shutil.rmtree(new, ignore_errors=True)
-            return self._holders()
-
-        group, first_replica = self._together("save", prepare)
-        saved = self.state_dict()
-
-        def write() -> None:
-            if group is None or first_replica:
-                try:
-                    dcp_save(saved, checkpoint_id=new, process_group=group)
-                except CheckpointException as error:
-                    raise OSError(f"the state cannot be written to {new}: {error}") from error
-            # All workers of the group have written. If what follows is interrupted, ``load`` finds the old state.
-            if first:
-                if path.exists():
-                    shutil.rmtree(old, ignore_errors=True)
-                    path.rename(old)
-                new.rename(path)
-                shutil.rmtree(old, ignore_errors=True)
-
-        self._together("save", write)
-
     def _file(self) -> str:
         return FOLDER
 
@@ -168,13 +141,34 @@ class ShardedHandle(Handle):
         # What an interrupted ``save`` has left.
         return super()._find(path) or super()._find(path.with_suffix(".old"))
 
+    def _write(self, state: Mapping[str, Any], folder: Path) -> None:
+        path, (group, writes) = folder / FOLDER, self._holders()
+        if not writes:
+            return
+        new, old = path.with_suffix(".new"), path.with_suffix(".old")
+        # One worker is the first one of all its groups.
+        first = all(workers.index == 0 for workers in (self._communicator, *self._communicator.others))
+        if first:
+            # What an interrupted call has left. Other workers write when DCP has heard of this one.
+            shutil.rmtree(new, ignore_errors=True)
+        try:
+            dcp_save(dict(state), checkpoint_id=new, process_group=group)
+        except CheckpointException as error:
+            raise OSError(f"the state cannot be written to {new}: {error}") from error
+        # All workers of the group have written. If what follows is interrupted, ``load`` finds the old state.
+        if first:
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+            new.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+
     def _read(self, path: Path) -> StateDict:
-        group, _ = self._together("load", self._holders)
         saved = self.state_dict()
 
         def read() -> None:
             try:
-                dcp_load(saved, checkpoint_id=path, process_group=group)
+                dcp_load(saved, checkpoint_id=path, process_group=self._holders()[0])
             except CheckpointException as error:
                 raise ValueError(f"the saved state {path} cannot be read: {error}") from error
 
@@ -182,7 +176,7 @@ class ShardedHandle(Handle):
         return saved
 
     def _holders(self) -> tuple[dist.ProcessGroup | None, bool]:
-        """Return the group in which DCP saves and loads the whole state, and whether this is the first replica's.
+        """Return the group in which DCP saves and loads the whole state, and whether this replica saves it.
 
         None is the default group, of all workers. ValueError if no group has all workers of the model, as DCP needs it.
         """
@@ -230,12 +224,14 @@ class ShardedHandle(Handle):
                 errors[name] = own_part(saved, state_dict["error"][saved], like)
         return nearest, errors, _renamed(squares, rename)
 
-    def renamed(self, names: Mapping[str, str]) -> Renamed:
+    def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
         """Return this state for ``dcp.load`` of a checkpoint with other names. ``names`` is {saved name: name here}."""
         unknown = sorted(set(names.values()) - self._matrices().keys())
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not a trainable parameter of two or more dimensions of this model")
-        return Renamed(self, names)
+        view = copy.copy(self)
+        view._names = dict(names)
+        return view
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) > 1}
@@ -274,23 +270,6 @@ class WholeHandle(ShardedHandle):
         rows = -(-shape[0] // self._workers)
         own = error.view(shape)[self._worker * rows : (self._worker + 1) * rows]
         return placed(own.to(self._mesh.device_type, copy=True), self._mesh, [Shard(0)], shape)
-
-
-class Renamed:
-    """A sharded state whose parameters had other names when it was saved. See ``ShardedHandle.renamed``."""
-
-    def __init__(self, state: ShardedHandle, names: Mapping[str, str]) -> None:
-        self._state, self._names = state, dict(names)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state with the saved names. Collective."""
-        saved_names = {new: old for old, new in self._names.items()}
-        found = self._state.state_dict()
-        return {**found, "error": _renamed(found["error"], saved_names)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state that has the saved names."""
-        self._state.load_state_dict(state_dict, rename=self._names)
 
 
 def _renamed(named: Mapping[str, T], rename: Mapping[str, str]) -> dict[str, T]:

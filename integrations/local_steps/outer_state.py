@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.integrations.common import broadcast_from_first
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local
 from powersgd_triton.ops.host_copy import HostCopy
 
@@ -45,17 +48,20 @@ class OuterState:
         # As they were after the last exchange.
         self._buffers: list[Tensor] = []
 
+    def settings(self) -> list[Any]:
+        """Return the kind and the plain settings of the outer optimizer, which must be equal on all workers."""
+        plain = (bool, int, float, str)
+        groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in self.optimizer.param_groups]
+        return [type(self.optimizer).__name__, *groups]
+
     def theta(self) -> Tensors:
         """Return {name: θ} without gradients. They are not copies."""
         return {name: parameter.detach() for name, parameter in self.shared.items()}
 
     def begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""
-        for found in (self.theta().items(), self.local.buffers(), self.local.frozen()):
-            for _, tensor in found:
-                sent = tensor.to(self._device).contiguous()
-                self._communicator.broadcast(sent)
-                tensor.copy_(sent)
+        found = itertools.chain(self.theta().items(), self.local.buffers(), self.local.frozen())
+        broadcast_from_first((tensor for _, tensor in found), self._communicator)
         self.write(self.theta())
         self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
 

@@ -23,20 +23,10 @@ from powersgd_triton.core.loading import adopt, checked, facts_of, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.local_steps.arguments import chosen_config
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local_tensors
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, averaging, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.saved import (
-    SavedRound,
-    check_groups_of,
-    joined,
-    pack,
-    settings_of,
-    unpack,
-    with_errors,
-    write_round,
-)
+from powersgd_triton.integrations.local_steps.saved import SavedRound, joined, write_round
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
@@ -120,7 +110,7 @@ class LocalSteps(Handle):
             engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
             self._outer = OuterState(local, outer or averaging, communicator, device)
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
-            own |= {"outer": settings_of(self._outer.optimizer), **common_facts(chosen, 0)}
+            own |= {"outer": self._outer.settings(), **common_facts(chosen, 0)}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
             return engine, own, {**dtypes, **facts_of(engine)}
 
@@ -235,12 +225,11 @@ class LocalSteps(Handle):
         """
         self._advance(finish=True)
         settle(self._engine)
-        errors, state = super().error(), save(self._engine)
+        errors, engine = super().error(), save(self._engine)
         parts = self._outer.parts(begun=self.since > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
-        this = SavedRound(self.steps, self.since, self._place, parts, self.outer.state_dict())
-        return pack(state, this)
+        return SavedRound(engine, self.steps, self.since, self._place, parts, self.outer.state_dict()).to_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
@@ -251,28 +240,26 @@ class LocalSteps(Handle):
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
 
-        def read() -> tuple[tuple[dict[str, Any], SavedRound], Facts, Facts]:
-            shapes = {name: tuple(theta.shape) for name, theta in self._outer.theta().items()}
-            content, this = unpack(opened(state_dict), shapes)
-            shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in this.parts.items()}
-            return (content, this), {"steps": this.steps, "since": this.since}, shared
+        def read() -> tuple[SavedRound, Facts, Facts]:
+            saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer)
+            shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in saved.parts.items()}
+            return saved, {"steps": saved.steps, "since": saved.since}, shared
 
-        content, this = self._compare("load_state_dict", read)
+        saved = self._compare("load_state_dict", read)
         # A worker's own parts are of use only if all workers have theirs.
-        own = self._everywhere(this.worker == self._place)
+        own = self._everywhere(saved.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            state, owner = (with_errors(content, this), self._place) if own else (content, None)
-            parsed = checked(self._engine, state, sizes(self._engine.tensors(), self.config), owner=owner)
-            check_groups_of(this.outer, self.outer.state_dict())
-            return parsed, {}, saved_facts(parsed[0])
+            state, owner = (saved.with_own_errors(), self._place) if own else (saved.engine, None)
+            found = checked(self._engine, state, sizes(self._engine.tensors(), self.config), owner=owner)
+            return found, {}, saved_facts(found[0])
 
         loaded, report = self._compare("load_state_dict", check)
-        self.outer.load_state_dict(this.outer)
+        self.outer.load_state_dict(saved.outer)
         self._pending = None
         adopt(self._engine, loaded, report)
-        self._outer.load(this.parts, own=own)
-        self.steps, self.since = this.steps, this.since
+        self._outer.load(saved.parts, own=own)
+        self.steps, self.since = saved.steps, saved.since
         self.every = self._length(self.steps - self.since)
         if self.config.codes is None:
             return report
