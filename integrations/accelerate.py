@@ -43,9 +43,7 @@ def compress(
         one process, which has nothing to send.
 
     Raises:
-        TypeError: The model is not prepared, or both ``config`` and ``options`` are given.
-        ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
-            configuration. Nothing was changed.
+        TypeError, ValueError: See ``powersgd_triton.attach``. The model is not prepared, for example.
     """
     if accelerator.num_processes == 1:
         announce("powersgd: off, since there is only one process and nothing to send")
@@ -66,10 +64,11 @@ def _follow_checkpoints(accelerator: Accelerator) -> None:
     """Make the accelerator save and load the states of its models."""
 
     def places(folder: str) -> list[tuple[Handle, Path]]:
+        states = {accelerator.unwrap_model(model): state for model, state in attached().items()}
         # A model that accelerator.free_memory has released is no longer among these.
-        states = [state for model in accelerator._models if (state := attached(model)) is not None]
+        models = [model for model in map(accelerator.unwrap_model, accelerator._models) if model in states]
         # DeepSpeed's engine saves its state by itself.
-        found = [state for state in states if not state.saved_with_model]
+        found = [states[model] for model in models if not states[model].saved_with_model]
         if len(found) == 1:
             return [(found[0], Path(folder))]
         return [(state, Path(folder) / f"powersgd_{index}") for index, state in enumerate(found)]

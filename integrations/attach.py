@@ -64,7 +64,8 @@ def attach(
     config = chosen(config, options)
     if not isinstance(model, nn.Module):
         raise TypeError(_not_wrapped(model))
-    bare, state = uncompiled(model), attached(model)
+    bare = uncompiled(model)
+    state = attached().get(bare)
     if state is None:
         state = _compress(bare, config, node_group)
         _attached[bare] = weakref.ref(state)
@@ -82,10 +83,9 @@ def attach(
     return state
 
 
-def attached(model: nn.Module) -> Handle | None:
-    """Return the state that ``attach`` has returned for a model, if there is one."""
-    reference = _attached.get(uncompiled(model))
-    return None if reference is None else reference()
+def attached() -> dict[nn.Module, Handle]:
+    """Return {wrapped model: state} of all that ``attach`` has compressed."""
+    return {model: state for model, reference in _attached.items() if (state := reference()) is not None}
 
 
 def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDConfig | None:

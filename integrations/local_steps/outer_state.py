@@ -36,7 +36,7 @@ class OuterState:
     """The shared parameters θ, in at least fp32, beside this worker's own, which are sent from ``device``."""
 
     def __init__(self, local: LocalTensors, outer: Outer, communicator: Communicator, device: torch.device) -> None:
-        self.local, self._communicator, self._device = local, communicator, device
+        self.local, self._communicator, self.device = local, communicator, device
         self.shared = {
             name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
             for name, tensor in local.tensors()
@@ -91,7 +91,7 @@ class OuterState:
         for name, tensor in self.local.tensors():
             start = self._start(name, tensor)
             own = tensor.to(start.dtype) if begun is None else begun[name]
-            found[name] = _padded((start - own).to(self._device), self.local.shapes[name])
+            found[name] = _padded((start - own).to(self.device), self.local.shapes[name])
         if finite is None:
             finite = self._is_finite(found.values())
         for gradient in found.values():
@@ -161,7 +161,7 @@ class OuterState:
         """Return whether all shards of this worker's model are finite, as a bool scalar on the device."""
         # Several times as fast on the CPU as a norm.
         extremes = [extreme for each in gradients if each.numel() for extreme in torch.aminmax(each)]
-        finite = torch.ones((), dtype=torch.bool, device=self._device)
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
         if extremes:
             finite = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all()
         if self._communicator.others:
@@ -193,12 +193,12 @@ class OuterState:
             states = [known[p] for group in optimizer.param_groups for p in group["params"] if p in known]
             found = [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
             shapes = {"shapes of the optimizer's states": [list(tensor.shape) for tensor in found]}
-            together("an average of states", lambda: (None, {}, shapes), self._communicator, self._device)
+            together("an average of states", lambda: (None, {}, shapes), self._communicator, self.device)
             tensors += found
         if not tensors or self._communicator.world_size == 1:
             return 0
         # Integers and fp32 keep their values in fp64.
-        whole = torch.cat([tensor.double().reshape(-1).to(self._device) for tensor in tensors])
+        whole = torch.cat([tensor.double().reshape(-1).to(self.device) for tensor in tensors])
         counts = finite & ~whole.isnan().any()
         whole = torch.cat([torch.where(counts, whole, 0), counts.double().view(1)])
         self._communicator.mean(whole)
@@ -207,7 +207,7 @@ class OuterState:
         for tensor, average in zip(tensors, averages, strict=True):
             average = average if tensor.is_floating_point() else average.round()
             # If no worker counts, nothing changes.
-            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self._device)))
+            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self.device)))
         self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
         return whole.nbytes
 
@@ -217,7 +217,7 @@ class OuterState:
         if not buffers:
             return []
         same = [torch.equal(buffer, before) for buffer, before in zip(buffers, self._buffers, strict=True)]
-        unchanged = torch.tensor(same, dtype=torch.int32, device=self._device)
+        unchanged = torch.tensor(same, dtype=torch.int32, device=self.device)
         self._communicator.minimum(unchanged)
         return [buffer for buffer, equal in zip(buffers, unchanged.tolist(), strict=True) if not equal]
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.checkpoint import load as load_file
-from powersgd_triton.checkpoint import save as save_file
+from powersgd_triton.checkpoint import load
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.core.saved_state import listing
 
@@ -113,25 +112,18 @@ class SavedRound:
         return {**self.engine, "matrices": matrices}
 
 
-def write_round(state: Mapping[str, Any], common: Path, own: Path, *, first: bool) -> None:
-    """Write this worker's parts of a saved state to a file. The ``first`` worker writes what all share to another."""
-    save_file(_without(state, COMMON), own)
-    if first:
-        save_file(_without(state, OWN), common)
-
-
-def _without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    dropped = set(keys)
-    matrices = {name: {k: parts[k] for k in parts.keys() - dropped} for name, parts in state["matrices"].items()}
+def without(state: Mapping[str, Any], dropped: Iterable[str]) -> dict[str, Any]:
+    """Return a saved state without some parts of its tensors."""
+    matrices = {name: {k: parts[k] for k in parts.keys() - {*dropped}} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices}
 
 
 def joined(common: Path, own: Path) -> dict[str, Any]:
     """Read a saved state from its files. ``own`` may be missing, if it was saved by another number of workers."""
-    state = load_file(common)
+    state = load(common)
     if not own.exists():
         return state
-    mine = load_file(own)
+    mine = load(own)
     ours, theirs = (found.get(KEY, {}) for found in (mine, state))
     if ours.get("worker", [])[1:] != theirs.get("worker", [])[1:]:
         # An earlier checkpoint in this folder was saved by as many workers as there are now, and the last one was not.

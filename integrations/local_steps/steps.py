@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.checkpoint import StateDict, opened
+from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
@@ -26,7 +27,7 @@ from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, averaging, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.saved import SavedRound, joined, write_round
+from powersgd_triton.integrations.local_steps.saved import COMMON, OWN, SavedRound, joined, without
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
@@ -67,9 +68,8 @@ class LocalSteps(Handle):
         optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
 
     Raises:
-        TypeError: An argument has the wrong type, or the model is not supported.
-        ValueError: An argument is out of range, the model communicates with ``group`` in every step, or workers refuse
-            something. Nothing was changed.
+        TypeError, ValueError: An argument has the wrong type or value, the model is not supported or communicates with
+            ``group`` in every step, or another worker has refused something. Nothing was changed.
         DisagreementError: Workers differ in their arguments or tensors. Nothing was changed.
 
     Attributes:
@@ -200,11 +200,7 @@ class LocalSteps(Handle):
         return {name: theta.clone() for name, theta in self._outer.theta().items()}
 
     def error(self) -> Tensors:
-        """Return copies {name: E} of what this worker has not sent yet of its pseudo-gradients, as θ is shaped.
-
-        If sums take two levels, E is what the node has not sent yet of this worker's part, and zero elsewhere. The
-        result has no tensors of which nothing was sent, and is empty without error feedback.
-        """
+        """See ``Handle.error``. {name: E as θ is shaped}, without tensors of which nothing was sent."""
         theta, shapes = self._outer.theta(), self._outer.local.shapes
         return {name: without_padding(E.view(shapes[name]), theta[name]) for name, E in super().error().items()}
 
@@ -233,12 +229,7 @@ class LocalSteps(Handle):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
-        """Continue from a saved state of any number of workers. Overwrites the model's parameters. Collective.
-
-        Raises:
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
-            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
-        """
+        """See ``Handle.load_state_dict``. Overwrites the model's parameters."""
 
         def read() -> tuple[SavedRound, Facts, Facts]:
             saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer)
@@ -267,9 +258,10 @@ class LocalSteps(Handle):
         return dataclasses.replace(report, loaded=report.carried, carried=())
 
     def _write(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Write what all workers share to one file, and what is this worker's own to another."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_round(state, folder / self._file(), folder / self._file(own=True), first=self._place[0] == 0)
+        save_file(without(state, COMMON), folder / self._file(own=True))
+        if self._communicator.index == 0:
+            save_file(without(state, OWN), folder / self._file())
 
     def _read(self, path: Path) -> StateDict:
         return self._together("load", lambda: joined(path, path.with_name(self._file(own=True))))
