@@ -13,16 +13,8 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.common import (
-    announce,
-    describe_bytes,
-    describe_ranks,
-    is_deepspeed,
-    logger,
-    uncompiled,
-)
+from powersgd_triton.integrations.common import announce, describe, is_deepspeed, logger, uncompiled
 from powersgd_triton.ops.step import LossScaleSource
-from powersgd_triton.ranks.report import fewer
 
 NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 
@@ -71,7 +63,7 @@ def attach(
         _attached[bare] = weakref.ref(state)
         if not is_deepspeed(bare):
             # DeepSpeed's adapter has said it.
-            announce(_describe(state))
+            announce(describe(state))
     elif config is not None and config != state.config:
         raise ValueError(f"the model is compressed with {state.config} already; got {config}")
     elif node_group is not None and node_group != state._communicator.node_group:
@@ -161,17 +153,4 @@ def _not_wrapped(model: object) -> str:
         f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
         "DistributedDataParallel(model), fully_shard(model), replicate(model), FullyShardedDataParallel(model) or "
         "deepspeed.initialize(model=model, …). For a plain loop use powersgd_triton.integrations.optimizer"
-    )
-
-
-def _describe(state: Handle) -> str:
-    report, workers = state.report(), state._communicator.world_size
-    if workers == 1:
-        return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
-    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
-    compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
-    sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
-    return (
-        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "
-        f"({fewer(compression)})"
     )

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.handle import Handle
 from powersgd_triton.ops.gradients import as_real, write_back
+from powersgd_triton.ranks.report import fewer
 
 logger = logging.getLogger("powersgd_triton")
 
@@ -87,3 +89,17 @@ def describe_bytes(count: float) -> str:
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
     return f"{count:.3g} {units[0]}"
+
+
+def describe(state: Handle) -> str:
+    """Return the line for a wrapper that sends gradients only."""
+    report, workers = state.report(), state._communicator.world_size
+    if workers == 1:
+        return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
+    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
+    compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
+    sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
+    return (
+        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "
+        f"({fewer(compression)})"
+    )

@@ -181,8 +181,7 @@ class ShardedHandle(Handle):
         None is the default group, of all workers. ValueError if no group has all workers of the model, as DCP needs it.
         """
         communicator = self._communicator
-        every = [communicator, *communicator.others]
-        groups = [workers for workers in every if workers.world_size > 1] or [communicator]
+        groups = [w for w in (communicator, *communicator.others) if w.world_size > 1] or [communicator]
         number = math.prod(workers.world_size for workers in groups)
         if number == dist.get_world_size():
             return None, True

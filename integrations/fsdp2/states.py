@@ -21,14 +21,7 @@ from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first
-from powersgd_triton.integrations.fsdp2.units import (
-    Unit,
-    find_units,
-    guard,
-    local_tensors,
-    take_over_all_reduce,
-    worker_groups,
-)
+from powersgd_triton.integrations.fsdp2.units import Unit, find_units, local_tensors, worker_groups
 from powersgd_triton.integrations.saved_shards import placed
 from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
@@ -111,10 +104,10 @@ class HybridShardState(ShardedHandle):
         """Make FSDP call this state. Collective."""
         self.make_replicas_equal()
         for unit in self._units:
-            take_over_all_reduce(unit.parameter_group)
+            unit.take_over_all_reduce()
             hook = functools.partial(self._all_reduce, unit)
             unit.module.set_all_reduce_hook(hook)
-            guard(unit, "_all_reduce_hook", hook)
+            unit.guard("_all_reduce_hook", hook)
 
     def make_replicas_equal(self) -> None:
         """Give all replicas the parameters and buffers of the first one, now or when they have values. Collective."""
@@ -234,7 +227,7 @@ class FullShardState(WholeHandle):
             unit.module.set_custom_reduce_scatter(reduce_scatter)
             # FSDP has nothing to reduce-scatter on one worker.
             if self._workers > 1:
-                guard(unit, "_reduce_scatter_comm", reduce_scatter)
+                unit.guard("_reduce_scatter_comm", reduce_scatter)
 
 
 class CustomReduceScatter:

@@ -184,7 +184,7 @@ def chosen_config(
     """Check the arguments of LocalSteps. Return the configuration of the engine. None sends everything in fp32."""
     if config is not None and not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig or None; got {type(config).__name__}")
-    chosen = PowerSGDConfig(rank=_no_rank) if config is None else config
+    chosen = PowerSGDConfig(rank=lambda _name, _shape: 0) if config is None else config
     if chosen.measures:
         refuse_auto(chosen, "an exchange of local steps")
         raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
@@ -199,10 +199,6 @@ def chosen_config(
     if not any(map(math.prod, local.shapes.values())):
         raise ValueError("the model has no parameters that require gradients")
     return chosen
-
-
-def _no_rank(_name: str, _shape: Shape) -> int:
-    return 0
 
 
 def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamespace:

@@ -27,21 +27,20 @@ LARGEST = 1e30
 """Magnitude of changes from which on they count as not finite, since sums of them might not be."""
 
 
-def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that sets the shared parameters to the mean of the local ones."""
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
 class OuterState:
     """The shared parameters θ, in at least fp32, beside this worker's own, which are sent from ``device``."""
 
-    def __init__(self, local: LocalTensors, outer: Outer, communicator: Communicator, device: torch.device) -> None:
+    def __init__(
+        self, local: LocalTensors, outer: Outer | None, communicator: Communicator, device: torch.device
+    ) -> None:
         self.local, self._communicator, self.device = local, communicator, device
         self.shared = {
             name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
             for name, tensor in local.tensors()
         }
-        self.optimizer = outer(list(self.shared.values()))
+        parameters = list(self.shared.values())
+        # By default, θ becomes the mean of the local parameters.
+        self.optimizer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.optimizer).__name__}")
         self._finite: HostCopy | None = None
@@ -91,7 +90,10 @@ class OuterState:
         for name, tensor in self.local.tensors():
             start = self._start(name, tensor)
             own = tensor.to(start.dtype) if begun is None else begun[name]
-            found[name] = _padded((start - own).to(self.device), self.local.shapes[name])
+            found[name] = gradient = (start - own).to(self.device).contiguous()
+            if gradient.shape != self.local.shapes[name]:
+                found[name] = gradient.new_zeros(self.local.shapes[name])
+                without_padding(found[name], gradient).copy_(gradient)
         if finite is None:
             finite = self._is_finite(found.values())
         for gradient in found.values():
@@ -181,10 +183,9 @@ class OuterState:
             logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
 
     def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
-        """Average the buffers that have changed, and the optimizer's states if asked. Return the bytes sent.
+        """Average changed buffers, and the optimizer's states if asked. Return the bytes sent. Collective.
 
-        Collective. Workers that are not finite, or have a NaN in what is averaged, do not count. DisagreementError if
-        states differ in number or shape, for example because a parameter had a gradient on some workers only.
+        Workers that are not finite, or have a NaN in what is averaged, do not count.
         """
         tensors = self._changed_buffers()
         if optimizer is not None:
@@ -192,6 +193,7 @@ class OuterState:
             known = optimizer.state
             states = [known[p] for group in optimizer.param_groups for p in group["params"] if p in known]
             found = [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
+            # They differ if a parameter had a gradient on some workers only.
             shapes = {"shapes of the optimizer's states": [list(tensor.shape) for tensor in found]}
             together("an average of states", lambda: (None, {}, shapes), self._communicator, self.device)
             tensors += found
@@ -222,15 +224,6 @@ class OuterState:
         return [buffer for buffer, equal in zip(buffers, unchanged.tolist(), strict=True) if not equal]
 
 
-def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor with zeros at the ends of its dimensions, contiguous. The result may be ``tensor`` itself."""
-    if tensor.shape == shape:
-        return tensor.contiguous()
-    padded = tensor.new_zeros(shape)
-    without_padding(padded, tensor).copy_(tensor)
-    return padded
-
-
 def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of the elements that ``_padded(tensor, shape)`` has from ``tensor``."""
+    """Return a view of the elements of ``padded``, which has zeros at the ends of its dimensions, in tensor's shape."""
     return padded[tuple(slice(size) for size in tensor.shape)]

@@ -27,37 +27,40 @@ COMMON = ("shared", "changes")
 Matrices = dict[str, dict[str, Tensor]]
 
 
+def pack(engine: Mapping[str, Any], parts: Matrices, outer: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
+    """Return a saved state, as tensors by name and plain values.
+
+    Args:
+        engine: Saved state of the engine.
+        parts: {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}.
+        outer: State of the outer optimizer.
+        rest: The numbers of steps, and this worker as [index, number].
+    """
+    matrices: Matrices = {name: dict(saved) for name, saved in engine["matrices"].items()}
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, (name, own) in enumerate(parts.items()):
+        matrices[name] = {**matrices.get(name, {}), **own}
+        for key, value in outer["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                matrices[name][OUTER + key] = value.detach().clone()
+            else:
+                numbers.setdefault(name, {})[key] = value
+    # Tells this state from others. Equal on all workers.
+    mark = sum(int(fingerprint(own[key])) for own in parts.values() for key in COMMON if key in own)
+    optimizer = {"state": numbers, "param_groups": outer["param_groups"]}
+    return {**engine, "matrices": matrices, KEY: {**rest, "mark": mark, "outer": optimizer}}
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedRound:
-    """What a saved state of ``worker`` (index, number) says of the engine, and of the round under way.
+    """What ``pack`` has returned on ``worker`` (index, number). ``outer`` is what the outer optimizer loads."""
 
-    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``outer`` is the state of
-    the outer optimizer, with tensors and in the order of the parameters.
-    """
-
-    engine: dict[str, Any]
+    state: Mapping[str, Any]
+    parts: Matrices
     steps: int
     since: int
     worker: tuple[int, int]
-    parts: Matrices
     outer: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return tensors by name, and plain values, which ``parse`` reads."""
-        matrices: Matrices = {name: dict(parts) for name, parts in self.engine["matrices"].items()}
-        numbers: dict[str, dict[str, Any]] = {}
-        for index, (name, parts) in enumerate(self.parts.items()):
-            matrices[name] = {**matrices.get(name, {}), **parts}
-            for key, value in self.outer["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    matrices[name][OUTER + key] = value.detach().clone()
-                else:
-                    numbers.setdefault(name, {})[key] = value
-        # Tells this state from others. Equal on all workers.
-        mark = sum(int(fingerprint(parts[key])) for parts in self.parts.values() for key in COMMON if key in parts)
-        outer = {"state": numbers, "param_groups": self.outer["param_groups"]}
-        rest = {"steps": self.steps, "since": self.since, "worker": list(self.worker), "mark": mark, "outer": outer}
-        return {**self.engine, "matrices": matrices, KEY: rest}
 
     @classmethod
     def parse(cls, state: Any, theta: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> SavedRound:
@@ -72,26 +75,18 @@ class SavedRound:
                 "the saved state belongs to another model; parameters missing from it: "
                 f"{listing(theta.keys() - matrices)}; only in it: {listing(matrices.keys() - theta.keys())}"
             )
-        engine: Matrices = {}
-        parts: Matrices = {}
         outer: dict[int, dict[str, Any]] = {}
         for index, (name, shared) in enumerate(theta.items()):
-            saved = dict(matrices[name])
-            values = dict(rest["outer"]["state"].get(name, {}))
-            parts[name] = {key: saved.pop(key) for key in (*COMMON, *OWN) if key in saved}
-            values |= {key.removeprefix(OUTER): saved.pop(key) for key in [*saved] if key.startswith(OUTER)}
             for key in ("shared", "changes", "own"):
-                part = parts[name].get(key)
+                part, shape = matrices[name].get(key), tuple(shared.shape)
                 if part is None and key != "shared":
                     continue
-                if not isinstance(part, Tensor) or part.shape != shared.shape or not bool(part.isfinite().all()):
+                if not isinstance(part, Tensor) or part.shape != shape or not bool(part.isfinite().all()):
                     got = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-                    shape = tuple(shared.shape)
                     raise ValueError(f"{key!r} of {name!r} must be a finite tensor of shape {shape}; got {got}")
-            if values:
+            tensors = {k.removeprefix(OUTER): part for k, part in matrices[name].items() if k.startswith(OUTER)}
+            if values := {**rest["outer"]["state"].get(name, {}), **tensors}:
                 outer[index] = values
-            if saved:
-                engine[name] = saved
         groups, own = rest["outer"]["param_groups"], optimizer.state_dict()["param_groups"]
         found, expected = ([(len(group["params"]), sorted(group)) for group in each] for each in (groups, own))
         if found != expected:
@@ -100,16 +95,18 @@ class SavedRound:
                 f"{found}, and those of this one {expected}"
             )
         worker = (int(rest["worker"][0]), int(rest["worker"][1]))
-        of_engine = {**{key: value for key, value in state.items() if key != KEY}, "matrices": engine}
-        return cls(of_engine, rest["steps"], rest["since"], worker, parts, {"state": outer, "param_groups": groups})
+        return cls(state, matrices, rest["steps"], rest["since"], worker, {"state": outer, "param_groups": groups})
 
-    def with_own_errors(self) -> dict[str, Any]:
-        """Return the engine's saved state with this worker's own errors in place of the mean."""
-        matrices = {name: dict(parts) for name, parts in self.engine["matrices"].items()}
+    def of_engine(self, *, own: bool) -> dict[str, Any]:
+        """Return the engine's saved state, with this worker's ``own`` errors or with the mean."""
+        matrices: Matrices = {}
         for name, parts in self.parts.items():
-            if "own_error" in parts:
-                matrices.setdefault(name, {})["error"] = parts["own_error"]
-        return {**self.engine, "matrices": matrices}
+            saved = {k: part for k, part in parts.items() if k not in (*COMMON, *OWN) and not k.startswith(OUTER)}
+            if own and "own_error" in parts:
+                saved["error"] = parts["own_error"]
+            if saved:
+                matrices[name] = saved
+        return {**{key: value for key, value in self.state.items() if key != KEY}, "matrices": matrices}
 
 
 def without(state: Mapping[str, Any], dropped: Iterable[str]) -> dict[str, Any]:

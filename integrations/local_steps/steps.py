@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,14 +24,12 @@ from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
-from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, averaging, without_padding
+from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, logger, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.saved import COMMON, OWN, SavedRound, joined, without
+from powersgd_triton.integrations.local_steps.saved import COMMON, OWN, SavedRound, joined, pack, without
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
-
-logger = logging.getLogger("powersgd_triton.integrations.local_steps")
 
 T = TypeVar("T")
 
@@ -108,7 +105,7 @@ class LocalSteps(Handle):
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
-            self._outer = OuterState(local, outer or averaging, communicator, device)
+            self._outer = OuterState(local, outer, communicator, device)
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
             own |= {"outer": self._outer.settings(), **common_facts(chosen, 0)}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
@@ -225,7 +222,8 @@ class LocalSteps(Handle):
         parts = self._outer.parts(begun=self.since > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
-        return SavedRound(engine, self.steps, self.since, self._place, parts, self.outer.state_dict()).to_dict()
+        rest = {"steps": self.steps, "since": self.since, "worker": list(self._place)}
+        return pack(engine, parts, self.outer.state_dict(), **rest)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
@@ -241,8 +239,8 @@ class LocalSteps(Handle):
         own = self._everywhere(saved.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            state, owner = (saved.with_own_errors(), self._place) if own else (saved.engine, None)
-            found = checked(self._engine, state, sizes(self._engine.tensors(), self.config), owner=owner)
+            tensors, owner = sizes(self._engine.tensors(), self.config), self._place if own else None
+            found = checked(self._engine, saved.of_engine(own=own), tensors, owner=owner)
             return found, {}, saved_facts(found[0])
 
         loaded, report = self._compare("load_state_dict", check)
