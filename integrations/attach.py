@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
@@ -104,13 +104,14 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     if isinstance(model, DistributedDataParallel):
         from powersgd_triton.integrations import ddp
 
-        def prepare() -> tuple[ddp.PowerSGDState, Facts, Facts]:
-            state = ddp.PowerSGDState(config, process_group=model.process_group, module=model, node_group=node_group)
-            return state, {}, {}
-
+        group, device = model.process_group, next(model.parameters()).device
         # The other workers would wait in the first step for one that has refused its configuration.
-        device = next(model.parameters()).device
-        handle = together("attach", prepare, Communicator(model.process_group), device)
+        handle = together(
+            "attach",
+            lambda: (ddp.PowerSGDState(config, process_group=group, module=model, node_group=node_group), {}, {}),
+            Communicator(group),
+            device,
+        )
         try:
             model.register_comm_hook(handle, ddp.powerSGD_hook)
         except RuntimeError as error:
