@@ -65,12 +65,10 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
 
 
 def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float]]:
-    """Read the factors of a saved state. ValueError if that is not possible, or they have another format.
+    """Return {name: parts} and the plan of one saved shard, and the squares. ValueError if they have another format.
 
-    Returns:
-        {name: parts} and the plan of the saved shard that contained the first rows of shard ``worker`` of ``workers``,
-        unless the number of tensor-parallel workers changed; and the result of ``weighted_squares``. The plan is empty
-        if ranks are not planned, and the squares without error feedback. All are the same on all replicas.
+    It is the shard that contained the first rows of shard ``worker`` of ``workers``, unless the number of
+    tensor-parallel workers changed, and the same one on all replicas.
     """
     try:
         found = unpickled(content)

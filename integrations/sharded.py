@@ -25,7 +25,7 @@ from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
-from powersgd_triton.handle import Handle
+from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, weighted_squares
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
@@ -134,6 +134,12 @@ class ShardedHandle(Handle):
 
         return load(self._engine, read)
 
+    def save(self, folder: Folder) -> None:
+        """See ``Handle.save``."""
+        # What an interrupted call has left is gone before a worker writes.
+        self._together("save", lambda: shutil.rmtree(Path(folder) / f"{FOLDER}.new", ignore_errors=True))
+        super().save(folder)
+
     def _file(self) -> str:
         return FOLDER
 
@@ -146,17 +152,13 @@ class ShardedHandle(Handle):
         if not writes:
             return
         new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        # One worker is the first one of all its groups.
-        first = all(workers.index == 0 for workers in (self._communicator, *self._communicator.others))
-        if first:
-            # What an interrupted call has left. Other workers write when DCP has heard of this one.
-            shutil.rmtree(new, ignore_errors=True)
         try:
             dcp_save(dict(state), checkpoint_id=new, process_group=group)
         except CheckpointException as error:
             raise OSError(f"the state cannot be written to {new}: {error}") from error
-        # All workers of the group have written. If what follows is interrupted, ``load`` finds the old state.
-        if first:
+        # All workers of the group have written. One worker is the first one of all its groups. If it is interrupted,
+        # ``load`` finds the old state.
+        if all(workers.index == 0 for workers in (self._communicator, *self._communicator.others)):
             if path.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 path.rename(old)

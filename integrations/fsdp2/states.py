@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
@@ -54,16 +53,12 @@ def apply_powersgd(
     Raises:
         TypeError, ValueError: ``config`` is not a configuration, or its budget is too small; the model is not sharded,
             or in a way that is not supported; ``apply_powersgd`` was called before. Nothing was changed.
-        RuntimeError: This version of torch is too old, or was not tried with a replicate dimension in the mesh, or the
-            group cannot be used.
+        RuntimeError: This version of torch was not tried with a replicate dimension in the mesh, or the group cannot be
+            used.
     """
     replicas, others = worker_groups(model, replicate_group)
 
     def prepare() -> tuple[HybridShardState | FullShardState, Facts, Facts]:
-        method = "set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook"
-        if not hasattr(FSDPModule, method):
-            missing = f"FSDPModule.{method} does not exist in torch {torch.__version__}"
-            raise RuntimeError(f"{missing}; install a newer version")
         units = find_units(model, replicas)
         if replicas is not None:
             return HybridShardState(model, config, units, replicas, others), {}, {}

@@ -142,11 +142,9 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
 def worker_groups(
     model: nn.Module, replicate_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
-    """Return the process groups of which all workers of the model are made. ValueError if FSDP2 has no part of it.
+    """Return the replicas of a model, if it has any, and the workers that hold different shards of it.
 
-    Returns:
-        The replicas: ``replicate_group``, or else those of the mesh's replicate dimension. None without replicas. And
-        the workers that hold different shards: over which FSDP shards, then those of tensor parallelism.
+    Shards are those of FSDP, then those of tensor parallelism. ValueError if FSDP2 has no part of the model.
     """
     groups = [group for module in model.modules() for group in _parameter_groups(module)]
     if not groups:

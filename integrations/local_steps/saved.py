@@ -28,13 +28,10 @@ Matrices = dict[str, dict[str, Tensor]]
 
 
 def pack(engine: Mapping[str, Any], parts: Matrices, outer: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
-    """Return a saved state, as tensors by name and plain values.
+    """Return a saved state, as tensors by name and plain values, from those of the engine and the outer optimizer.
 
-    Args:
-        engine: Saved state of the engine.
-        parts: {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}.
-        outer: State of the outer optimizer.
-        rest: The numbers of steps, and this worker as [index, number].
+    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``rest`` are the numbers
+    of steps, and this worker as [index, number].
     """
     matrices: Matrices = {name: dict(saved) for name, saved in engine["matrices"].items()}
     numbers: dict[str, dict[str, Any]] = {}
