@@ -16,7 +16,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.integrations.common import Strides, memory_order, plain_name, strides_of
+from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.sharded import WholeHandle
 from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
@@ -38,7 +38,7 @@ class Unit:
         flat = handle.flat_param
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.strides: dict[str, Strides] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
@@ -47,8 +47,7 @@ class Unit:
                     name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
                     self.shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
                     if not flat._contiguities[index]:
-                        like = torch.empty_strided(self.shapes[name], flat._strides[index], device="meta")
-                        self.strides[name] = strides_of(like.shape, memory_order(like))
+                        self.strides[name] = tuple(flat._strides[index])
                 index += 1
             self.numel += numel
 

@@ -8,7 +8,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed,
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
 
-T = TypeVar("T")
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
 
@@ -273,5 +272,5 @@ class WholeHandle(ShardedHandle):
         return placed(own.to(self._mesh.device_type, copy=True), self._mesh, [Shard(0)], shape)
 
 
-def _renamed(named: Mapping[str, T], rename: Mapping[str, str]) -> dict[str, T]:
+def _renamed(named: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
     return {rename.get(name, name): value for name, value in named.items()}

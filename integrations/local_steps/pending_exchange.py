@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -93,7 +92,7 @@ class PendingExchange:
 
 def _fragments(tensors: Mapping[str, Tensor], delay: int) -> list[list[str]]:
     """Divide tensors into fragments that travel one after the other: lists of names."""
-    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if tensor.numel()}
+    sizes = {name: tensor.numel() for name, tensor in tensors.items() if tensor.numel()}
     # With a delay, the next one leaves in the next step, so that the host never waits for the one before.
     most = -(-sum(sizes.values()) // max(1, delay - 1)) if delay else FRAGMENT
     fragments: list[list[str]] = [[]]
