@@ -27,7 +27,7 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
     It tells whether all workers have the shards that were saved. The weights grow with the first two indices, so the
     sums also change if workers have each other's shards.
     """
-    totals: dict[str, float] = {}
+    alike: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
     for name, error in errors.items():
         mesh = error.device_mesh
         squares: Any = error.detach().double().square()
@@ -35,12 +35,15 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
             weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
             squares = squares * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        total = squares.to_local().sum()
         # Not the error's placements: DTensor gathers what has fewer rows than there are workers.
-        for dim, placement in enumerate(squares.placements):
+        alike.setdefault((mesh, squares.placements), {})[name] = squares.to_local().sum()
+    totals: dict[str, float] = {}
+    for (mesh, placements), sums in alike.items():
+        stacked = torch.stack(list(sums.values()))
+        for dim, placement in enumerate(placements):
             if not placement.is_replicate():
-                dist.all_reduce(total, group=mesh.get_group(dim))
-        totals[name] = float(total)
+                dist.all_reduce(stacked, group=mesh.get_group(dim))
+        totals.update(zip(sums, stacked.tolist(), strict=True))
     return totals
 
 
