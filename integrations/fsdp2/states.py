@@ -57,18 +57,18 @@ def apply_powersgd(
             used.
     """
     replicas, others = worker_groups(model, replicate_group)
+    communicator = Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
 
     def prepare() -> tuple[HybridShardState | FullShardState, Facts, Facts]:
         units = find_units(model, replicas)
         if replicas is not None:
-            return HybridShardState(model, config, units, replicas, others), {}, {}
-        state = FullShardState(config, units, others[0])
+            return HybridShardState(model, config, units, communicator), {}, {}
+        state = FullShardState(config, units, communicator)
         refuse_auto(config, "a sharded model without replicas")
         return state, {}, {}
 
     # Collectives follow, so that no worker may raise an error alone.
-    everyone = [*([] if replicas is None else [replicas]), *others]
-    state = together("apply_powersgd", prepare, Communicator(everyone[0], everyone[1:]))
+    state = together("apply_powersgd", prepare, communicator)
     state._take_over()
     return state
 
@@ -81,15 +81,7 @@ class HybridShardState(ShardedHandle):
     a backward pass with ``True``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: PowerSGDConfig,
-        units: list[Unit],
-        replicate_group: dist.ProcessGroup,
-        shard_groups: list[dist.ProcessGroup],
-    ) -> None:
-        communicator = Communicator(replicate_group, shard_groups)
+    def __init__(self, model: nn.Module, config: PowerSGDConfig, units: list[Unit], communicator: Communicator) -> None:
         super().__init__(new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units)))
         self._model, self._units, self._equal = model, units, False
         # Sums of micro-batches that have not been averaged yet.
@@ -209,8 +201,8 @@ class FullShardState(WholeHandle):
 
     replaces_reduce_scatter = True
 
-    def __init__(self, config: PowerSGDConfig, units: list[Unit], group: dist.ProcessGroup) -> None:
-        engine = new_engine(config, Communicator(group), lambda: shapes(units, padded=False), buckets=len(units))
+    def __init__(self, config: PowerSGDConfig, units: list[Unit], communicator: Communicator) -> None:
+        engine = new_engine(config, communicator, lambda: shapes(units, padded=False), buckets=len(units))
         super().__init__(engine, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh)
         self._units = units
 
