@@ -10,8 +10,8 @@ from torch import nn
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.attach import attach, load_from
+from powersgd_triton.integrations.attach import attach, attached, load_from
+from powersgd_triton.integrations.common import announce
 
 try:
     from accelerate import Accelerator
@@ -20,11 +20,8 @@ except ImportError as error:
 
 __all__ = ["compress"]
 
-STATES = "_powersgd_states"
-"""The attribute of an accelerator that has the states of its compressed models."""
-
-# {unwrapped model: state}. Neither is kept alive, so that accelerator.free_memory can release them.
-States = weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Handle]"]
+_followed: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+"""Accelerators that save and load the states of their models."""
 
 
 def compress(
@@ -46,9 +43,7 @@ def compress(
         one process, which has nothing to send.
 
     Raises:
-        TypeError: The model is not prepared, or both ``config`` and ``options`` are given.
-        ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
-            configuration. Nothing was changed.
+        TypeError, ValueError: See ``powersgd_triton.attach``. The model is not prepared, for example.
     """
     if accelerator.num_processes == 1:
         announce("powersgd: off, since there is only one process and nothing to send")
@@ -59,24 +54,21 @@ def compress(
         if config is not None and options:
             raise
         raise TypeError(f"{error}. With Accelerate, give what accelerator.prepare(model) has returned") from None
-    # DeepSpeed's engine saves its state by itself.
-    if not state.saved_with_model:
-        _follow_checkpoints(accelerator)[accelerator.unwrap_model(model)] = weakref.ref(state)
+    if accelerator not in _followed:
+        _followed.add(accelerator)
+        _follow_checkpoints(accelerator)
     return state
 
 
-def _follow_checkpoints(accelerator: Accelerator) -> States:
-    """Make the accelerator save and load the states of the models that are in what is returned."""
-    known: States | None = getattr(accelerator, STATES, None)
-    if known is not None:
-        return known
-    states: States = weakref.WeakKeyDictionary()
-    setattr(accelerator, STATES, states)
+def _follow_checkpoints(accelerator: Accelerator) -> None:
+    """Make the accelerator save and load the states of its models."""
 
     def places(folder: str) -> list[tuple[Handle, Path]]:
-        # A model that accelerator.free_memory has released is no longer among the accelerator's.
-        models = [accelerator.unwrap_model(model) for model in accelerator._models]
-        found = [state for model in models if model in states and (state := states[model]()) is not None]
+        states = {accelerator.unwrap_model(model): state for model, state in attached().items()}
+        # A model that accelerator.free_memory has released is no longer among these.
+        models = [model for model in map(accelerator.unwrap_model, accelerator._models) if model in states]
+        # DeepSpeed's engine saves its state by itself.
+        found = [states[model] for model in models if not states[model].saved_with_model]
         if len(found) == 1:
             return [(found[0], Path(folder))]
         return [(state, Path(folder) / f"powersgd_{index}") for index, state in enumerate(found)]
@@ -92,4 +84,3 @@ def _follow_checkpoints(accelerator: Accelerator) -> States:
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
-    return states

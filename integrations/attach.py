@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.announce import announce, describe_bytes, describe_ranks
-from powersgd_triton.integrations.names import is_deepspeed, uncompiled
+from powersgd_triton.integrations.common import announce, describe, is_deepspeed, logger, uncompiled
 from powersgd_triton.ops.step import LossScaleSource
-from powersgd_triton.ranks.report import fewer
-
-logger = logging.getLogger("powersgd_triton")
 
 NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 
@@ -62,14 +57,13 @@ def attach(
     if not isinstance(model, nn.Module):
         raise TypeError(_not_wrapped(model))
     bare = uncompiled(model)
-    reference = _attached.get(bare)
-    state = None if reference is None else reference()
+    state = attached().get(bare)
     if state is None:
         state = _compress(bare, config, node_group)
         _attached[bare] = weakref.ref(state)
         if not is_deepspeed(bare):
             # DeepSpeed's adapter has said it.
-            announce(_describe(state))
+            announce(describe(state))
     elif config is not None and config != state.config:
         raise ValueError(f"the model is compressed with {state.config} already; got {config}")
     elif node_group is not None and node_group != state._communicator.node_group:
@@ -79,6 +73,11 @@ def attach(
     if loss_scale is not None:
         state.attach(loss_scale)
     return state
+
+
+def attached() -> dict[nn.Module, Handle]:
+    """Return {wrapped model: state} of all that ``attach`` has compressed."""
+    return {model: state for model, reference in _attached.items() if (state := reference()) is not None}
 
 
 def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDConfig | None:
@@ -105,13 +104,14 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     if isinstance(model, DistributedDataParallel):
         from powersgd_triton.integrations import ddp
 
-        def prepare() -> tuple[ddp.PowerSGDState, Facts, Facts]:
-            state = ddp.PowerSGDState(config, process_group=model.process_group, module=model, node_group=node_group)
-            return state, {}, {}
-
+        group, device = model.process_group, next(model.parameters()).device
         # The other workers would wait in the first step for one that has refused its configuration.
-        device = next(model.parameters()).device
-        handle = together("attach", prepare, Communicator(model.process_group), device)
+        handle = together(
+            "attach",
+            lambda: (ddp.PowerSGDState(config, process_group=group, module=model, node_group=node_group), {}, {}),
+            Communicator(group),
+            device,
+        )
         try:
             model.register_comm_hook(handle, ddp.powerSGD_hook)
         except RuntimeError as error:
@@ -154,17 +154,4 @@ def _not_wrapped(model: object) -> str:
         f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
         "DistributedDataParallel(model), fully_shard(model), replicate(model), FullyShardedDataParallel(model) or "
         "deepspeed.initialize(model=model, …). For a plain loop use powersgd_triton.integrations.optimizer"
-    )
-
-
-def _describe(state: Handle) -> str:
-    report, workers = state.report(), state._communicator.world_size
-    if workers == 1:
-        return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
-    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
-    compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
-    sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
-    return (
-        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "
-        f"({fewer(compression)})"
     )

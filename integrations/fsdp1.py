@@ -16,10 +16,8 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.integrations.memory_order import memory_order, strides_of
-from powersgd_triton.integrations.names import plain_name
-from powersgd_triton.integrations.whole_parameters import WholeHandle
-from powersgd_triton.layout.layout import Segment
+from powersgd_triton.integrations.common import plain_name
+from powersgd_triton.integrations.sharded import WholeHandle
 from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
 
@@ -31,8 +29,8 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 class Unit:
     """The places of the trainable parameters in the flat gradient of one FSDP unit.
 
-    ``offsets``, ``shapes`` and ``orders`` have each parameter's first element, its shape, and, if it is not contiguous,
-    its dimensions in the order of memory. ``numel`` counts elements without the padding that makes shards equal.
+    ``strides`` has those of parameters that are not contiguous, which FSDP flattens in the order of memory. ``numel``
+    counts elements without the padding that makes shards equal.
     """
 
     def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
@@ -40,7 +38,7 @@ class Unit:
         flat = handle.flat_param
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.orders: dict[str, tuple[int, ...]] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
@@ -49,17 +47,14 @@ class Unit:
                     name = plain_name(f"{prefix}.{flat._fqns[index]}" if prefix else flat._fqns[index])
                     self.shapes[name], self.offsets[name] = tuple(flat._shapes[index]), self.numel
                     if not flat._contiguities[index]:
-                        # FSDP flattens it in the order of memory.
-                        like = torch.empty_strided(self.shapes[name], flat._strides[index], device="meta")
-                        self.orders[name] = memory_order(like)
+                        self.strides[name] = tuple(flat._strides[index])
                 index += 1
             self.numel += numel
 
-    def view(self, flat: Tensor, segment: Segment) -> Tensor:
+    def view(self, flat: Tensor, name: str) -> Tensor:
         """Return a view, with the parameter's shape, of its elements in FSDP's order."""
-        if segment.name not in self.orders:
-            return flat.view(segment.shape)
-        return flat.as_strided(segment.shape, strides_of(segment.shape, self.orders[segment.name]))
+        shape, strides = self.shapes[name], self.strides.get(name)
+        return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
@@ -114,23 +109,22 @@ class PowerSGDState(WholeHandle):
         group: Any = fsdp_model.process_group
         device = fsdp_model.compute_device or torch.device("cpu")
         communicator = Communicator(group)
-        shapes: dict[str, tuple[int, ...]] = {}
+        sharded = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
 
         def prepare() -> tuple[tuple[dict[Unit, Any], Engine], Facts, Facts]:
-            if not isinstance(config, PowerSGDConfig):
-                raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
-            if fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD:
-                refuse_auto(config, "a sharded model")
             given_groups(node_group)
             units = _units(fsdp_model)
-            shapes.update({name: shape for unit in units for name, shape in unit.shapes.items()})
-            return (units, new_engine(config, communicator, lambda: shapes, device, buckets=len(units))), {}, {}
+            shapes = {name: shape for unit in units for name, shape in unit.shapes.items()}
+            engine = new_engine(config, communicator, lambda: shapes, device, buckets=len(units))
+            if sharded:
+                refuse_auto(config, "a sharded model")
+            return (units, engine), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.
         units, engine = together("PowerSGDState", prepare, communicator, device)
-        super().__init__(engine, group, DeviceMesh.from_group(group, device.type))
+        super().__init__(engine, DeviceMesh.from_group(group, device.type))
         self.use_own_group(node_group)
-        self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
+        self.replaces_reduce_scatter = sharded
         self._current: Unit | None = None
         for unit, handle in units.items():
             # FSDP does not tell its hook which unit it reduces. This one fires just before it and marks the unit. In
@@ -177,12 +171,12 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     segments = bucket.layout.segments
     pieces = {s.name: gradient[unit.offsets[s.name] : unit.offsets[s.name] + s.numel] for s in segments}
     # This copies a gradient that is not contiguous, such as one in channels_last.
-    gradients = {s.name: unit.view(pieces[s.name], s).contiguous() for s in segments}
+    gradients = {s.name: unit.view(pieces[s.name], s.name).contiguous() for s in segments}
     copied = [s for s in segments if gradients[s.name].data_ptr() != pieces[s.name].data_ptr()]
     if output is None:
         engine.average(bucket, gradients)
         for s in copied:
-            unit.view(pieces[s.name], s).copy_(gradients[s.name])
+            unit.view(pieces[s.name], s.name).copy_(gradients[s.name])
         return
     # FSDP passes uninitialized memory. Padding and the gradients of frozen parameters must be zero.
     output.zero_()
@@ -199,5 +193,5 @@ def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None 
     for s in cut:
         first, shard = shards[s.name]
         average = torch.empty_like(pieces[s.name])
-        unit.view(average, s).copy_(gradients[s.name])
+        unit.view(average, s.name).copy_(gradients[s.name])
         shard.copy_(average[first : first + shard.numel()])

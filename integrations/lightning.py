@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.attach import NO_STATE, attach, chosen, load_from, logger
+from powersgd_triton.integrations.attach import NO_STATE, attach, chosen, load_from
+from powersgd_triton.integrations.common import announce, logger
 from powersgd_triton.integrations.sharded import FOLDER, ShardedHandle
 
 try:
@@ -76,9 +76,13 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
             announce("powersgd: off, since gradients are averaged over one worker only and there is nothing to send")
             return
         # Precision plugins for a loss scale have this attribute. DeepSpeed's engine has a scale of its own.
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler, model = getattr(trainer.precision_plugin, "scaler", None), trainer.strategy.model
+        roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
+        if len(roots) == 1:
+            # A model may wrap its network by itself.
+            model = roots[0]
         try:
-            self.powersgd = attach(_outermost(trainer.strategy.model), self._config, loss_scale=scaler)
+            self.powersgd = attach(model, self._config, loss_scale=scaler)
         except TypeError as error:
             raise TypeError(f"{error}. The strategy is {type(trainer.strategy).__name__}") from None
         if isinstance(self.powersgd, ShardedHandle):
@@ -143,15 +147,9 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
         strategy.save_checkpoint = saving
 
 
-def _outermost(model: nn.Module) -> nn.Module:
-    """Return the FSDP1 module of a model that wraps its network by itself, and any other model as it is."""
-    roots = FullyShardedDataParallel.fsdp_modules(model, root_only=True)
-    return roots[0] if len(roots) == 1 else model
-
-
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state whose errors are whole and on the CPU of worker 0, which writes it. Collective."""
-    if not any(isinstance(error, DTensor) for error in state.get("error", {}).values()):
+    if "error" not in state:
         return state
     errors = {}
     for name, error in state["error"].items():

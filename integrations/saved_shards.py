@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,21 +67,12 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-class Factors(NamedTuple):
-    """What a sharded state saves as bytes.
+def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float]]:
+    """Return {name: parts} and the plan of one saved shard, and the squares. ValueError if they have another format.
 
-    Attributes:
-        shards, plans: {name: parts} and the plan of each shard. Plans are empty if ranks are not planned.
-        squares: Result of ``weighted_squares``. Empty without error feedback.
+    It is the shard that contained the first rows of shard ``worker`` of ``workers``, unless the number of
+    tensor-parallel workers changed, and the same one on all replicas.
     """
-
-    shards: list[Any]
-    plans: list[Any]
-    squares: dict[str, float]
-
-
-def read_factors(content: Any) -> Factors:
-    """Read the factors of a saved state. ValueError if that is not possible, or they have another format."""
     try:
         found = unpickled(content)
     # Damaged content can make the reader raise anything.
@@ -100,7 +91,11 @@ def read_factors(content: Any) -> Factors:
     squares = found.get("squares")
     if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
         raise ValueError("the squares in the saved state must be {name: number}")
-    return Factors(shards, plans, dict(squares))
+    index = worker * len(shards) // workers
+    # A left basis has the rows of a shard, so it only fits the same number of shards.
+    keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
+    matrices = {name: {key: parts[key] for key in keys if key in parts} for name, parts in shards[index].items()}
+    return matrices, plans[index], dict(squares)
 
 
 def _values(mappings: list[Any]) -> list[Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,18 +16,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from powersgd_triton.checkpoint import StateDict
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
 from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, read_factors, weighted_squares
+from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, weighted_squares
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
 
-T = TypeVar("T")
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
 
@@ -35,17 +38,12 @@ class ShardedHandle(Handle):
     """The compression of a model with sharded parameters. It is a ``Stateful`` of torch.distributed.checkpoint.
 
     ``save`` and ``load`` write and read with torch.distributed.checkpoint. With replicas, all processes must call them.
-
-    Args:
-        engine: Engine that averages the model's gradients.
-        groups: Process groups of the workers whose shards have factors of their own: those of FSDP, then those of
-            tensor parallelism, which splits parameters before FSDP does. Empty if each worker compresses whole
-            gradients.
+    The ``others`` of the engine's communicator are the workers whose shards have factors of their own: those of FSDP,
+    then those of tensor parallelism, which splits parameters before FSDP does.
     """
 
-    def __init__(self, engine: Engine, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        super().__init__(engine)
-        self._groups = groups
+    # {saved name: name here}, in what ``renamed`` returns.
+    _names: Mapping[str, str] = {}
 
     def _place(self, name: str, error: Tensor) -> DTensor:
         """Return a mean error as a DTensor with the parameter's shape and sharding."""
@@ -54,17 +52,16 @@ class ShardedHandle(Handle):
     def _shard(self) -> tuple[int, int]:
         """Return (index of this worker's shard, number of shards) in the order of ``_gather`` and of the rows."""
         index, number = 0, 1
-        for group in reversed(self._groups):
-            workers = dist.get_world_size(group)
-            index, number = index * workers + dist.get_rank(group), number * workers
+        for workers in reversed(self._communicator.others):
+            index, number = index * workers.world_size + workers.index, number * workers.world_size
         return index, number
 
     def _gather(self, factors: Any) -> list[Any]:
         """Return the factors of all shards. Collective."""
         gathered = [factors]
-        for group in self._groups:
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, gathered, group=group)
+        for workers in self._communicator.others:
+            parts: list[Any] = [None] * workers.world_size
+            dist.all_gather_object(parts, gathered, group=workers.group)
             gathered = [factors for part in parts for factors in part]
         return gathered
 
@@ -88,6 +85,7 @@ class ShardedHandle(Handle):
             content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()
         torch.save(content, factors)
+        errors = _renamed(errors, {new: old for old, new in self._names.items()})
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
@@ -95,20 +93,19 @@ class ShardedHandle(Handle):
         """Continue from a saved state of any mesh and rank. Collective. ``dcp.load`` calls this method.
 
         Args:
-            state_dict: Result of ``state_dict``. Errors may also be whole tensors, equal on all workers.
+            state_dict: Result of ``state_dict`` on this worker. Errors may also be whole tensors, equal on all workers.
             rename: {saved name: name here}. With ``dcp.load``, use ``renamed`` instead.
 
         Raises:
-            ValueError: A worker's state belongs to another model or another worker, or has another format. Nothing was
-                changed.
-            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
+            ValueError, DisagreementError: See ``Handle.load_state_dict``. Nothing was changed.
         """
-        rename = rename or {}
+        rename = rename or self._names
         # Fetching errors may be collective, so that no worker may refuse its state alone before.
         nearest, errors, sums = self._together("load_state_dict", lambda: self._checked(state_dict, rename))
         found = weighted_squares(errors)
         # What this worker compresses: its own rows, or all.
-        fetched = {name: e.to_local() if self._groups else e.full_tensor() for name, e in errors.items()}
+        sharded = bool(self._communicator.others)
+        fetched = {name: (e.to_local() if sharded else e.full_tensor()).flatten(1) for name, e in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
@@ -117,14 +114,7 @@ class ShardedHandle(Handle):
             tensors = sizes(self._matrices(), self.config)
             matrices: dict[str, dict[str, Tensor]] = {}
             for name, (n, m, rank) in tensors.items():
-                error = None
-                if name in fetched:
-                    # The rows of a shard are padded.
-                    rows = fetched[name].flatten(1)
-                    error = torch.zeros(n, m, device=rows.device)
-                    error[: len(rows)] = rows
-                if rank == 0 and error is not None and error.any():
-                    matrices[name] = {"error": error}
+                parts: dict[str, Tensor] = {}
                 if rank:
                     # A basis has other rows if tensor parallelism split the columns into another number of parts.
                     lengths = {"left_basis": n, "basis": m}
@@ -134,45 +124,20 @@ class ShardedHandle(Handle):
                         # Equal on all workers. The matrix was not compressed, or not so.
                         generator = torch.Generator().manual_seed(0)
                         parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0]
-                    matrices[name] = parts if error is None else {**parts, "error": error}
+                if name in fetched and (rank or fetched[name].any()):
+                    # The rows of a shard are padded.
+                    parts["error"] = torch.nn.functional.pad(fetched[name], (0, 0, 0, n - len(fetched[name])))
+                if parts:
+                    matrices[name] = parts
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
 
         return load(self._engine, read)
 
     def save(self, folder: Folder) -> None:
         """See ``Handle.save``."""
-        path = Path(folder) / FOLDER
-        new, old = path.with_suffix(".new"), path.with_suffix(".old")
-        # One worker is the first one of all its groups.
-        first = all(workers.index == 0 for workers in (self._communicator, *self._communicator.others))
-
-        def prepare() -> tuple[dist.ProcessGroup | None, bool]:
-            if first:
-                # What an interrupted call has left.
-                shutil.rmtree(new, ignore_errors=True)
-            return self._holders()
-
-        group, first_replica = self._together("save", prepare)
-        saved = self.state_dict()
-
-        def write() -> None:
-            if group is None or first_replica:
-                try:
-                    dcp_save(saved, checkpoint_id=new, process_group=group)
-                except CheckpointException as error:
-                    raise OSError(f"the state cannot be written to {new}: {error}") from error
-
-        def replace() -> None:
-            # If this is interrupted, ``load`` finds the old state.
-            if first:
-                if path.exists():
-                    shutil.rmtree(old, ignore_errors=True)
-                    path.rename(old)
-                new.rename(path)
-                shutil.rmtree(old, ignore_errors=True)
-
-        self._together("save", write)
-        self._together("save", replace)
+        # What an interrupted call has left is gone before a worker writes.
+        self._together("save", lambda: shutil.rmtree(Path(folder) / f"{FOLDER}.new", ignore_errors=True))
+        super().save(folder)
 
     def _file(self) -> str:
         return FOLDER
@@ -181,13 +146,30 @@ class ShardedHandle(Handle):
         # What an interrupted ``save`` has left.
         return super()._find(path) or super()._find(path.with_suffix(".old"))
 
+    def _write(self, state: Mapping[str, Any], folder: Path) -> None:
+        path, (group, writes) = folder / FOLDER, self._holders()
+        if not writes:
+            return
+        new, old = path.with_suffix(".new"), path.with_suffix(".old")
+        try:
+            dcp_save(dict(state), checkpoint_id=new, process_group=group)
+        except CheckpointException as error:
+            raise OSError(f"the state cannot be written to {new}: {error}") from error
+        # All workers of the group have written. One worker is the first one of all its groups. If it is interrupted,
+        # ``load`` finds the old state.
+        if all(workers.index == 0 for workers in (self._communicator, *self._communicator.others)):
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                path.rename(old)
+            new.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+
     def _read(self, path: Path) -> StateDict:
-        group, _ = self._together("load", self._holders)
         saved = self.state_dict()
 
         def read() -> None:
             try:
-                dcp_load(saved, checkpoint_id=path, process_group=group)
+                dcp_load(saved, checkpoint_id=path, process_group=self._holders()[0])
             except CheckpointException as error:
                 raise ValueError(f"the saved state {path} cannot be read: {error}") from error
 
@@ -195,13 +177,12 @@ class ShardedHandle(Handle):
         return saved
 
     def _holders(self) -> tuple[dist.ProcessGroup | None, bool]:
-        """Return the group in which DCP saves and loads the whole state, and whether this is the first replica's.
+        """Return the group in which DCP saves and loads the whole state, and whether this replica saves it.
 
         None is the default group, of all workers. ValueError if no group has all workers of the model, as DCP needs it.
         """
         communicator = self._communicator
-        every = [communicator, *communicator.others]
-        groups = [workers for workers in every if workers.world_size > 1] or [communicator]
+        groups = [w for w in (communicator, *communicator.others) if w.world_size > 1] or [communicator]
         number = math.prod(workers.world_size for workers in groups)
         if number == dist.get_world_size():
             return None, True
@@ -218,51 +199,39 @@ class ShardedHandle(Handle):
     def _checked(
         self, state_dict: Any, rename: Mapping[str, str]
     ) -> tuple[dict[str, Any], dict[str, DTensor], dict[str, float]]:
-        """Check a saved state as far as that is not collective. ValueError if it does not fit.
-
-        Returns:
-            The factors of the nearest saved shard, as a saved state; this worker's part of the errors; and what
-            ``weighted_squares`` returned for all that were saved.
-        """
+        """Return the nearest shard as a saved state, this worker's errors, and the squares of all that were saved."""
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected the result of state_dict(); got {type(state_dict).__name__}")
         if missing := {"error", "factors", "iteration"} - state_dict.keys():
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
-        factors = read_factors(state_dict["factors"])
-        worker, workers = self._shard()
-        # The saved shard that contained the first rows of this worker's shard, unless the number of tensor-parallel
-        # workers changed. It is the same on all replicas.
-        index = worker * len(factors.shards) // workers
-        # A left basis has the rows of a shard, so it only fits the same number of shards.
-        keys = ("basis", "left_basis") if len(factors.shards) == workers else ("basis",)
+        matrices, plan, squares = read_factors(state_dict["factors"], *self._shard())
         nearest = {
             "format_version": FORMAT_VERSION,
             "iteration": state_dict["iteration"],
-            "matrices": {
-                rename.get(name, name): {key: parts[key] for key in keys if key in parts}
-                for name, parts in factors.shards[index].items()
-            },
-            "plan": {key: _renamed(part, rename) for key, part in factors.plans[index].items()},
+            "matrices": _renamed(matrices, rename),
+            "plan": {key: _renamed(part, rename) for key, part in plan.items()},
         }
         saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
         if self.config.error_feedback:
             for name, shape in self._matrices().items():
                 saved = saved_names.get(name, name)
-                if saved not in state_dict["error"] or saved not in factors.squares:
+                if saved not in state_dict["error"] or saved not in squares:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
                 like = self._place(name, torch.zeros(shape))
                 errors[name] = own_part(saved, state_dict["error"][saved], like)
-        return nearest, errors, _renamed(factors.squares, rename)
+        return nearest, errors, _renamed(squares, rename)
 
-    def renamed(self, names: Mapping[str, str]) -> Renamed:
+    def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
         """Return this state for ``dcp.load`` of a checkpoint with other names. ``names`` is {saved name: name here}."""
         unknown = sorted(set(names.values()) - self._matrices().keys())
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not a trainable parameter of two or more dimensions of this model")
-        return Renamed(self, names)
+        view = copy.copy(self)
+        view._names = dict(names)
+        return view
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) > 1}
@@ -275,22 +244,33 @@ class ShardedHandle(Handle):
             note_overflow(averages, overflow)
 
 
-class Renamed:
-    """A sharded state whose parameters had other names when it was saved. See ``ShardedHandle.renamed``."""
+class WholeHandle(ShardedHandle):
+    """The compression of whole gradients, of which each worker of a one-dimensional mesh keeps its shard."""
 
-    def __init__(self, state: ShardedHandle, names: Mapping[str, str]) -> None:
-        self._state, self._names = state, dict(names)
+    def __init__(self, engine: Engine, mesh: DeviceMesh) -> None:
+        super().__init__(engine)
+        self._mesh, self._worker, self._workers = mesh, mesh.get_local_rank(), mesh.size()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state with the saved names. Collective."""
-        saved_names = {new: old for old, new in self._names.items()}
-        found = self._state.state_dict()
-        return {**found, "error": _renamed(found["error"], saved_names)}
+    def use_own_group(self, node_group: NodeGroup = None) -> None:
+        """Sum factors in a new process group, so that they do not queue behind the framework's collectives. Collective.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state that has the saved names."""
-        self._state.load_state_dict(state_dict, rename=self._names)
+        If the model's group does not contain all workers, use that, since all workers have to create a new group
+        together. (With use_local_synchronization=True they do not. But then members that have created different numbers
+        of groups wait for each other forever.)
+        """
+        group = self._mesh.get_group()
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == dist.get_world_size():
+            group = new_group(group, ranks, torch.device(self._mesh.device_type))
+        self._engine.connect(Communicator(group, node_group=node_group))
+
+    def _place(self, name: str, error: Tensor) -> DTensor:
+        shape = tuple(self._engine.tensors()[name])
+        # As FSDP2 shards dim 0. A copy, since torch.save() does not take a DTensor whose part is a view.
+        rows = -(-shape[0] // self._workers)
+        own = error.view(shape)[self._worker * rows : (self._worker + 1) * rows]
+        return placed(own.to(self._mesh.device_type, copy=True), self._mesh, [Shard(0)], shape)
 
 
-def _renamed(named: Mapping[str, T], rename: Mapping[str, str]) -> dict[str, T]:
+def _renamed(named: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
     return {rename.get(name, name): value for name, value in named.items()}

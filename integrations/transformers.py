@@ -8,8 +8,8 @@ from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.attach import attach, chosen, load_from, logger
+from powersgd_triton.integrations.attach import attach, chosen, load_from
+from powersgd_triton.integrations.common import announce, logger
 
 try:
     from transformers import Trainer, TrainerCallback

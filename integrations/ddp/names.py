@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.integrations.names import plain_name
+from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.ops.gradients import real_shape
 
 Record = list[list[tuple[str, tuple[int, ...]]]]

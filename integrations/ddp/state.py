@@ -16,11 +16,11 @@ from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.loading import claim, load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
+from powersgd_triton.integrations.common import plain_name, uncompiled
 from powersgd_triton.integrations.ddp.arguments import FIELDS, SIGNATURE, check_group, parsed, setting, torchs_logger
 from powersgd_triton.integrations.ddp.names import ParameterNames, Record
 from powersgd_triton.integrations.ddp.unused import UnusedParameters
 from powersgd_triton.integrations.ddp.views import BucketViews
-from powersgd_triton.integrations.names import plain_name, uncompiled
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine

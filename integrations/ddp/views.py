@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.integrations.memory_order import Strides, memory_order, strides_of
+from powersgd_triton.integrations.common import Strides, memory_order, strides_of
 
 MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -30,7 +30,7 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.announce import announce
+from powersgd_triton.integrations.common import announce
 from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
 from powersgd_triton.integrations.deepspeed.engines import averaging_group, loss_scale_source
 from powersgd_triton.integrations.deepspeed.overrides import override_class

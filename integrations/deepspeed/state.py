@@ -20,10 +20,10 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import adopt, compared, save
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
+from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.deepspeed.engines import whole_numel, whole_shape
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
 from powersgd_triton.integrations.deepspeed.traffic import Traffic, traffic_of
-from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.announce import describe_bytes, describe_ranks
+from powersgd_triton.integrations.common import describe_bytes, describe_ranks
 from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, whole_numel
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
 from powersgd_triton.layout.layout import Layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,18 +13,64 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
+from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.integrations.fsdp2.replicas import broadcast_from_first, unequal_tensors
-from powersgd_triton.integrations.fsdp2.units import Unit
+from powersgd_triton.integrations.common import broadcast_from_first
+from powersgd_triton.integrations.fsdp2.units import Unit, find_units, local_tensors, worker_groups
 from powersgd_triton.integrations.saved_shards import placed
-from powersgd_triton.integrations.sharded import ShardedHandle
-from powersgd_triton.integrations.whole_parameters import WholeHandle
+from powersgd_triton.integrations.sharded import ShardedHandle, WholeHandle
 from powersgd_triton.ops.gradients import as_real, real_shape
+from powersgd_triton.planning.tuning import refuse_auto
 from powersgd_triton.schemes import new_engine
+
+
+def apply_powersgd(
+    model: nn.Module, config: PowerSGDConfig, replicate_group: dist.ProcessGroup | None = None
+) -> HybridShardState | FullShardState:
+    """Compress the gradients of a model to which ``fully_shard`` or ``replicate`` was applied. Collective.
+
+    Call it once, before the first step. If the model has replicas (HSDP), FSDP reduce-scatters inside the shard group
+    as usual. Each worker's shard of the gradients is averaged over the replicas in compressed form. Parameters and
+    buffers are overwritten with those of the first replica, at the beginning of the first training step if they are on
+    the meta device. The model has replicas if its mesh has a replicate dimension, or with ``replicate_group``.
+
+    Otherwise (1-D), compression replaces the reduce-scatter. Every worker then has an error buffer of the whole model's
+    size. Prefer HSDP if the model's shards fit on fewer workers.
+
+    Args:
+        model: The root module. ``fully_shard`` may have been applied to its submodules too.
+        config: Configuration of the compression.
+        replicate_group: The workers that hold the same shard, ``mesh["replicate"].get_group()``, of a model that is
+            sharded on ``mesh["shard"]``. Not needed if the whole mesh was given to ``fully_shard``.
+
+    Returns:
+        The state of the compression, for checkpoints and statistics.
+
+    Raises:
+        TypeError, ValueError: ``config`` is not a configuration, or its budget is too small; the model is not sharded,
+            or in a way that is not supported; ``apply_powersgd`` was called before. Nothing was changed.
+        RuntimeError: This version of torch was not tried with a replicate dimension in the mesh, or the group cannot be
+            used.
+    """
+    replicas, others = worker_groups(model, replicate_group)
+    communicator = Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
+
+    def prepare() -> tuple[HybridShardState | FullShardState, Facts, Facts]:
+        units = find_units(model, replicas)
+        if replicas is not None:
+            return HybridShardState(model, config, units, communicator), {}, {}
+        state = FullShardState(config, units, communicator)
+        refuse_auto(config, "a sharded model without replicas")
+        return state, {}, {}
+
+    # Collectives follow, so that no worker may raise an error alone.
+    state = together("apply_powersgd", prepare, communicator)
+    state._take_over()
+    return state
 
 
 class HybridShardState(ShardedHandle):
@@ -34,43 +81,49 @@ class HybridShardState(ShardedHandle):
     a backward pass with ``True``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: PowerSGDConfig,
-        units: list[Unit],
-        replicate_group: dist.ProcessGroup,
-        shard_groups: list[dist.ProcessGroup],
-    ) -> None:
-        communicator = Communicator(replicate_group, shard_groups)
-        engine = new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units))
-        super().__init__(engine, shard_groups)
-        self._model, self._group, self._units = model, replicate_group, units
+    def __init__(self, model: nn.Module, config: PowerSGDConfig, units: list[Unit], communicator: Communicator) -> None:
+        super().__init__(new_engine(config, communicator, lambda: shapes(units, padded=True), buckets=len(units)))
+        self._model, self._units, self._equal = model, units, False
         # Sums of micro-batches that have not been averaged yet.
         self._unreduced: dict[Unit, Tensor] = {}
-        self._equal = False
+
+    def _take_over(self) -> None:
+        """Make FSDP call this state. Collective."""
+        self.make_replicas_equal()
+        for unit in self._units:
+            unit.take_over_all_reduce()
+            hook = functools.partial(self._all_reduce, unit)
+            unit.module.set_all_reduce_hook(hook)
+            unit.guard("_all_reduce_hook", hook)
 
     def make_replicas_equal(self) -> None:
         """Give all replicas the parameters and buffers of the first one, now or when they have values. Collective."""
         if not any(tensor.is_meta for tensor in (*self._model.parameters(), *self._model.buffers())):
-            broadcast_from_first(self._model, self._group)
-            self._equal = True
+            self._broadcast()
             return
 
         # Values exist when the first training step begins. After its forward pass it would be too late: gradients would
         # belong to other parameters. An evaluation is left out, since a single replica may do it.
         def before_first_step(module: nn.Module, _args: Any) -> None:
             if module.training or torch.is_grad_enabled():
-                broadcast_from_first(module, self._group)
-                self._equal = True
+                self._broadcast()
                 handle.remove()
 
         # FSDP's own hook, which gathers the parameters, must come after it.
         handle = self._model.register_forward_pre_hook(torch.compiler.disable(before_first_step), prepend=True)
 
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        broadcast_from_first((tensor for _, tensor in local_tensors(self._model)), self._communicator)
+        self._equal = True
+
+    @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare parameters and buffers of all replicas, bit by bit. Collective. RuntimeError if replicas differ."""
-        names = unequal_tensors(self._model, self._group)
+        found = dict(local_tensors(self._model))
+        prints = self._communicator.gather(torch.stack([fingerprint(tensor).cpu() for tensor in found.values()]))
+        unequal = (prints != prints[0]).any(dim=0).tolist()
+        names = [name for name, differs in zip(found, unequal, strict=True) if differs]
         if names:
             raise RuntimeError(
                 f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "
@@ -123,7 +176,15 @@ class HybridShardState(ShardedHandle):
             self._unreduced[unit] = output.to(wide, copy=True) if earlier is None else earlier
             output.zero_()
             return
-        self._average(unit, buffer)
+        bucket = _begin(self._engine, unit, buffer.device, padded=True)
+        # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
+        if not self._engine.compressing or bucket.layout.numel != buffer.numel():
+            self._engine.average_exactly(buffer)
+        else:
+            segments = bucket.layout.segments
+            self._engine.average(
+                bucket, {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in segments}
+            )
         factor = 1
         if getattr(unit.parameter_group, "gradient_divide_factor", None) is not None:
             # The user's divisor already covers all workers, so undo the division by the number of replicas.
@@ -134,62 +195,72 @@ class HybridShardState(ShardedHandle):
         if output.dtype != buffer.dtype or factor > 1:
             self._note_overflow(output)
 
-    def _average(self, unit: Unit, buffer: Tensor) -> None:
-        bucket = _begin(self._engine, unit, buffer.device, padded=True)
-        # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
-        if not self._engine.compressing or bucket.layout.numel != buffer.numel():
-            self._engine.average_exactly(buffer)
-        else:
-            segments = bucket.layout.segments
-            views = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in segments}
-            self._engine.average(bucket, views)
-
 
 class FullShardState(WholeHandle):
     """Compresses whole gradients, of which each worker keeps its shard. ``apply_powersgd`` creates it."""
 
     replaces_reduce_scatter = True
 
-    def __init__(self, config: PowerSGDConfig, units: list[Unit], group: dist.ProcessGroup) -> None:
-        engine = new_engine(config, Communicator(group), lambda: shapes(units, padded=False), buckets=len(units))
-        super().__init__(engine, group, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh)
+    def __init__(self, config: PowerSGDConfig, units: list[Unit], communicator: Communicator) -> None:
+        engine = new_engine(config, communicator, lambda: shapes(units, padded=False), buckets=len(units))
+        super().__init__(engine, units[0].parameter_group.fsdp_params[0].sharded_param.device_mesh)
+        self._units = units
+
+    def _take_over(self) -> None:
+        """Make FSDP call this state. Collective."""
+        self.use_own_group()
+        for unit in self._units:
+            reduce_scatter: Any = CustomReduceScatter(self, unit)
+            unit.module.set_custom_reduce_scatter(reduce_scatter)
+            # FSDP has nothing to reduce-scatter on one worker.
+            if self._workers > 1:
+                unit.guard("_reduce_scatter_comm", reduce_scatter)
+
+
+class CustomReduceScatter:
+    """What FSDP calls in place of the reduce-scatter of one unit."""
+
+    def __init__(self, state: FullShardState, unit: Unit) -> None:
+        self._state, self._unit, self._default = state, unit, unit.parameter_group._reduce_scatter_comm
+        self.allocate = self._default.allocate
 
     @torch.no_grad()
-    def _reduce_scatter(self, unit: Unit, output: Tensor, sent: Tensor, default: Any, **how: Any) -> None:
-        """Write this worker's shard of the averages to ``output``. ``sent`` has one for each worker.
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Write this worker's shard of the averages to ``output_tensor``. ``input_tensor`` has one for each worker.
 
         A shard has the rows of each parameter that belong to one worker, padded.
         """
+        state, engine, unit = self._state, self._state._engine, self._unit
         unit.calls += 1
-        whole_output, whole_sent = output, sent
-        output, sent = as_real(output), as_real(sent)
-        worker, workers = self._worker, self._workers
-        bucket = _begin(self._engine, unit, output.device, padded=False)
+        output, sent = as_real(output_tensor), as_real(input_tensor)
+        bucket = _begin(engine, unit, output.device, padded=False)
         parts = list(unit.shapes(padded=True).values())
         numels = [math.prod(shape) for shape in parts]
-        if how["op"] not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
-                f"expected a sum or a mean over workers, but FSDP asks for {how['op']}; if you use "
+                f"expected a sum or a mean over workers, but FSDP asks for {op}; if you use "
                 "set_gradient_divide_factor, call set_force_sum_reduction_for_comms(True) on the same modules"
             )
-        if not self._engine.compressing or sum(numels) != output.numel():
-            default(output_tensor=whole_output, input_tensor=whole_sent, **how)
+        if not engine.compressing or sum(numels) != output.numel():
+            self._default(output_tensor, input_tensor, group, op, async_op)
             return
         memory = sent.new_empty(bucket.layout.numel)
         gradients: dict[str, Tensor] = {}
         ranges: dict[str, tuple[int, Tensor]] = {}
-        shards, own = sent.view(workers, -1).split(numels, dim=1), output.split(numels)
+        shards, own = sent.view(state._workers, -1).split(numels, dim=1), output.split(numels)
         for whole, shape, columns, mine in zip(bucket.layout.segments, parts, shards, own, strict=True):
             gradient = gradients[whole.name] = memory[whole.offset : whole.offset + whole.numel].view(whole.shape)
             gradient.copy_(columns.reshape(-1, *shape[1:])[: whole.shape[0]])
             # Shards are cut between complex numbers, so count the rows of a shard and not those of the parameter.
-            first, behind = (min(index * shape[0], whole.shape[0]) for index in (worker, worker + 1))
+            first, behind = (min(index * shape[0], whole.shape[0]) for index in (state._worker, state._worker + 1))
             width = math.prod(shape[1:])
             mine[(behind - first) * width :].zero_()
             ranges[whole.name] = (first * width, mine[: (behind - first) * width])
-        self._engine.average(bucket, gradients, ranges=ranges)
-        if how["op"] == dist.ReduceOp.SUM:
-            self._note_overflow(output.mul_(workers))
+        engine.average(bucket, gradients, ranges=ranges)
+        if op == dist.ReduceOp.SUM:
+            state._note_overflow(output.mul_(state._workers))
 
 
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
@@ -201,22 +272,3 @@ def _begin(engine: Engine, unit: Unit, device: torch.device, *, padded: bool) ->
     # Parameters of a unit may be frozen and unfrozen.
     key = (unit, *unit.parameters)
     return engine.begin(key, lambda: unit.shapes(padded=padded), device, keys=(unit,))
-
-
-def custom_reduce_scatter(state: FullShardState, unit: Unit) -> Any:
-    """Return the reduce-scatter that FSDP calls for one unit."""
-    # Imported here, because older versions of torch lack this class.
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-
-    default = unit.parameter_group._reduce_scatter_comm
-
-    class PowerSGDReduceScatter(ReduceScatter):
-        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(
-            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-        ) -> None:
-            state._reduce_scatter(unit, output_tensor, input_tensor, default, group=group, op=op, async_op=async_op)
-
-    return PowerSGDReduceScatter()

@@ -1,23 +1,42 @@
-"""The units that ``fully_shard`` makes of a model, and the places of parameters in the gradients of a unit."""
+"""FSDP2: the units that it makes of a model, and the private attributes through which its averaging is replaced."""
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from powersgd_triton.integrations.fsdp2.replicas import reshard
-from powersgd_triton.integrations.fsdp2.seams import check_torch, replicas_of, shards_of
-from powersgd_triton.integrations.names import plain_name
+from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.ops.gradients import real_shape
 
 TWO_MESHES = (
     'give fully_shard the mesh of both dimensions, and no replicate_group; or give fully_shard mesh["shard"], and '
     'apply_powersgd replicate_group=mesh["replicate"].get_group()'
 )
+
+TORCH_VERSIONS = ((2, 9), (2, 15))
+"""The oldest and the newest release of torch with which HSDP on a two-dimensional mesh was run. 2.13 is the third."""
+
+
+def reshard(model: nn.Module) -> None:
+    """Make the model's parameters its shards. After a forward pass without gradients, the root's are still whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, this worker's part) of all parameters and buffers."""
+    reshard(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 class Unit:
@@ -31,14 +50,75 @@ class Unit:
         self.module, self.where, self.parameter_group = module, where, parameter_group
         self.shard_group = shards_of(parameter_group)
         self.calls = 0
-        # The order in which FSDP packs gradients, which differs from that of named_parameters().
         self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Return FSDP's objects for the parameters, in the order in which FSDP packs gradients."""
+        return zip(self._names, self.parameter_group.fsdp_params, strict=True)
 
     @property
     def parameters(self) -> dict[str, Any]:
         """FSDP's objects for the trainable parameters by name."""
-        named = zip(self._names, self.parameter_group.fsdp_params, strict=True)
-        return {name: parameter for name, parameter in named if parameter.sharded_param.requires_grad}
+        return {name: p for name, p in self.named_parameters() if p.sharded_param.requires_grad}
+
+    def take_over_all_reduce(self) -> None:
+        """Leave the all-reduce over the mesh's replicate dimension, if there is one, to the all-reduce hook.
+
+        FSDP all-reduces gradients itself if the parameter group's ``mesh_info`` is a ``DDPMeshInfo``. Otherwise its
+        hook gets what the reduce-scatter returned. So give the group a copy of another class. Parameters have their own
+        reference to the original, so that placements, and therefore checkpoints, are those of the 2-D mesh.
+        """
+        if not self._all_reduces_itself():
+            return
+        # Imported here, because later versions of torch may lack them.
+        from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
+
+        group, original = self.parameter_group, self.parameter_group.mesh_info
+        ours = copy.copy(original)
+        ours.__class__ = FSDPMeshInfo if isinstance(original, FSDPMeshInfo) else DataParallelMeshInfo
+        # FSDP compares both: if they are equal, parameters are resharded to their own shards after the forward pass.
+        if group.post_forward_mesh_info is original:
+            group.post_forward_mesh_info = ours
+        group.mesh_info = ours
+
+    def _all_reduces_itself(self) -> bool:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+
+        return isinstance(self.parameter_group.mesh_info, DDPMeshInfo)
+
+    def guard(self, attribute: str, ours: Any) -> None:
+        """Raise an error in a backward pass that writes gradients of the unit without having called ``ours``.
+
+        The error comes before the optimizer uses the gradients. Backward passes that write no gradients are not
+        checked: they leave out communication, or do not use the unit. ``ours`` is this attribute of FSDP's object.
+        """
+        original = self.parameter_group.post_backward
+
+        @functools.wraps(original)
+        def post_backward(*args: Any) -> None:
+            before, calls = self._versions(), self.calls
+            original(*args)
+            if self._versions() == before:
+                return
+            found = getattr(self.parameter_group, attribute)
+            if self.calls == calls:
+                what = "FSDP did not call it" if found is ours else f"it was replaced by {_described(found)}"
+            elif attribute == "_all_reduce_hook" and self._all_reduces_itself():
+                what = "FSDP averaged them itself before, since its mesh_info was replaced"
+            else:
+                return
+            raise RuntimeError(
+                f"gradients of {self.where} were not averaged by apply_powersgd's "
+                f"{attribute.strip('_').replace('_', ' ')}: {what}. Do not let another library, such as torchft, "
+                "average gradients of a model to which apply_powersgd was applied"
+            )
+
+        self.parameter_group.post_backward = torch.compiler.disable(post_backward)
+
+    def _versions(self) -> list[int | None]:
+        """Return a number for each sharded gradient, which changes when FSDP writes or adds to it."""
+        gradients = [parameter.sharded_param.grad for parameter in self.parameter_group.fsdp_params]
+        return [None if gradient is None else gradient.to_local()._version for gradient in gradients]
 
     def shapes(self, *, padded: bool) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of this worker's padded rows of the trainable parameters, or of what FSDP shards."""
@@ -51,7 +131,6 @@ class Unit:
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's objects for the parameters of one module."""
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
@@ -63,11 +142,9 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
 def worker_groups(
     model: nn.Module, replicate_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
-    """Return the process groups of which all workers of the model are made. ValueError if FSDP2 has no part of it.
+    """Return the replicas of a model, if it has any, and the workers that hold different shards of it.
 
-    Returns:
-        The replicas: ``replicate_group``, or else those of the mesh's replicate dimension. None without replicas. And
-        the workers that hold different shards: over which FSDP shards, then those of tensor parallelism.
+    Shards are those of FSDP, then those of tensor parallelism. ValueError if FSDP2 has no part of the model.
     """
     groups = [group for module in model.modules() for group in _parameter_groups(module)]
     if not groups:
@@ -88,8 +165,8 @@ def worker_groups(
     return replicas, found
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(sorted(dist.get_process_group_ranks(group)))
+def _ranks(group: dist.ProcessGroup) -> frozenset[int]:
+    return frozenset(dist.get_process_group_ranks(group))
 
 
 def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> list[Unit]:
@@ -106,24 +183,25 @@ def find_units(model: nn.Module, replicate_group: dist.ProcessGroup | None) -> l
                 "apply fully_shard to submodules instead, so that each uses only one mesh"
             )
         if groups and not any(unit.parameter_group is groups[0] for unit in units):
-            _check(groups[0], where, names, replicate_group)
             units.append(Unit(module, where, groups[0], names))
-    if len({None if unit.shard_group is None else _ranks(unit.shard_group) for unit in units}) > 1:
+            _check(units[-1], replicate_group)
+    if len({unit.shard_group and _ranks(unit.shard_group) for unit in units}) > 1:
         raise ValueError("modules are sharded over different workers; use the same mesh in all calls of fully_shard")
     return units
 
 
-def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.ProcessGroup | None) -> None:
+def _check(unit: Unit, replicate_group: dist.ProcessGroup | None) -> None:
+    group, where = unit.parameter_group, unit.where
     if group._all_reduce_hook is not None:
         raise ValueError(f"{where} has an all-reduce hook; was apply_powersgd called before? Call it once for a model")
-    if replicate_group is None and type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+    reduce_scatter = type(group._reduce_scatter_comm).__name__
+    if replicate_group is None and reduce_scatter != "DefaultReduceScatter":
         raise ValueError(
-            f"{where} has a custom reduce-scatter ({type(group._reduce_scatter_comm).__name__}); "
+            f"{where} has a custom reduce-scatter ({reduce_scatter}); "
             "was apply_powersgd called before? Call it once for a model, and set no other reduce-scatter"
         )
-    for parameter in group.fsdp_params:
+    for name, parameter in unit.named_parameters():
         placements = parameter.sharded_param.placements
-        name = names[id(parameter.sharded_param)]
         if parameter.fsdp_placement.dim != 0:
             raise ValueError(
                 f"FSDP shards parameter {name!r} as {parameter.fsdp_placement}, but must shard it on dim 0; leave "
@@ -136,17 +214,44 @@ def _check(group: Any, where: str, names: dict[int, str], replicate_group: dist.
             )
     if replicate_group is None:
         return
-    replicas = _ranks(replicate_group)
-    native, shards = replicas_of(group), shards_of(group)
+    replicas, native, shards = _ranks(replicate_group), replicas_of(group), shards_of(group)
     if native is not None:
         check_torch()
         if _ranks(native) != replicas:
             raise ValueError(
-                f"replicate_group has the workers {[*replicas]}, but {where} is replicated over the workers "
-                f"{[*_ranks(native)]} by its mesh; leave replicate_group out"
+                f"replicate_group has the workers {sorted(replicas)}, but {where} is replicated over the workers "
+                f"{sorted(_ranks(native))} by its mesh; leave replicate_group out"
             )
-    elif shards is not None and {*_ranks(shards)} & {*replicas} != {dist.get_rank()}:
+    elif shards is not None and _ranks(shards) & replicas != {dist.get_rank()}:
         raise ValueError(
-            f"replicate_group has the workers {[*replicas]} and {where} is sharded over {[*_ranks(shards)]}; "
+            f"replicate_group has the workers {sorted(replicas)} and {where} is sharded over {sorted(_ranks(shards))}; "
             f"they must have this worker ({dist.get_rank()}) in common and no other: {TWO_MESHES}"
         )
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Raise RuntimeError in versions in which ``mesh_info``, which is private, may have another meaning."""
+    release = tuple(map(int, version.split(".")[:2]))
+    oldest, newest = TORCH_VERSIONS
+    if not oldest <= release <= newest:
+        raise RuntimeError(
+            f"models with a replicate dimension in their mesh were run with torch {'.'.join(map(str, oldest))} to "
+            f"{'.'.join(map(str, newest))}, but this is torch {version}; install one of these versions, or give "
+            'fully_shard mesh["shard"] and apply_powersgd replicate_group=mesh["replicate"].get_group()'
+        )
+
+
+def replicas_of(parameter_group: Any) -> dist.ProcessGroup | None:
+    """Return the workers over which the mesh of a parameter group replicates. None if it does not."""
+    return getattr(parameter_group.mesh_info, "replicate_process_group", None)
+
+
+def shards_of(parameter_group: Any) -> dist.ProcessGroup | None:
+    """Return the workers over which a parameter group is sharded. None after ``replicate()``."""
+    return getattr(parameter_group.mesh_info, "shard_process_group", None)
+
+
+def _described(found: Any) -> str:
+    function = found.func if isinstance(found, functools.partial) else found
+    owner = function if hasattr(function, "__qualname__") else type(function)
+    return f"{owner.__module__}.{owner.__qualname__}"

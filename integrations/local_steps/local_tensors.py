@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.integrations.names import is_deepspeed, plain_name, uncompiled
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.common import is_deepspeed, plain_name, uncompiled
+from powersgd_triton.planning.tuning import refuse_auto
 
 Named = Iterator[tuple[str, Tensor]]
 Shape = tuple[int, ...]
@@ -26,26 +30,45 @@ class LocalTensors:
     """The tensors of a model on this worker. All are real, and writing to them changes the model.
 
     Attributes:
-        tensors: Yields (name, tensor) of all that the optimizer changes: this worker's parts of the parameters, or of
-            DeepSpeed's fp32 copies of them. Not kept, since frameworks may replace them.
-        shapes: {name: shape} of the largest part that a worker of this replica has. If rows do not divide evenly among
-            the workers, the last ones have smaller parts, or none.
-        buffers: Yields (name, tensor) of the buffers.
-        frozen: Yields (name, tensor) of the parameters that the optimizer does not change.
-        refresh: Called after the tensors were changed.
+        model: The module that has the parameters.
+        names: The parameters that the optimizer changes. One that is frozen later stays in the exchanges, and keeps its
+            error.
+        shapes: {name: shape} of the largest part of each of ``tensors`` that a worker of this replica has. If rows do
+            not divide evenly among the workers, the last ones have smaller parts, or none.
+        masters: Returns DeepSpeed's fp32 copies of parts of several parameters in a row, so that they are no matrices.
+        before, refresh: Called before the tensors are used, and after they were changed.
         shards: Workers that hold the other parts of this replica.
         node: Workers that take the same steps as this one, so that they hold the same values. None for no others.
-        flat: Whether the tensors are parts of several parameters in a row, so that they are no matrices.
     """
 
-    tensors: Callable[[], Named]
+    model: nn.Module
+    names: frozenset[str]
     shapes: dict[str, Shape]
-    buffers: Callable[[], Named]
-    frozen: Callable[[], Named]
+    masters: Callable[[], Iterable[Tensor]] | None = None
+    before: Callable[[], None] = lambda: None
     refresh: Callable[[], None] = lambda: None
     shards: Sequence[dist.ProcessGroup] = ()
     node: dist.ProcessGroup | None = None
-    flat: bool = False
+
+    def tensors(self) -> Named:
+        """Yield (name, tensor) of all that the optimizer changes. Do not keep them: frameworks may replace them."""
+        if self.masters is None:
+            return self._parameters(changed=True)
+        return ((f"group {index}", part.detach()) for index, part in enumerate(self.masters()))
+
+    def frozen(self) -> Named:
+        """Yield (name, tensor) of the parameters that the optimizer does not change."""
+        return self._parameters(changed=False)
+
+    def buffers(self) -> Named:
+        """Yield (name, tensor) of the buffers."""
+        return ((plain_name(name), local(tensor)) for name, tensor in self.model.named_buffers())
+
+    def _parameters(self, *, changed: bool) -> Named:
+        self.before()
+        for name, parameter in self.model.named_parameters():
+            if (plain_name(name) in self.names) is changed:
+                yield plain_name(name), local(parameter)
 
     def communicator(self, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Communicator:
         """Return the workers of an exchange. Those of a node that hold the same values share its work."""
@@ -94,26 +117,10 @@ def local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(part) if part.is_complex() else part
 
 
-def _of_parameters(model: nn.Module, before: Callable[[], None] = lambda: None, **rest: Any) -> LocalTensors:
+def _of_parameters(model: nn.Module, **rest: Any) -> LocalTensors:
     """Return the tensors of a model whose parameters are what the optimizer changes."""
-    # Not asked again: a parameter that is frozen later stays in the exchanges, and keeps its error.
     shapes = {plain_name(name): _largest_part(p) for name, p in model.named_parameters() if p.requires_grad}
-
-    def parameters(*, trainable: bool) -> Named:
-        before()
-        return _plain((n, p) for n, p in model.named_parameters() if (plain_name(n) in shapes) is trainable)
-
-    return LocalTensors(
-        lambda: parameters(trainable=True),
-        shapes,
-        lambda: _plain(model.named_buffers()),
-        lambda: parameters(trainable=False),
-        **rest,
-    )
-
-
-def _plain(found: Iterable[tuple[str, Tensor]]) -> Named:
-    return ((plain_name(name), local(tensor)) for name, tensor in found)
+    return LocalTensors(model, frozenset(shapes), shapes, **rest)
 
 
 def _largest_part(parameter: Tensor) -> Shape:
@@ -127,8 +134,7 @@ def _largest_part(parameter: Tensor) -> Shape:
 
 
 def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors:
-    from powersgd_triton.integrations.fsdp2.replicas import reshard
-    from powersgd_triton.integrations.fsdp2.units import worker_groups
+    from powersgd_triton.integrations.fsdp2.units import reshard, worker_groups
 
     advice = 'give fully_shard mesh["shard"], and LocalSteps group=mesh["replicate"].get_group()'
     replicas, shards = worker_groups(model, None)
@@ -141,7 +147,7 @@ def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors
         _check_apart(shard, group, "fully_shard", advice)
     # After a forward pass without gradients, the root's parameters are still whole.
     reshard(model)
-    return _of_parameters(model, lambda: reshard(model), shards=shards)
+    return _of_parameters(model, before=lambda: reshard(model), shards=shards)
 
 
 def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
@@ -166,16 +172,33 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
         workers, group, "DeepSpeed", "give deepspeed.initialize mpu=node_mpu(node, across), and LocalSteps group=across"
     )
 
-    def tensors() -> Named:
-        for index, partition in enumerate(masters_of(optimizer)):
-            yield f"group {index}", partition.detach()
+    masters = functools.partial(masters_of, optimizer)
+    names = frozenset(plain_name(name) for name, p in module.named_parameters() if p.requires_grad)
+    shapes = {f"group {index}": tuple(part.shape) for index, part in enumerate(masters())}
+    return LocalTensors(module, names, shapes, masters, refresh=optimizer.update_lp_params, shards=[workers])
 
-    def frozen() -> Named:
-        return _plain((name, p) for name, p in module.named_parameters() if not p.requires_grad)
 
-    shapes = {name: tuple(partition.shape) for name, partition in tensors()}
-    buffers, refresh = lambda: _plain(module.named_buffers()), optimizer.update_lp_params
-    return LocalTensors(tensors, shapes, buffers, frozen, refresh, shards=[workers], flat=True)
+def chosen_config(
+    config: PowerSGDConfig | None, local: LocalTensors, optimizer: torch.optim.Optimizer | None
+) -> PowerSGDConfig:
+    """Check the arguments of LocalSteps. Return the configuration of the engine. None sends everything in fp32."""
+    if config is not None and not isinstance(config, PowerSGDConfig):
+        raise TypeError(f"config must be a PowerSGDConfig or None; got {type(config).__name__}")
+    chosen = PowerSGDConfig(rank=lambda _name, _shape: 0) if config is None else config
+    if chosen.measures:
+        refuse_auto(chosen, "an exchange of local steps")
+        raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    if local.masters is not None and config is not None and chosen.codes is None:
+        raise ValueError(
+            "DeepSpeed's workers own parts of several parameters in a row, which are no matrices of low rank: "
+            f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got rank={config.rank}, '
+            f"compression={config.compression}, bytes_per_step={config.bytes_per_step}"
+        )
+    if not any(map(math.prod, local.shapes.values())):
+        raise ValueError("the model has no parameters that require gradients")
+    return chosen
 
 
 def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamespace:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.integrations.common import broadcast_from_first
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local
 from powersgd_triton.ops.host_copy import HostCopy
 
@@ -24,26 +27,31 @@ LARGEST = 1e30
 """Magnitude of changes from which on they count as not finite, since sums of them might not be."""
 
 
-def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that sets the shared parameters to the mean of the local ones."""
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
 class OuterState:
     """The shared parameters θ, in at least fp32, beside this worker's own, which are sent from ``device``."""
 
-    def __init__(self, local: LocalTensors, outer: Outer, communicator: Communicator, device: torch.device) -> None:
-        self.local, self._communicator, self._device = local, communicator, device
+    def __init__(
+        self, local: LocalTensors, outer: Outer | None, communicator: Communicator, device: torch.device
+    ) -> None:
+        self.local, self._communicator, self.device = local, communicator, device
         self.shared = {
             name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
             for name, tensor in local.tensors()
         }
-        self.optimizer = outer(list(self.shared.values()))
+        parameters = list(self.shared.values())
+        # By default, θ becomes the mean of the local parameters.
+        self.optimizer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.optimizer).__name__}")
         self._finite: HostCopy | None = None
         # As they were after the last exchange.
         self._buffers: list[Tensor] = []
+
+    def settings(self) -> list[Any]:
+        """Return the kind and the plain settings of the outer optimizer, which must be equal on all workers."""
+        plain = (bool, int, float, str)
+        groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in self.optimizer.param_groups]
+        return [type(self.optimizer).__name__, *groups]
 
     def theta(self) -> Tensors:
         """Return {name: θ} without gradients. They are not copies."""
@@ -51,11 +59,8 @@ class OuterState:
 
     def begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""
-        for found in (self.theta().items(), self.local.buffers(), self.local.frozen()):
-            for _, tensor in found:
-                sent = tensor.to(self._device).contiguous()
-                self._communicator.broadcast(sent)
-                tensor.copy_(sent)
+        found = itertools.chain(self.theta().items(), self.local.buffers(), self.local.frozen())
+        broadcast_from_first((tensor for _, tensor in found), self._communicator)
         self.write(self.theta())
         self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
 
@@ -85,7 +90,10 @@ class OuterState:
         for name, tensor in self.local.tensors():
             start = self._start(name, tensor)
             own = tensor.to(start.dtype) if begun is None else begun[name]
-            found[name] = _padded((start - own).to(self._device), self.local.shapes[name])
+            found[name] = gradient = (start - own).to(self.device).contiguous()
+            if gradient.shape != self.local.shapes[name]:
+                found[name] = gradient.new_zeros(self.local.shapes[name])
+                without_padding(found[name], gradient).copy_(gradient)
         if finite is None:
             finite = self._is_finite(found.values())
         for gradient in found.values():
@@ -155,7 +163,7 @@ class OuterState:
         """Return whether all shards of this worker's model are finite, as a bool scalar on the device."""
         # Several times as fast on the CPU as a norm.
         extremes = [extreme for each in gradients if each.numel() for extreme in torch.aminmax(each)]
-        finite = torch.ones((), dtype=torch.bool, device=self._device)
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
         if extremes:
             finite = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all()
         if self._communicator.others:
@@ -175,10 +183,9 @@ class OuterState:
             logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
 
     def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
-        """Average the buffers that have changed, and the optimizer's states if asked. Return the bytes sent.
+        """Average changed buffers, and the optimizer's states if asked. Return the bytes sent. Collective.
 
-        Collective. Workers that are not finite, or have a NaN in what is averaged, do not count. DisagreementError if
-        states differ in number or shape, for example because a parameter had a gradient on some workers only.
+        Workers that are not finite, or have a NaN in what is averaged, do not count.
         """
         tensors = self._changed_buffers()
         if optimizer is not None:
@@ -186,13 +193,14 @@ class OuterState:
             known = optimizer.state
             states = [known[p] for group in optimizer.param_groups for p in group["params"] if p in known]
             found = [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
+            # They differ if a parameter had a gradient on some workers only.
             shapes = {"shapes of the optimizer's states": [list(tensor.shape) for tensor in found]}
-            together("an average of states", lambda: (None, {}, shapes), self._communicator, self._device)
+            together("an average of states", lambda: (None, {}, shapes), self._communicator, self.device)
             tensors += found
         if not tensors or self._communicator.world_size == 1:
             return 0
         # Integers and fp32 keep their values in fp64.
-        whole = torch.cat([tensor.double().reshape(-1).to(self._device) for tensor in tensors])
+        whole = torch.cat([tensor.double().reshape(-1).to(self.device) for tensor in tensors])
         counts = finite & ~whole.isnan().any()
         whole = torch.cat([torch.where(counts, whole, 0), counts.double().view(1)])
         self._communicator.mean(whole)
@@ -201,7 +209,7 @@ class OuterState:
         for tensor, average in zip(tensors, averages, strict=True):
             average = average if tensor.is_floating_point() else average.round()
             # If no worker counts, nothing changes.
-            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self._device)))
+            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self.device)))
         self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
         return whole.nbytes
 
@@ -211,20 +219,11 @@ class OuterState:
         if not buffers:
             return []
         same = [torch.equal(buffer, before) for buffer, before in zip(buffers, self._buffers, strict=True)]
-        unchanged = torch.tensor(same, dtype=torch.int32, device=self._device)
+        unchanged = torch.tensor(same, dtype=torch.int32, device=self.device)
         self._communicator.minimum(unchanged)
         return [buffer for buffer, equal in zip(buffers, unchanged.tolist(), strict=True) if not equal]
 
 
-def _padded(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor with zeros at the ends of its dimensions, contiguous. The result may be ``tensor`` itself."""
-    if tensor.shape == shape:
-        return tensor.contiguous()
-    padded = tensor.new_zeros(shape)
-    without_padding(padded, tensor).copy_(tensor)
-    return padded
-
-
 def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of the elements that ``_padded(tensor, shape)`` has from ``tensor``."""
+    """Return a view of the elements of ``padded``, which has zeros at the ends of its dimensions, in tensor's shape."""
     return padded[tuple(slice(size) for size in tensor.shape)]

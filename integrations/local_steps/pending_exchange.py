@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping
 
 import torch
@@ -53,7 +51,7 @@ class PendingExchange:
                 verdict = self._engine.end_step()
                 self.counts = verdict is None or bool(verdict)
             elif not fragments:
-                self._engine.advance(self._device)
+                self._engine.advance(self._outer.device)
         except BaseException:
             # A user's function in telemetry, for example, comes after the end: the other workers count the exchange.
             self.counts = self._undo.ended
@@ -67,10 +65,6 @@ class PendingExchange:
             self._undo.begin()
         return finish
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.gradients.values())).device
-
     def _take_back(self) -> None:
         """Subtract the pseudo-gradients from the errors, since the next exchange sends them again."""
         # Again, since means may have been written over them.
@@ -81,18 +75,24 @@ class PendingExchange:
     def _start(self, names: list[str]) -> None:
         """Start averaging a fragment in place."""
         engine, gradients = self._engine, {name: self.gradients[name] for name in names}
-        shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-        bucket = engine.begin(tuple(names), shapes.copy, self._device, last=False)
+        shapes = {name: self._outer.local.shapes[name] for name in names}
+        bucket = engine.begin(tuple(names), lambda: shapes, self._outer.device, last=False)
         if engine.compressing:
             engine.average(bucket, gradients)
             return
-        buffer = torch.cat([gradient.view(-1) for gradient in gradients.values()])
-        engine.average_exactly(buffer, done=functools.partial(_split, buffer, gradients))
+        flats = [gradient.view(-1) for gradient in gradients.values()]
+        buffer = torch.cat(flats)
+
+        def split() -> None:
+            for flat, part in zip(flats, buffer.split([len(flat) for flat in flats]), strict=True):
+                flat.copy_(part)
+
+        engine.average_exactly(buffer, done=split)
 
 
 def _fragments(tensors: Mapping[str, Tensor], delay: int) -> list[list[str]]:
     """Divide tensors into fragments that travel one after the other: lists of names."""
-    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items() if tensor.numel()}
+    sizes = {name: tensor.numel() for name, tensor in tensors.items() if tensor.numel()}
     # With a delay, the next one leaves in the next step, so that the host never waits for the one before.
     most = -(-sum(sizes.values()) // max(1, delay - 1)) if delay else FRAGMENT
     fragments: list[list[str]] = [[]]
@@ -104,9 +104,3 @@ def _fragments(tensors: Mapping[str, Tensor], delay: int) -> list[list[str]]:
         fragments[-1].append(name)
         filled += size
     return fragments
-
-
-def _split(buffer: Tensor, out: Mapping[str, Tensor]) -> None:
-    """Copy a flat buffer to tensors."""
-    for tensor, part in zip(out.values(), buffer.split([t.numel() for t in out.values()]), strict=True):
-        tensor.view(-1).copy_(part)

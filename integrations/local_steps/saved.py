@@ -1,4 +1,4 @@
-"""Saved states of local steps: what they add to a saved state of the engine, and its checks."""
+"""Saved states of local steps: what they add to a saved state of the engine, and its files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.checkpoint import load as load_file
-from powersgd_triton.checkpoint import save as save_file
+from powersgd_triton.checkpoint import load
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.core.saved_state import listing
 
@@ -28,128 +27,106 @@ COMMON = ("shared", "changes")
 Matrices = dict[str, dict[str, Tensor]]
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedRound:
-    """What a saved state of ``worker`` (index, number) says of the round under way.
+def pack(engine: Mapping[str, Any], parts: Matrices, outer: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
+    """Return a saved state, as tensors by name and plain values, from those of the engine and the outer optimizer.
 
-    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``outer`` is the state of
-    the outer optimizer, with tensors and in the order of the parameters.
+    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``rest`` are the numbers
+    of steps, and this worker as [index, number].
     """
-
-    steps: int
-    since: int
-    worker: tuple[int, int]
-    parts: Matrices
-    outer: dict[str, Any]
-
-
-def pack(saved: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
-    """Return an engine's saved state together with that of a round, as tensors by name and plain values."""
-    matrices: Matrices = {name: dict(parts) for name, parts in saved["matrices"].items()}
+    matrices: Matrices = {name: dict(saved) for name, saved in engine["matrices"].items()}
     numbers: dict[str, dict[str, Any]] = {}
-    for index, (name, parts) in enumerate(this.parts.items()):
-        matrices[name] = {**matrices.get(name, {}), **parts}
-        for key, value in this.outer["state"].get(index, {}).items():
+    for index, (name, own) in enumerate(parts.items()):
+        matrices[name] = {**matrices.get(name, {}), **own}
+        for key, value in outer["state"].get(index, {}).items():
             if isinstance(value, Tensor):
                 matrices[name][OUTER + key] = value.detach().clone()
             else:
                 numbers.setdefault(name, {})[key] = value
     # Tells this state from others. Equal on all workers.
-    mark = sum(int(fingerprint(parts[key])) for parts in this.parts.values() for key in COMMON if key in parts)
-    outer = {"state": numbers, "param_groups": this.outer["param_groups"]}
-    rest = {"steps": this.steps, "since": this.since, "worker": list(this.worker), "mark": mark, "outer": outer}
-    return {**saved, "matrices": matrices, KEY: rest}
+    mark = sum(int(fingerprint(own[key])) for own in parts.values() for key in COMMON if key in own)
+    optimizer = {"state": numbers, "param_groups": outer["param_groups"]}
+    return {**engine, "matrices": matrices, KEY: {**rest, "mark": mark, "outer": optimizer}}
 
 
-def unpack(state: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], SavedRound]:
-    """Return what ``pack`` has joined. ValueError unless it has the tensors {name: shape} of this model."""
-    if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
-        raise ValueError("expected a saved state of LocalSteps; got something else, such as the state of an adapter")
-    rest, matrices = state[KEY], state["matrices"]
-    if set(matrices) != set(shapes):
-        raise ValueError(
-            "the saved state belongs to another model; parameters missing from it: "
-            f"{listing(shapes.keys() - matrices)}; only in it: {listing(matrices.keys() - shapes.keys())}"
-        )
-    engine: Matrices = {}
-    parts: Matrices = {}
-    outer: dict[int, dict[str, Any]] = {}
-    for index, (name, shape) in enumerate(shapes.items()):
-        saved = dict(matrices[name])
-        outer[index] = dict(rest["outer"]["state"].get(name, {}))
-        parts[name] = {key: saved.pop(key) for key in (*COMMON, *OWN) if key in saved}
-        for key in [key for key in saved if key.startswith(OUTER)]:
-            outer[index][key.removeprefix(OUTER)] = saved.pop(key)
-        for key in ("shared", "changes", "own"):
-            part = parts[name].get(key)
-            if part is None and key != "shared":
-                continue
-            if not isinstance(part, Tensor) or tuple(part.shape) != shape or not bool(part.isfinite().all()):
-                found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-                raise ValueError(f"{key!r} of {name!r} must be a finite tensor of shape {shape}; got {found}")
-        if saved:
-            engine[name] = saved
-    state_of_outer = {"state": {k: v for k, v in outer.items() if v}, "param_groups": rest["outer"]["param_groups"]}
-    worker = (int(rest["worker"][0]), int(rest["worker"][1]))
-    this = SavedRound(rest["steps"], rest["since"], worker, parts, state_of_outer)
-    return {**{key: value for key, value in state.items() if key != KEY}, "matrices": engine}, this
+@dataclasses.dataclass(frozen=True)
+class SavedRound:
+    """What ``pack`` has returned on ``worker`` (index, number). ``outer`` is what the outer optimizer loads."""
+
+    state: Mapping[str, Any]
+    parts: Matrices
+    steps: int
+    since: int
+    worker: tuple[int, int]
+    outer: dict[str, Any]
+
+    @classmethod
+    def parse(cls, state: Any, theta: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> SavedRound:
+        """Read a saved state. ValueError unless it fits the shared parameters {name: θ} and their optimizer."""
+        if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
+            raise ValueError(
+                "expected a saved state of LocalSteps; got something else, such as the state of an adapter"
+            )
+        rest, matrices = state[KEY], state["matrices"]
+        if set(matrices) != set(theta):
+            raise ValueError(
+                "the saved state belongs to another model; parameters missing from it: "
+                f"{listing(theta.keys() - matrices)}; only in it: {listing(matrices.keys() - theta.keys())}"
+            )
+        outer: dict[int, dict[str, Any]] = {}
+        for index, (name, shared) in enumerate(theta.items()):
+            for key in ("shared", "changes", "own"):
+                part, shape = matrices[name].get(key), tuple(shared.shape)
+                if part is None and key != "shared":
+                    continue
+                if not isinstance(part, Tensor) or part.shape != shape or not bool(part.isfinite().all()):
+                    got = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+                    raise ValueError(f"{key!r} of {name!r} must be a finite tensor of shape {shape}; got {got}")
+            tensors = {k.removeprefix(OUTER): part for k, part in matrices[name].items() if k.startswith(OUTER)}
+            if values := {**rest["outer"]["state"].get(name, {}), **tensors}:
+                outer[index] = values
+        groups, own = rest["outer"]["param_groups"], optimizer.state_dict()["param_groups"]
+        found, expected = ([(len(group["params"]), sorted(group)) for group in each] for each in (groups, own))
+        if found != expected:
+            raise ValueError(
+                "the saved state belongs to another outer optimizer: its groups have (parameters, settings) "
+                f"{found}, and those of this one {expected}"
+            )
+        worker = (int(rest["worker"][0]), int(rest["worker"][1]))
+        return cls(state, matrices, rest["steps"], rest["since"], worker, {"state": outer, "param_groups": groups})
+
+    def of_engine(self, *, own: bool) -> dict[str, Any]:
+        """Return the engine's saved state, with this worker's ``own`` errors or with the mean."""
+        matrices: Matrices = {}
+        for name, parts in self.parts.items():
+            saved = {k: part for k, part in parts.items() if k not in (*COMMON, *OWN) and not k.startswith(OUTER)}
+            if own and "own_error" in parts:
+                saved["error"] = parts["own_error"]
+            if saved:
+                matrices[name] = saved
+        return {**{key: value for key, value in self.state.items() if key != KEY}, "matrices": matrices}
 
 
-def write_round(state: Mapping[str, Any], common: Path, own: Path, *, first: bool) -> None:
-    """Write this worker's parts of a saved state to a file. The ``first`` worker writes what all share to another."""
-    save_file(_without(state, COMMON), own)
-    if first:
-        save_file(_without(state, OWN), common)
-
-
-def _without(state: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    dropped = set(keys)
-    matrices = {name: {k: parts[k] for k in parts.keys() - dropped} for name, parts in state["matrices"].items()}
+def without(state: Mapping[str, Any], dropped: Iterable[str]) -> dict[str, Any]:
+    """Return a saved state without some parts of its tensors."""
+    matrices = {name: {k: parts[k] for k in parts.keys() - {*dropped}} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices}
 
 
 def joined(common: Path, own: Path) -> dict[str, Any]:
     """Read a saved state from its files. ``own`` may be missing, if it was saved by another number of workers."""
-    state = load_file(common)
+    state = load(common)
     if not own.exists():
         return state
-    mine = load_file(own)
-    if mine.get(KEY, {}).get("worker", [])[1:] != state.get(KEY, {}).get("worker", [])[1:]:
+    mine = load(own)
+    ours, theirs = (found.get(KEY, {}) for found in (mine, state))
+    if ours.get("worker", [])[1:] != theirs.get("worker", [])[1:]:
         # An earlier checkpoint in this folder was saved by as many workers as there are now, and the last one was not.
         return state
-    if state.get(KEY, {}).get("mark") != mine.get(KEY, {}).get("mark"):
+    if ours.get("mark") != theirs.get("mark"):
         raise ValueError(
             f"{own.name} and {common.name} in {common.parent} were not saved together, for example because saving was "
             "interrupted: load an older checkpoint, or remove the files of single workers, so that all start from the "
             "mean of what they had"
         )
     matrices = {name: {**parts, **mine["matrices"].get(name, {})} for name, parts in state["matrices"].items()}
-    return {**state, "matrices": matrices, KEY: mine[KEY]}
-
-
-def settings_of(outer: torch.optim.Optimizer) -> list[Any]:
-    """Return the kind and the plain settings of an optimizer, which must be equal on all workers."""
-    plain = (bool, int, float, str)
-    groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in outer.param_groups]
-    return [type(outer).__name__, *groups]
-
-
-def check_groups_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ValueError if a saved state of an optimizer is not that of one like this worker's."""
-    found, expected = (
-        [(len(group["params"]), sorted(group)) for group in state["param_groups"]] for state in (saved, own)
-    )
-    if found != expected:
-        raise ValueError(
-            "the saved state belongs to another outer optimizer: its groups have (parameters, settings) "
-            f"{found}, and those of this one {expected}"
-        )
-
-
-def with_errors(engine: Mapping[str, Any], this: SavedRound) -> dict[str, Any]:
-    """Return the engine's saved state with this worker's own errors in place of the mean."""
-    matrices = {name: dict(parts) for name, parts in engine["matrices"].items()}
-    for name, parts in this.parts.items():
-        if "own_error" in parts:
-            matrices.setdefault(name, {})["error"] = parts["own_error"]
-    return {**engine, "matrices": matrices}
+    return {**state, "matrices": matrices, KEY: ours}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.checkpoint import StateDict, opened
+from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
@@ -23,25 +23,13 @@ from powersgd_triton.core.loading import adopt, checked, facts_of, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.local_steps.arguments import chosen_config
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local_tensors
-from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, averaging, without_padding
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
+from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, logger, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.saved import (
-    SavedRound,
-    check_groups_of,
-    joined,
-    pack,
-    settings_of,
-    unpack,
-    with_errors,
-    write_round,
-)
+from powersgd_triton.integrations.local_steps.saved import COMMON, OWN, SavedRound, joined, pack, without
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
-
-logger = logging.getLogger("powersgd_triton.integrations.local_steps")
 
 T = TypeVar("T")
 
@@ -77,9 +65,8 @@ class LocalSteps(Handle):
         optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
 
     Raises:
-        TypeError: An argument has the wrong type, or the model is not supported.
-        ValueError: An argument is out of range, the model communicates with ``group`` in every step, or workers refuse
-            something. Nothing was changed.
+        TypeError, ValueError: An argument has the wrong type or value, the model is not supported or communicates with
+            ``group`` in every step, or another worker has refused something. Nothing was changed.
         DisagreementError: Workers differ in their arguments or tensors. Nothing was changed.
 
     Attributes:
@@ -118,9 +105,9 @@ class LocalSteps(Handle):
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
-            self._outer = OuterState(local, outer or averaging, communicator, device)
+            self._outer = OuterState(local, outer, communicator, device)
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
-            own |= {"outer": settings_of(self._outer.optimizer), **common_facts(chosen, 0)}
+            own |= {"outer": self._outer.settings(), **common_facts(chosen, 0)}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
             return engine, own, {**dtypes, **facts_of(engine)}
 
@@ -210,11 +197,7 @@ class LocalSteps(Handle):
         return {name: theta.clone() for name, theta in self._outer.theta().items()}
 
     def error(self) -> Tensors:
-        """Return copies {name: E} of what this worker has not sent yet of its pseudo-gradients, as θ is shaped.
-
-        If sums take two levels, E is what the node has not sent yet of this worker's part, and zero elsewhere. The
-        result has no tensors of which nothing was sent, and is empty without error feedback.
-        """
+        """See ``Handle.error``. {name: E as θ is shaped}, without tensors of which nothing was sent."""
         theta, shapes = self._outer.theta(), self._outer.local.shapes
         return {name: without_padding(E.view(shapes[name]), theta[name]) for name, E in super().error().items()}
 
@@ -235,44 +218,37 @@ class LocalSteps(Handle):
         """
         self._advance(finish=True)
         settle(self._engine)
-        errors, state = super().error(), save(self._engine)
+        errors, engine = super().error(), save(self._engine)
         parts = self._outer.parts(begun=self.since > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
-        this = SavedRound(self.steps, self.since, self._place, parts, self.outer.state_dict())
-        return pack(state, this)
+        rest = {"steps": self.steps, "since": self.since, "worker": list(self._place)}
+        return pack(engine, parts, self.outer.state_dict(), **rest)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
-        """Continue from a saved state of any number of workers. Overwrites the model's parameters. Collective.
+        """See ``Handle.load_state_dict``. Overwrites the model's parameters."""
 
-        Raises:
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
-            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
-        """
+        def read() -> tuple[SavedRound, Facts, Facts]:
+            saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer)
+            shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in saved.parts.items()}
+            return saved, {"steps": saved.steps, "since": saved.since}, shared
 
-        def read() -> tuple[tuple[dict[str, Any], SavedRound], Facts, Facts]:
-            shapes = {name: tuple(theta.shape) for name, theta in self._outer.theta().items()}
-            content, this = unpack(opened(state_dict), shapes)
-            shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in this.parts.items()}
-            return (content, this), {"steps": this.steps, "since": this.since}, shared
-
-        content, this = self._compare("load_state_dict", read)
+        saved = self._compare("load_state_dict", read)
         # A worker's own parts are of use only if all workers have theirs.
-        own = self._everywhere(this.worker == self._place)
+        own = self._everywhere(saved.worker == self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            state, owner = (with_errors(content, this), self._place) if own else (content, None)
-            parsed = checked(self._engine, state, sizes(self._engine.tensors(), self.config), owner=owner)
-            check_groups_of(this.outer, self.outer.state_dict())
-            return parsed, {}, saved_facts(parsed[0])
+            tensors, owner = sizes(self._engine.tensors(), self.config), self._place if own else None
+            found = checked(self._engine, saved.of_engine(own=own), tensors, owner=owner)
+            return found, {}, saved_facts(found[0])
 
         loaded, report = self._compare("load_state_dict", check)
-        self.outer.load_state_dict(this.outer)
+        self.outer.load_state_dict(saved.outer)
         self._pending = None
         adopt(self._engine, loaded, report)
-        self._outer.load(this.parts, own=own)
-        self.steps, self.since = this.steps, this.since
+        self._outer.load(saved.parts, own=own)
+        self.steps, self.since = saved.steps, saved.since
         self.every = self._length(self.steps - self.since)
         if self.config.codes is None:
             return report
@@ -280,9 +256,10 @@ class LocalSteps(Handle):
         return dataclasses.replace(report, loaded=report.carried, carried=())
 
     def _write(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Write what all workers share to one file, and what is this worker's own to another."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_round(state, folder / self._file(), folder / self._file(own=True), first=self._place[0] == 0)
+        save_file(without(state, COMMON), folder / self._file(own=True))
+        if self._communicator.index == 0:
+            save_file(without(state, OWN), folder / self._file())
 
     def _read(self, path: Path) -> StateDict:
         return self._together("load", lambda: joined(path, path.with_name(self._file(own=True))))

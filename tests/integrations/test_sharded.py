@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
 from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
-from powersgd_triton.integrations.fsdp2 import apply_powersgd, seams
+from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.layout import compressed_rank
 from powersgd_triton.planning import tuning
 from tests.support import tensor_parallel
@@ -295,7 +295,7 @@ def wrong_use(worker: int, world_size: int) -> None:
         return complaint(apply_powersgd, model, config, replicate_group)
 
     # One worker has another version of torch, so to speak.
-    with mock.patch.object(seams, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else seams.TORCH_VERSIONS):
+    with mock.patch.object(units, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else units.TORCH_VERSIONS):
         version = attempt(sharded(Net(), mesh), replicate_group=None)
     failed = "^RuntimeError: " if worker == 1 else "DisagreementError: apply_powersgd failed on.*"
     wrong_group, before = "ValueError: replicate_group has the workers.*", "ValueError.*apply_powersgd called before"
@@ -329,4 +329,4 @@ test_on_four_workers = make_test(
 
 def test_versions_of_torch() -> None:
     for version, fits in (("2.8.1", False), ("2.9.0", True), ("2.13.0+cpu", True), ("3.0", False)):
-        assert (complaint(seams.check_torch, version) == "nothing") == fits, version
+        assert (complaint(units.check_torch, version) == "nothing") == fits, version

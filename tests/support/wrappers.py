@@ -29,9 +29,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
+from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.local_steps import LocalSteps
-from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.integrations.optimizer import Config, PowerSGD
 from tests.support import deepspeed_training, tensor_parallel
 from tests.support.sharded_training import (

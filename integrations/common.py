@@ -1,0 +1,105 @@
+"""What adapters share: names and memory order of parameters, wrappers of models, and the line that says what is on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from powersgd_triton.comm.communicator import Communicator, travel_device
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.handle import Handle
+from powersgd_triton.ops.gradients import as_real, write_back
+from powersgd_triton.ranks.report import fewer
+
+logger = logging.getLogger("powersgd_triton")
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+Strides = tuple[int, ...]
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add, as in ``torch.distributed.checkpoint``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def uncompiled(model: Any) -> Any:
+    """Return a model without what ``torch.compile`` wraps around it."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+        model = inner
+    return model
+
+
+def is_deepspeed(model: object) -> bool:
+    """Return whether a model is a DeepSpeed engine, without importing DeepSpeed."""
+    engine: Any = sys.modules.get("deepspeed.runtime.engine")
+    return engine is not None and isinstance(model, engine.DeepSpeedEngine)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions in the order of memory. That of the shape if the tensor is contiguous or not dense."""
+    dimensions = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return dimensions
+    order = tuple(sorted(dimensions, key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else dimensions
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int]) -> Strides:
+    """Return the strides of a dense tensor. Those of dimensions with one element do not matter and are 0."""
+    step, strides = 1, [0] * len(shape)
+    for dimension in reversed(order):
+        if shape[dimension] > 1:
+            strides[dimension] = step
+            step *= shape[dimension]
+    return tuple(strides)
+
+
+def broadcast_from_first(tensors: Iterable[Tensor], communicator: Communicator) -> None:
+    """Overwrite tensors with those of the first worker. Offloaded ones travel from the GPU, if the group needs it."""
+    for tensor in tensors:
+        if tensor.numel() and communicator.world_size > 1:
+            sent = as_real(tensor).to(travel_device(communicator.group) if tensor.is_cpu else tensor.device)
+            communicator.broadcast(sent)
+            write_back(sent, tensor)
+
+
+def announce(line: str) -> None:
+    """Log a line, and print it on worker 0, since INFO messages are hidden by default."""
+    logger.info(line)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def describe_ranks(config: PowerSGDConfig) -> str:
+    """Return how ranks are chosen, and from which step on."""
+    start = f", from step {config.start_iter} on" if config.start_iter else ""
+    if config.planned:
+        return f"planned ranks{start}"
+    return f"ranks by a function{start}" if callable(config.rank) else f"rank {config.rank}{start}"
+
+
+def describe_bytes(count: float) -> str:
+    """Return a number of bytes in a unit that suits it."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
+
+
+def describe(state: Handle) -> str:
+    """Return the line for a wrapper that sends gradients only."""
+    report, workers = state.report(), state._communicator.world_size
+    if workers == 1:
+        return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
+    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
+    compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
+    sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
+    return (
+        f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "
+        f"({fewer(compression)})"
+    )
