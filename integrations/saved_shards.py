@@ -61,7 +61,7 @@ def own_part(name: str, error: Any, like: DTensor) -> DTensor:
 
 
 def _place(part: DTensor) -> tuple[Any, ...]:
-    """Return where a worker's part lies: equal on all replicas, unlike the mesh, which in torch 2.9 is its workers."""
+    """Return where a worker's part lies. It is equal on all replicas, whose meshes differ for torch 2.9."""
     mesh = part.device_mesh
     return mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), part.placements, part.to_local().shape
 
