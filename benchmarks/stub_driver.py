@@ -46,6 +46,8 @@ def stub_driver(arch: int = 90) -> Iterator[None]:
         compiler = os.environ.get("CC", "cc")
         options = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", str(Path(folder, "cuda.c"))]
         subprocess.run([compiler, *options, "-o", str(library)], check=True)
+        # Older versions of Triton link with it by this name.
+        library.with_suffix("").symlink_to(library)
         # Triton's launcher looks it up by its name, which is found since it is loaded.
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         with mock.patch.dict(os.environ, {"TRITON_LIBCUDA_PATH": folder}):

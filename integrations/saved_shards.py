@@ -54,11 +54,16 @@ def own_part(name: str, error: Any, like: DTensor) -> DTensor:
         raise ValueError(f"the saved error of {name!r} must be a tensor of shape {tuple(like.shape)}; got {what}")
     if not isinstance(error, DTensor):
         return distribute_tensor(error.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    places = [(part.device_mesh, part.placements, part.to_local().shape) for part in (error, like)]
-    if places[0] != places[1]:
+    if _place(error) != _place(like):
         raise ValueError(f"the saved error of {name!r} is {FOREIGN}")
     # Not its own mesh, which may have the process groups of the worker that pickled it.
     return placed(error.to_local(), like.device_mesh, like.placements, like.shape)
+
+
+def _place(part: DTensor) -> tuple[Any, ...]:
+    """Return where a worker's part lies. It is equal on all replicas, whose meshes differ for torch 2.9."""
+    mesh = part.device_mesh
+    return mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), part.placements, part.to_local().shape
 
 
 def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

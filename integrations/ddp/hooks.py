@@ -67,8 +67,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         )
     if state.config.planned or callable(state.config.rank):
         raise ValueError("batched_powerSGD_hook has one matrix a bucket: give one rank, not ranks for each parameter")
-    buffer = bucket.buffer()
-    index, numel = bucket.index(), buffer.numel()
+    index, numel = bucket.index(), _real(bucket.buffer()).numel()
     before = state._numels.get(index, numel)
     if before != numel and state.iter >= state.config.start_iter:
         raise RuntimeError(
@@ -96,11 +95,17 @@ def _check_bucket(bucket: object) -> None:
         )
 
 
+def _real(buffer: Tensor) -> Tensor:
+    """Return a bucket's memory as real numbers. Of complex parameters, older versions of torch give complex ones."""
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+
+
 def _average(
     state: PowerSGDState, bucket: GradBucket, key: Hashable, shapes: Shapes, *, whole: bool = False
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine, as its parameters or as a ``whole``."""
-    engine, buffer, last, parameters = state._engine, bucket.buffer(), bucket.is_last(), bucket.parameters()
+    engine, given, last, parameters = state._engine, bucket.buffer(), bucket.is_last(), bucket.parameters()
+    buffer = _real(given)
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     state._check_owner()
@@ -119,7 +124,7 @@ def _average(
             for held, read in views:
                 if read is not held:
                     read.copy_(held.clone())
-            future.set_result(buffer)
+            future.set_result(given)
 
         step, first = state.iter, bucket.index() == 0
         if not engine.compressing:

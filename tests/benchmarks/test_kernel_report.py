@@ -21,10 +21,11 @@ from tests.support.programs import output_of
 pytestmark = pytest.mark.timeout(2 * HUNG)
 
 ARCHITECTURES = tuple(GPUS)
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 ALL = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON_ON_ROCM,
+        TRITON < OLDEST_TRITON_ON_ROCM,
         reason="launch parameters were chosen with Triton 3.9; an older one cannot compile for ROCm",
     ),
 ]
@@ -66,8 +67,9 @@ def test_every_kernel_compiles_as_in_a_launch_and_fits_every_gpu(report: Rows):
     assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE, *DIFFERENCES} <= kernels
     for arch in {row["architecture"] for row in report}:
         assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
-    # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned.
-    spilled = {"sm_80": 8, "sm_120": 8}
+    # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned. Triton 3.5,
+    # with which no launch parameters were chosen, needs them for `reduce` on sm_90.
+    spilled = {"sm_80": 8, "sm_120": 8, "sm_90": 8 if TRITON < (3, 7) else 0}
     for row in report:
         arch, kernel = row["architecture"], row["kernel"]
         name = (arch, kernel, row["variant"])

@@ -168,9 +168,10 @@ def replicated(model: Net, mesh: DeviceMesh, **options: Any) -> Any:
     return replicate(model, **options)
 
 
+@functools.cache
 def full_mesh(world_size: int) -> DeviceMesh:
-    """A mesh of one dimension."""
-    return hybrid_mesh(1, world_size)["shard"]
+    """A mesh of one dimension, of all workers: its group is the default one, whose timeout it has."""
+    return DeviceMesh("cpu", torch.arange(world_size), mesh_dim_names=("shard",))
 
 
 @contextlib.contextmanager
