@@ -32,8 +32,8 @@ from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import announce
 from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
-from powersgd_triton.integrations.deepspeed.engines import averaging_group, loss_scale_source
-from powersgd_triton.integrations.deepspeed.overrides import override_class
+from powersgd_triton.integrations.deepspeed.engines import loss_scale_source, run_within
+from powersgd_triton.integrations.deepspeed.overrides import override_averaging
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
 from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
@@ -41,7 +41,6 @@ from powersgd_triton.integrations.deepspeed.refusals import (
     engine_problems,
     read_section,
     refusal,
-    refuse,
     section_of,
 )
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
@@ -88,23 +87,25 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:
         if config not in (None, state.config):
-            refuse([f"the engine is compressed with {state.config} already; got {config}"])
+            raise refusal([f"the engine is compressed with {state.config} already; got {config}"])
         return state
 
     def prepare() -> tuple[tuple[DeepSpeedState, str | None] | None, Facts, Facts]:
         given = section_of(engine)
         if given is None and config is None:
-            refuse([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
+            raise refusal([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
         section = read_section({} if given is None else given)
         problems = list(section.problems)
         if not section.enabled and not problems:
             return None, {"enabled": False}, {}
-        wanted = section.config if config is None or section.configures else config
+        wanted = section.config or config or PowerSGDConfig()
         if config not in (None, wanted) and not problems:
             problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
-        refuse(problems + engine_problems(engine, section))
+        problems += engine_problems(engine, section)
+        if problems:
+            raise refusal(problems)
         try:
-            state = DeepSpeedState(wanted, engine, averaging_group(engine), node_group or section.node_group)
+            state = DeepSpeedState(wanted, engine, node_group or section.node_group)
         except (TypeError, ValueError) as error:
             raise refusal([str(error)]) from None
         parameters = section.parameters if why_not_differences(engine) is None else None
@@ -118,11 +119,11 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     state, parameters = prepared
     engine.powersgd = state
     state.attach(loss_scale_source(engine))
-    override_class(engine)(engine, state)
+    override_averaging(engine, state)
     if parameters is not None:
         state.parameters = ParameterOverride(engine, state.config, parameters)
         attach_exports(engine, state)
-    _attach_guard(engine, state)
+    run_within(engine, "_take_model_step", state.step)
     attach_checkpoints(engine, state)
     announce(describe(engine, state.config, state.traffic(), state.parameters))
     return state
@@ -131,21 +132,6 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
 def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:  # noqa: ARG001
     """Return the bytes that an engine's step sends after ``start_iter``, with and without compression."""
     return state.traffic()
-
-
-def _attach_guard(engine: Any, state: DeepSpeedState) -> None:
-    """End a step of the compression with the engine's step, and check that its gradients came through the override."""
-    original = engine._take_model_step
-
-    @functools.wraps(original)
-    def take_model_step(*args: Any, **kwargs: Any) -> Any:
-        # Fails loudly if a release of DeepSpeed no longer calls the method that is overridden.
-        state.check_reached()
-        result = original(*args, **kwargs)
-        state.close_step()
-        return result
-
-    engine._take_model_step = take_model_step
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from powersgd_triton.integrations.deepspeed.engines import run_within
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
 logger = logging.getLogger("powersgd_triton")
@@ -38,12 +39,12 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
         given = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
         weights_only = given.arguments.get("load_module_only", False)
         # Read and checked on all workers before DeepSpeed changes the model, which is collective.
-        read = state.read(lambda: None if weights_only else state.tagged(load_dir, tag))
+        go_on = state.read(lambda: None if weights_only else state.tagged(load_dir, tag))
         found = load(load_dir, tag, *args, **kwargs)
         if found[0] is None:
             return found
-        if read is not None:
-            state.adopt(*read)
+        if go_on is not None:
+            go_on()
         else:
             if not weights_only:
                 logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", state.tagged(load_dir, tag))
@@ -55,14 +56,7 @@ def attach_checkpoints(engine: Any, state: DeepSpeedState) -> None:
 
 def attach_exports(engine: Any, state: DeepSpeedState) -> None:
     """Make exports write the optimizer's parameters, rounded."""
-    save = engine.save_16bit_model
-
-    @functools.wraps(save)
-    def save_16bit_model(*args: Any, **kwargs: Any) -> Any:
-        with state.exact_parameters():
-            return save(*args, **kwargs)
-
-    engine.save_16bit_model = save_16bit_model
+    run_within(engine, "save_16bit_model", state.exact_parameters)
     accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if accelerator is None or hasattr(accelerator.get_state_dict, EXACT):
         return

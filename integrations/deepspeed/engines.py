@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,9 +15,7 @@ from powersgd_triton.ops.step import LossScaleSource
 
 def averaging_group(engine: Any) -> Any:
     """Return the process group over which an engine averages gradients."""
-    if engine.pipeline_parallelism:
-        return engine.mpu.get_data_parallel_group()
-    return engine.seq_data_parallel_group
+    return engine.mpu.get_data_parallel_group() if engine.pipeline_parallelism else engine.seq_data_parallel_group
 
 
 def loss_scale_source(engine: Any) -> LossScaleSource:
@@ -51,6 +52,13 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def whole_numel(parameter: Tensor) -> int:
-    """Return a parameter's number of elements, even if ZeRO 3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def run_within(owner: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Replace an object's method by one that runs it within a context."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(*args, **kwargs)
+
+    setattr(owner, method, within)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import describe_bytes, describe_ranks
-from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, whole_numel
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, whole_shape
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ranks.report import RankReport, fewer
@@ -63,10 +64,8 @@ def traffic_of(
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
     bf16_optimizer = is_bf16_optimizer(optimizer)
-    if bf16_optimizer:
-        gradient_size = optimizer.grad_acc_dtype.itemsize
-    else:
-        gradient_size = (engine if stage == 0 else optimizer).communication_data_type.itemsize
+    sender = optimizer if stage else engine
+    dtype = optimizer.grad_acc_dtype if bf16_optimizer else sender.communication_data_type
     # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is configured to send each slice to its owner only.
     once = stage == 3 or (
         stage in (1, 2)
@@ -77,8 +76,8 @@ def traffic_of(
     parameters = 0.0
     if stage == 3:
         # Frozen parameters too, in each forward and backward pass.
-        every = [whole_numel(parameter) * parameter.element_size() for parameter in engine.module.parameters()]
-        parameters = 2.0 * engine.gradient_accumulation_steps() * sum(every)
+        every = sum(math.prod(whole_shape(p)) * p.element_size() for p in engine.module.parameters())
+        parameters = 2.0 * engine.gradient_accumulation_steps() * every
     elif override is not None:
         parameters = override.plain_bytes()
     elif stage or bf16_optimizer:
@@ -88,7 +87,7 @@ def traffic_of(
     return Traffic(
         elements=layout.numel,
         compressed=sum(segment.numel for segment in layout.compressed),
-        gradients=share * micro_batches * (1 if once else 2) * layout.numel * gradient_size,
+        gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,
         factors=share * micro_batches * 2 * RankReport.of(layout, config, {}).bytes_per_step,
         parameters=share * parameters,
         differences=share * (parameters if override is None else override.sent_bytes()),

@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 import deepspeed
 
 from powersgd_triton.integrations import deepspeed as adapter
-from powersgd_triton.integrations.deepspeed import runner
+from powersgd_triton.integrations.deepspeed.__main__ import main
 from tests.support.distributed import HUNG
 from tests.support.programs import ROOT, output_of
 
@@ -54,7 +54,7 @@ def test_worker_0_says_that_nothing_was_compressed(
             if rank is not None:
                 patch.setenv("RANK", rank)
             with contextlib.nullcontext() if error is None else pytest.raises(error):
-                runner.main([str(path)])
+                main([str(path)])
         assert models == [1] * calls
         said = "powersgd: off, nothing was compressed: the program did not call deepspeed.initialize\n"
         assert capsys.readouterr().out == ("" if calls or rank == "1" else said)
