@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.ops.gradients import real_shape
+from powersgd_triton.ranks.saved_plan import is_count
 
 Record = list[list[tuple[str, tuple[int, ...]]]]
 """Names and shapes of the parameters in each bucket of the first backward pass."""
@@ -23,31 +24,17 @@ class ParameterNames:
     """
 
     def __init__(self, module: nn.Module | None) -> None:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        self._module = module
-        self.names: dict[Tensor, str] = {}
-        if module is not None:
-            self.names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+        self.module: nn.Module | None = module.module if isinstance(module, DistributedDataParallel) else module
+        named = () if self.module is None else self.module.named_parameters()
+        self.names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in named}
         self._buckets: Record = []
         self._expected: Record = []
-
-    def copy(self) -> ParameterNames:
-        """Return names of the same module, or of the same buckets if parameters are numbered."""
-        copied = ParameterNames(self._module)
-        copied.expect(self.record())
-        return copied
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device of the parameters. None if they are numbered."""
-        return None if self._module is None else next((parameter.device for parameter in self.names), None)
 
     def of(self, index: int, parameters: Sequence[Tensor]) -> list[str]:
         """Return the names of a bucket's parameters."""
         if any(parameter not in self.names for parameter in parameters):
-            if self._module is not None:
-                raise self._unknown(self._module, parameters)
+            if self.module is not None:
+                raise self._unknown(self.module, parameters)
             self._number(index, parameters)
         names = [self.names[parameter] for parameter in parameters]
         if not {name for bucket in self._buckets for name, _ in bucket}.issuperset(names):
@@ -83,7 +70,7 @@ class ParameterNames:
 
     def shapes(self) -> dict[str, tuple[int, ...]] | None:
         """Return the shapes of all trainable parameters by name. None if parameters are numbered."""
-        if self._module is None:
+        if self.module is None:
             return None
         return {name: shape_of(parameter) for parameter, name in self.names.items() if parameter.requires_grad}
 
@@ -99,7 +86,7 @@ class ParameterNames:
     def check(self, record: Any, *, strict: bool, rename: Mapping[str, str]) -> Record:
         """Return the record of a saved state with this model's names. ValueError if it does not fit the model."""
         buckets = parsed(record)
-        if self._module is None:
+        if self.module is None:
             if rename:
                 raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
             if self._buckets and buckets != self._buckets:
@@ -108,21 +95,19 @@ class ParameterNames:
                     "module= when saving and when loading"
                 )
             return buckets
-        buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
         known = {name: shape_of(parameter) for parameter, name in self.names.items()}
-        saved = {name: shape for bucket in buckets for name, shape in bucket}
-        if strict and not saved.keys() <= known.keys():
+        buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
+        other = {name: shape for bucket in buckets for name, shape in bucket if known.get(name) != shape}
+        if strict and not other.keys() <= known.keys():
             raise ValueError(
-                f"the saved state has parameters {sorted(saved.keys() - known.keys())[:3]}, which the module given as "
+                f"the saved state has parameters {sorted(other.keys() - known.keys())[:3]}, which the module given as "
                 "module= does not have. Was it saved without module=? load_state_dict(…, rename={saved name: new "
                 "name}) maps names, strict=False loads what fits"
             )
-        other = sorted(name for name, shape in saved.items() if name in known and shape != known[name])
         if strict and other:
-            raise ValueError(
-                f"parameter {other[0]!r} has the shape {known[other[0]]}, but {saved[other[0]]} in the saved state"
-            )
-        return [[(name, shape) for name, shape in bucket if known.get(name) == shape] for bucket in buckets]
+            name = min(other)
+            raise ValueError(f"parameter {name!r} has the shape {known[name]}, but {other[name]} in the saved state")
+        return [[(name, shape) for name, shape in bucket if name not in other] for bucket in buckets]
 
     def expect(self, record: Record) -> None:
         """Number the parameters as in a saved record."""
@@ -132,17 +117,11 @@ class ParameterNames:
 
 def parsed(record: Any) -> Record:
     """Return a record with tuples, which a file may have turned into lists. ValueError if it is not a record."""
-    try:
-        parsed: Record = [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
-        if all(_is_parameter(*parameter) for bucket in parsed for parameter in bucket):
-            return parsed
-    except (TypeError, ValueError):
-        pass
+    with contextlib.suppress(TypeError, ValueError):
+        found = [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
+        if all(isinstance(name, str) and all(map(is_count, shape)) for bucket in found for name, shape in bucket):
+            return found
     raise ValueError(f"'buckets' of a saved state must be lists of (name, shape); got {str(record)[:80]}")
-
-
-def _is_parameter(name: Any, shape: tuple[Any, ...]) -> bool:
-    return isinstance(name, str) and all(isinstance(size, int) and size >= 0 for size in shape)
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:

@@ -29,8 +29,8 @@ class UnusedParameters:
         self._residuals, self._step, self._reducer, self._names = residuals, step, module.reducer, names
         # Products that were looked at. Each belongs to one step, and only the counts of that step decide about it.
         self._seen: list[Product] = []
-        # Parameters whose gradients are views of the bucket. DDP cannot discard what is written there.
-        self._views: set[str] = set()
+        # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
+        self._is_view: dict[str, bool] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
         module.register_forward_pre_hook(self)
 
@@ -52,7 +52,7 @@ class UnusedParameters:
                 # On the CPU the host may look. Usually some worker uses each parameter.
                 if counts.device.type != "cpu" or not counts.all():
                     unused = (counts == 0).unbind()
-                    kept = {name: unused[place] for name, place in self._places.items() if name not in self._views}
+                    kept = {name: unused[place] for name, place in self._places.items() if not self._is_view.get(name)}
                     for bucket in fresh:
                         bucket.take_back(kept)
         self._seen = [bucket.product for bucket in buckets]
@@ -60,11 +60,8 @@ class UnusedParameters:
     def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
         """Note which gradients of a bucket are views of it in this step."""
         for place, parameter in zip(places, parameters, strict=True):
-            gradient, name = parameter.grad, self._names[parameter]
-            if gradient is not None and gradient.data_ptr() == place.data_ptr():
-                self._views.add(name)
-            else:
-                self._views.discard(name)
+            gradient = parameter.grad
+            self._is_view[self._names[parameter]] = gradient is not None and gradient.data_ptr() == place.data_ptr()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle or a copy of the DDP model contains this hook. There it does nothing.

@@ -2,16 +2,8 @@
 
 At stages 1 and 2 the parameters that workers gather after a step are compressed too.
 
-There are three ways to switch it on:
-
-    from powersgd_triton.integrations import deepspeed     # in place of: import deepspeed
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json", ...)
-
-    deepspeed.enable(engine)                                # for an engine that the original module made
-
-    deepspeed --num_gpus 2 --module powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
-
-All other names of this module are forwarded to the original one. Plain DeepSpeed silently ignores the section.
+Import this module in place of ``deepspeed``, call ``enable(engine)``, or let the module run the program; see
+docs/guides/deepspeed.md. All other names are forwarded to DeepSpeed, which by itself silently ignores the section.
 """
 
 from __future__ import annotations
@@ -31,9 +23,8 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
-from powersgd_triton.integrations.deepspeed.engines import loss_scale_source, run_within
-from powersgd_triton.integrations.deepspeed.overrides import override_averaging
+from powersgd_triton.integrations.deepspeed.engines import loss_scale_source
+from powersgd_triton.integrations.deepspeed.overrides import override_methods
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
 from powersgd_triton.integrations.deepspeed.refusals import (
     SECTION,
@@ -119,12 +110,9 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     state, parameters = prepared
     engine.powersgd = state
     state.attach(loss_scale_source(engine))
-    override_averaging(engine, state)
     if parameters is not None:
         state.parameters = ParameterOverride(engine, state.config, parameters)
-        attach_exports(engine, state)
-    run_within(engine, "_take_model_step", state.step)
-    attach_checkpoints(engine, state)
+    override_methods(engine, state)
     announce(describe(engine, state.config, state.traffic(), state.parameters))
     return state
 

@@ -1,8 +1,4 @@
-"""DeepSpeed: run an unchanged training program with ``deepspeed.initialize`` replaced.
-
-deepspeed --num_gpus 2 --module powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
-torchrun --nproc_per_node 2 -m powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
-"""
+"""DeepSpeed: run an unchanged training program with ``deepspeed.initialize`` replaced. See ``USAGE``."""
 
 from __future__ import annotations
 

@@ -1,21 +1,46 @@
-"""DeepSpeed: the method that averages gradients at each ZeRO stage, overridden to compress them."""
+"""DeepSpeed: the methods of an engine and its optimizer that are overridden.
+
+Gradients are averaged by another method at each ZeRO stage. What ``engine.save_checkpoint`` writes has the model's
+parameters v as they are, and the masters w in the optimizer's files, so training continues with the same bits. Exports
+have w rounded.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer
-from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, Gradient
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, run_within
+from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
+
+logger = logging.getLogger("powersgd_triton")
+
+EXACT = "_powersgd_exact"
+"""Marks the function of ``Accelerator`` that is replaced, once for all engines."""
 
 Method = Callable[..., Any]
 Override = Callable[[Any, DeepSpeedState, Method], Method]
 """Returns what replaces a method of an engine, or of its optimizer."""
+
+
+def override_methods(engine: Any, state: DeepSpeedState) -> None:
+    """Let a state average an engine's gradients, end its steps, and be in its checkpoints."""
+    owner, method, override = averaging_method(engine)
+    setattr(owner, method, override(engine, state, getattr(owner, method)))
+    run_within(engine, "_take_model_step", state.step)
+    _override_checkpoints(engine, state)
+    if state.parameters is not None:
+        _override_exports(engine, state)
 
 
 def averaging_method(engine: Any) -> tuple[Any, str, Override]:
@@ -27,12 +52,6 @@ def averaging_method(engine: Any) -> tuple[Any, str, Override]:
         return engine.optimizer, "gradient_reduction_w_predivide", _reduce_bucket
     # Of the pipeline engine too.
     return engine, "allreduce_no_retain", _all_reduce
-
-
-def override_averaging(engine: Any, state: DeepSpeedState) -> None:
-    """Let a state average an engine's gradients."""
-    owner, method, override = averaging_method(engine)
-    setattr(owner, method, override(engine, state, getattr(owner, method)))
 
 
 def _all_reduce(engine: Any, state: DeepSpeedState, original: Method) -> Method:
@@ -52,14 +71,14 @@ def _all_reduce(engine: Any, state: DeepSpeedState, original: Method) -> Method:
         unknown = [tensor for tensor in bucket if tensor.data_ptr() not in flats]
         if unknown:
             original(unknown, dp_group, numel_per_bucket, dp_world_size)
-        known = [(parameter, g.detach()) for tensor in bucket for parameter, g in flats.get(tensor.data_ptr(), [])]
+        known = {parameter: g.detach() for tensor in bucket for parameter, g in flats.get(tensor.data_ptr(), [])}
         # Copy gradients that are not contiguous, as DeepSpeed itself does.
-        copies = [Gradient(parameter, gradient.contiguous()) for parameter, gradient in known]
-        averaging = getattr(engine, "gradient_average", True)
-        state.average(copies, len(workers) / (dp_world_size or len(workers)) if averaging else len(workers))
-        for (_, gradient), copy in zip(known, copies, strict=True):
-            if copy.tensor is not gradient:
-                gradient.copy_(copy.tensor)
+        copies = {parameter: gradient.contiguous() for parameter, gradient in known.items()}
+        divisor = dp_world_size or len(workers) if getattr(engine, "gradient_average", True) else 1
+        state.average(copies, factor=len(workers) / divisor)
+        for parameter, gradient in known.items():
+            if copies[parameter] is not gradient:
+                gradient.copy_(copies[parameter])
 
     return all_reduce
 
@@ -80,15 +99,14 @@ def _parameters_by_address(engine: Any) -> dict[int, list[tuple[Tensor, Tensor]]
 def _reduce_bucket(engine: Any, state: DeepSpeedState, original: Method) -> Method:
     """Stages 1 and 2: an all-reduce of a flat bucket, of which each worker keeps slices."""
     optimizer = engine.optimizer
-    # DeepSpeed up to 0.17.1 has one bucket and no argument for its dtype.
-    buckets_by_dtype = len(inspect.signature(original).parameters) == 2
     # With reduce_scatter, the optimizer would not call this method, and would cut gradients at partitions.
     optimizer.reduce_scatter = False
 
     def reduce_bucket(tensor: Tensor, *dtype: torch.dtype) -> Any:
         if not state.compressing() or tensor.numel() == 0:
             return original(tensor, *dtype)
-        entries = optimizer.ipg_buckets[dtype[0]].params if buckets_by_dtype else optimizer.params_in_ipg_bucket
+        # DeepSpeed up to 0.17.1 has one bucket, and gives no dtype.
+        entries = optimizer.ipg_buckets[dtype[0]].params if dtype else optimizer.params_in_ipg_bucket
         parameters = [optimizer.param_dict[identity] for _, _, identity in entries]
         numels = [parameter.numel() for parameter in parameters]
         if sum(numels) != tensor.numel():
@@ -96,13 +114,13 @@ def _reduce_bucket(engine: Any, state: DeepSpeedState, original: Method) -> Meth
                 f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters have {sum(numels)}; powersgd "
                 "does not know the bucket layout of this release"
             )
-        gradients = [
-            Gradient(parameter, view, _kept(optimizer, view, group, identity))
-            for (group, _, identity), parameter, view in zip(entries, parameters, tensor.split(numels), strict=True)
-        ]
-        averaging = getattr(optimizer, "gradient_average", True)
-        workers = dist.get_world_size(state.group)
-        state.average(gradients, float(optimizer.sequence_parallel_size) if averaging else workers)
+        gradients = dict(zip(parameters, tensor.split(numels), strict=True))
+        kept = {
+            parameter: _kept(optimizer, gradients[parameter], group, identity)
+            for (group, _, identity), parameter in zip(entries, parameters, strict=True)
+        }
+        averaging, workers = getattr(optimizer, "gradient_average", True), dist.get_world_size(state.group)
+        state.average(gradients, kept, float(optimizer.sequence_parallel_size if averaging else workers))
         return tensor
 
     return reduce_bucket
@@ -132,17 +150,66 @@ def _reduce_scatter(engine: Any, state: DeepSpeedState, original: Method) -> Met
         if not state.compressing() or not parameters:
             partitions: list[Tensor] = original(parameters, *dtype)
             return partitions
-        gradients: list[Gradient] = []
-        outputs: list[Tensor] = []
+        gradients: dict[Tensor, Tensor] = {}
+        kept: dict[Tensor, tuple[int, Tensor]] = {}
         for parameter in parameters:
-            gradient = parameter.grad
-            assert gradient is not None
+            assert parameter.grad is not None
+            gradient = gradients[parameter] = parameter.grad.detach().contiguous()
             each = -(-gradient.numel() // workers)
             first = min(worker * each, gradient.numel())
-            kept = min(each, gradient.numel() - first)
-            outputs.append(gradient.new_empty(kept, dtype=optimizer.gradient_accumulation_dtype))
-            gradients.append(Gradient(parameter, gradient.detach().contiguous(), (first, outputs[-1])))
-        state.average(gradients, factor)
-        return outputs
+            numel = min(each, gradient.numel() - first)
+            kept[parameter] = first, gradient.new_empty(numel, dtype=optimizer.gradient_accumulation_dtype)
+        state.average(gradients, kept, factor)
+        return [partition for _, partition in kept.values()]
 
     return reduce_scatter
+
+
+def _override_checkpoints(engine: Any, state: DeepSpeedState) -> None:
+    """Make the engine save the state before it marks a checkpoint as the latest, and load it after the model."""
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        tag = f"global_step{engine.global_steps}" if tag is None else tag
+        # Written first, since DeepSpeed updates ``latest`` at the end: an interrupted save leaves the old checkpoint.
+        state.save(Path(save_dir) / str(tag))
+        return save(save_dir, tag, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
+        weights_only = given.arguments.get("load_module_only", False)
+        # Read and checked on all workers before DeepSpeed changes the model, which is collective.
+        go_on = state.read(lambda: None if weights_only else state.tagged(load_dir, tag))
+        found = load(load_dir, tag, *args, **kwargs)
+        if found[0] is None:
+            return found
+        if go_on is not None:
+            go_on()
+        else:
+            if not weights_only:
+                logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", state.tagged(load_dir, tag))
+            state.forget()
+        return found
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _override_exports(engine: Any, state: DeepSpeedState) -> None:
+    """Make exports write the optimizer's parameters, rounded."""
+    run_within(engine, "save_16bit_model", state.exact_parameters)
+    accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if accelerator is None or hasattr(accelerator.get_state_dict, EXACT):
+        return
+    get = accelerator.get_state_dict
+
+    # Accelerate's and the Trainer's exports. They copy what they take from the model.
+    @functools.wraps(get)
+    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        compressed = getattr(model, "powersgd", None)
+        with compressed.exact_parameters() if isinstance(compressed, DeepSpeedState) else nullcontext():
+            return get(self, model, *args, **kwargs)
+
+    setattr(get_state_dict, EXACT, True)
+    accelerator.get_state_dict = get_state_dict

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed.comm
 import torch
@@ -30,17 +30,6 @@ from powersgd_triton.schemes import new_engine
 
 FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
-
-
-class Gradient(NamedTuple):
-    """A parameter's gradient on its way through DeepSpeed, contiguous.
-
-    ``part`` is (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
-    """
-
-    parameter: Tensor
-    tensor: Tensor
-    part: tuple[int, Tensor] | None = None
 
 
 class DeepSpeedState(Handle):
@@ -80,20 +69,28 @@ class DeepSpeedState(Handle):
         return bool(self._framework.global_steps >= self.config.start_iter)
 
     @torch.no_grad()
-    def average(self, gradients: Sequence[Gradient], factor: float = 1.0) -> None:
-        """Write ``factor`` times the averages over the workers to the gradients, or to their parts."""
+    def average(
+        self,
+        gradients: Mapping[Tensor, Tensor],
+        parts: Mapping[Tensor, tuple[int, Tensor]] | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """Average {parameter: gradient} over the workers, times ``factor``. The gradients are contiguous.
+
+        ``parts`` are {parameter: (first element, tensor that takes the average from there on)}. None overwrites the
+        gradients.
+        """
         if not gradients:
             return
-        shapes = {self._name_of(gradient.parameter): whole_shape(gradient.parameter) for gradient in gradients}
-        views = {name: g.tensor.view(shapes[name]) for name, g in zip(shapes, gradients, strict=True)}
-        parts = {name: g.part or (0, g.tensor.view(-1)) for name, g in zip(shapes, gradients, strict=True)}
-        whole = all(gradient.part is None for gradient in gradients)
+        names = {parameter: self._name_of(parameter) for parameter in gradients}
+        shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
+        views = {name: gradients[parameter].view(shapes[name]) for parameter, name in names.items()}
+        ranges = None if parts is None else {names[p]: part for p, part in parts.items() if part[1].numel()}
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
-        bucket = self._engine.begin(tuple(shapes), shapes.copy, gradients[0].tensor.device)
-        ranges = None if whole else {name: (first, out) for name, (first, out) in parts.items() if out.numel()}
+        bucket = self._engine.begin(tuple(shapes), shapes.copy, next(iter(gradients.values())).device)
         self._engine.average(bucket, views, ranges=ranges)
         if factor != 1.0:
-            for _, out in parts.values():
+            for out in views.values() if parts is None else [out for _, out in parts.values()]:
                 out.mul_(factor)
 
     @contextlib.contextmanager
