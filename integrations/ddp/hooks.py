@@ -21,8 +21,7 @@ SQUARE, REST = "bucket {}", "rest of bucket {}"
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
-    A bucket's messages travel during the backward pass. Its Future is completed when a later bucket is processed. A
-    bucket with small messages waits for the next ones. The last bucket completes all.
+    A bucket's Future is completed when a later bucket is processed. The last bucket completes all.
 
     On CUDA, everything is enqueued on a side stream, and the host waits only to find out how gradients of four or five
     dimensions lie in the bucket: until they are not zero for the first time, and in every step if a parameter's memory

@@ -33,23 +33,23 @@ class ParameterNames:
     def of(self, index: int, parameters: Sequence[Tensor]) -> list[str]:
         """Return the names of a bucket's parameters."""
         if any(parameter not in self.names for parameter in parameters):
-            if self.module is not None:
-                raise self._unknown(self.module, parameters)
+            self._check_numbered(parameters)
             self._number(index, parameters)
         names = [self.names[parameter] for parameter in parameters]
         if not {name for bucket in self._buckets for name, _ in bucket}.issuperset(names):
             self._buckets.append([(n, shape_of(p)) for n, p in zip(names, parameters, strict=True)])
         return names
 
-    def _unknown(self, module: nn.Module, parameters: Sequence[Tensor]) -> RuntimeError:
-        now: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        added = [now[parameter] for parameter in parameters if parameter in now and parameter not in self.names]
-        if added:
-            return RuntimeError(
-                f"the parameter {added[0]!r} was added to the model after PowerSGDState was created; create the state "
-                "and wrap the model in DistributedDataParallel when the model is complete"
-            )
-        return RuntimeError(
+    def _check_numbered(self, parameters: Sequence[Tensor]) -> None:
+        if self.module is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter not in self.names and any(parameter is other for other in parameters):
+                raise RuntimeError(
+                    f"the parameter {name!r} was added to the model after PowerSGDState was created; create the state "
+                    "and wrap the model in DistributedDataParallel when the model is complete"
+                )
+        raise RuntimeError(
             "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
             "give the model that DistributedDataParallel wraps"
         )

@@ -19,10 +19,7 @@ class UnusedParameters:
 
     DDP knows these parameters when the backward pass is done. Its reducer is locked while it calls a communication
     hook, so the counts are read before the next forward pass, and before the errors are read or saved.
-
-    Args:
-        residuals, step: Of the engine whose errors keep what DDP discards.
-        module, names: The DDP model, and {parameter: name}.
+    The errors of the engine with ``residuals`` and ``step`` keep what DDP discards. ``names`` are {parameter: name}.
     """
 
     def __init__(self, residuals: Residuals, step: Step, module: Any, names: Mapping[Tensor, str]) -> None:

@@ -10,17 +10,14 @@ from torch import Tensor
 
 from powersgd_triton.integrations.memory_order import Strides, memory_order, strides_of
 
-MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """How one gradient lies in DDP's bucket.
 
-    ``bucket`` are its strides there, and ``own`` those of a view that DDP would make now. ``parameter`` are the
-    parameter's when this was found out. ``is_view`` says whether ``parameter.grad`` is a view of the bucket
-    (``gradient_as_bucket_view=True``), ``shown`` whether it showed ``bucket``, and ``final`` whether all this holds
-    until the parameter's strides change.
+    ``bucket`` are its strides there, ``own`` those of a view that DDP would make now, and ``parameter`` the parameter's
+    when this was found out. ``is_view``: ``parameter.grad`` is a view of the bucket. ``shown``: it showed ``bucket``.
+    ``final``: all this holds until the parameter's strides change.
     """
 
     bucket: Strides
@@ -56,14 +53,15 @@ class BucketViews:
         total = sum(numels)
         if total != buffer.numel():
             raise RuntimeError(f"expected a bucket with the {total} elements of its parameters; got {len(buffer)}")
-        return [self._view(piece, parameter) for piece, parameter in zip(buffer.split(numels), parameters, strict=True)]
-
-    def _view(self, piece: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        place = self._places.get(parameter)
-        if place is None or not place.final or place.parameter != parameter.stride():
-            place = self._places[parameter] = _find(piece, parameter, place)
-        view = _strided(piece, parameter, place.bucket)
-        return view, (view if place.is_view or place.own == place.bucket else _strided(piece, parameter, place.own))
+        views = []
+        for piece, parameter in zip(buffer.split(numels), parameters, strict=True):
+            place = self._places.get(parameter)
+            if place is None or not place.final or place.parameter != parameter.stride():
+                place = self._places[parameter] = _find(piece, parameter, place)
+            held = _strided(piece, parameter, place.bucket)
+            same = place.is_view or place.own == place.bucket
+            views.append((held, held if same else _strided(piece, parameter, place.own)))
+        return views
 
 
 def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
@@ -109,8 +107,9 @@ def _strided(piece: Tensor, parameter: Tensor, strides: Strides) -> Tensor:
 
 def _likely_strides(parameter: Tensor) -> list[Strides]:
     """Return strides that a gradient may have in a bucket: the parameter's, those of its shape, and channels_last."""
-    like = [parameter, torch.empty(parameter.shape, device="meta")]
-    if parameter.dim() in MEMORY_FORMATS:
-        memory_format = MEMORY_FORMATS[parameter.dim()]
-        like.append(torch.empty(parameter.shape, device="meta", memory_format=memory_format))
-    return [strides_of(parameter.shape, memory_order(tensor)) for tensor in like]
+    dimensions = tuple(range(parameter.dim()))
+    orders = [memory_order(parameter), dimensions]
+    # channels_last and channels_last_3d.
+    if parameter.dim() in (4, 5):
+        orders.append((0, *dimensions[2:], 1))
+    return [strides_of(parameter.shape, order) for order in orders]

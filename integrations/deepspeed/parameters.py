@@ -55,17 +55,12 @@ class ParameterOverride:
         self._sent = self._exact = False
         run_within(optimizer, "step", self._sending)
 
-    def sent_bytes(self) -> int:
-        """Return the bytes of all owners' messages in a step."""
-        return sum(
-            len(group.rows) * self.width.difference_bytes(part.stop - part.start)[1]
-            for group in self._groups()
-            for part in self._messages(group)
-        )
-
-    def plain_bytes(self) -> int:
-        """Return the bytes of all partitions, which DeepSpeed itself would send."""
-        return sum(group.rows.numel() * group.rows.element_size() for group in self._groups())
+    def bytes_per_step(self) -> tuple[int, int]:
+        """Return the bytes of all partitions, which DeepSpeed itself would send, and of all owners' messages."""
+        groups = self._groups()
+        messages = [(len(group.rows), part) for group in groups for part in self._messages(group)]
+        sent = sum(owners * self.width.difference_bytes(part.stop - part.start)[1] for owners, part in messages)
+        return sum(group.rows.nbytes for group in groups), sent
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:

@@ -21,12 +21,9 @@ class Traffic:
     At stage 3, hpZ and quantized weights are not taken into account: they change bytes of parameters only.
 
     Attributes:
-        elements: Number of elements of all dense trainable parameters.
-        compressed: Number of these elements whose gradients are compressed.
-        gradients: Bytes of gradients without compression, in the dtype in which DeepSpeed sends them.
-        factors: Bytes sent for gradients with compression.
-        parameters: Bytes of ZeRO's all-gathers of parameters without compression.
-        differences: Bytes sent for parameters with compression.
+        elements, compressed: Number of elements of all dense trainable parameters, and of those that are compressed.
+        gradients, factors: Bytes of gradients without compression, in DeepSpeed's dtype for messages, and with it.
+        parameters, differences: Bytes of ZeRO's all-gathers of parameters without compression, and with it.
     """
 
     elements: int
@@ -73,15 +70,15 @@ def traffic_of(
         and engine.zero_reduce_scatter()
         and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
     )
-    parameters = 0.0
+    parameters = 0
     if stage == 3:
         # Frozen parameters too, in each forward and backward pass.
         every = sum(math.prod(whole_shape(p)) * p.element_size() for p in engine.module.parameters())
-        parameters = 2.0 * engine.gradient_accumulation_steps() * every
-    elif override is not None:
-        parameters = override.plain_bytes()
+        parameters = 2 * engine.gradient_accumulation_steps() * every
     elif stage or bf16_optimizer:
-        parameters = sum(p.numel() * p.element_size() for p in engine.module.parameters() if p.requires_grad)
+        parameters = sum(p.nbytes for p in engine.module.parameters() if p.requires_grad)
+    # With their padding.
+    parameters, differences = (parameters, parameters) if override is None else override.bytes_per_step()
     # A ring's share of the whole.
     share = (workers - 1) / workers
     return Traffic(
@@ -90,7 +87,7 @@ def traffic_of(
         gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,
         factors=share * micro_batches * 2 * RankReport.of(layout, config, {}).bytes_per_step,
         parameters=share * parameters,
-        differences=share * (parameters if override is None else override.sent_bytes()),
+        differences=share * differences,
     )
 
 

@@ -63,6 +63,7 @@ def test_worker_0_says_that_nothing_was_compressed(
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, part in (([], "usage: deepspeed"), (["nowhere.py"], "no file 'nowhere.py'")):
         monkeypatch.setattr(sys, "argv", ["runner", "--local_rank=0", *arguments])
+        monkeypatch.delitem(sys.modules, f"{NAME}.__main__", raising=False)
         with pytest.raises(SystemExit, match=part):
             runpy.run_module(NAME, run_name="__main__")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
