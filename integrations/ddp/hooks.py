@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.core.buckets import BucketState, Shapes
 from powersgd_triton.integrations.ddp.arguments import torchs_logger
-from powersgd_triton.integrations.ddp.names import shape_of
+from powersgd_triton.integrations.ddp.parameters import shape_of
 from powersgd_triton.integrations.ddp.state import PowerSGDState
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
@@ -120,12 +120,12 @@ def _average(
                     read.copy_(held.clone())
             future.set_result(buffer)
 
-        step, first = state.iter, bucket.index() == 0
+        step = state.iter
+        if step == state.config.start_iter and bucket.index() == 0:
+            torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
         if not engine.compressing:
             engine.average_exactly(buffer, done=finish)
         else:
-            if step == state.config.start_iter == 0 and first:
-                torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
             held, segments = [place for place, _ in views], begun.layout.segments
             if state._unused is not None:
                 state._unused.note_views(held, parameters)
@@ -141,8 +141,6 @@ def _average(
 
             engine.average(begun, gradients, done=done, join=True)
             _log(state, begun, bucket, step)
-        if last and state.iter == state.config.start_iter:
-            torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
 
 

@@ -17,8 +17,7 @@ from powersgd_triton.core.loading import claim, load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.ddp.arguments import SIGNATURE, check_group, log, parsed, setting, torchs_logger
-from powersgd_triton.integrations.ddp.names import ParameterNames, Record
-from powersgd_triton.integrations.ddp.unused import UnusedParameters
+from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
 from powersgd_triton.integrations.ddp.views import BucketViews
 from powersgd_triton.integrations.names import plain_name, uncompiled
 from powersgd_triton.layout.layout import sizes
