@@ -96,17 +96,8 @@ def read_section(section: Any) -> Section:
 def engine_problems(engine: Any, section: Section) -> list[str]:
     """Return the features of the engine that compression does not support, each with a remedy."""
     stage = int(engine.zero_optimization_stage())
-    problems = [*_problems_of_versions(engine, stage)]
-    obstacle = why_not_differences(engine)
-    if section.parameters_given and section.parameters is not None and obstacle is not None:
-        problems.append(f'"{PARAMETERS}": "{section.parameters}": {obstacle}')
-    problems += [*_problems_of_optimizers(engine, stage), *_problems_of_settings(engine, stage)]
-    if dist.get_world_size(averaging_group(engine)) < 2:
-        problems.append(
-            "there is only one worker, so there is nothing to average: start two or more data-parallel workers, "
-            f'or set "{ENABLED}": false'
-        )
-    return problems
+    settings = _problems_of_settings(engine, stage, section)
+    return [*_problems_of_versions(engine, stage), *_problems_of_optimizers(engine, stage), *settings]
 
 
 def _problems_of_versions(engine: Any, stage: int) -> Iterator[str]:
@@ -148,8 +139,11 @@ def _problems_of_optimizers(engine: Any, stage: int) -> Iterator[str]:
         )
 
 
-def _problems_of_settings(engine: Any, stage: int) -> Iterator[str]:
-    zero = engine._config.zero_config
+def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator[str]:
+    zero, workers = engine._config.zero_config, averaging_group(engine)
+    obstacle = why_not_differences(engine)
+    if section.parameters_given and section.parameters is not None and obstacle is not None:
+        yield f'"{PARAMETERS}": "{section.parameters}": {obstacle}'
     if getattr(zero, "zero_quantized_gradients", False):
         yield (
             '"zero_quantized_gradients" (qgZ) compresses the same gradients: take it out. '
@@ -180,11 +174,16 @@ def _problems_of_settings(engine: Any, stage: int) -> Iterator[str]:
             for parameter in engine.module.parameters()
             if parameter.requires_grad and getattr(parameter, "ds_process_group", None) is not None
         }
-        if groups - {tuple(dist.get_process_group_ranks(averaging_group(engine)))}:
+        if groups - {tuple(dist.get_process_group_ranks(workers))}:
             yield (
                 "some parameters are partitioned over other workers than the ones that average gradients: call "
                 "deepspeed.zero.Init with the data-parallel group, or without data_parallel_group"
             )
+    if dist.get_world_size(workers) < 2:
+        yield (
+            "there is only one worker, so there is nothing to average: start two or more data-parallel workers, "
+            f'or set "{ENABLED}": false'
+        )
 
 
 def refusal(problems: list[str]) -> PowerSGDConfigError:
