@@ -23,19 +23,11 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.announce import announce
-from powersgd_triton.integrations.deepspeed.engines import loss_scale_source
+from powersgd_triton.integrations.deepspeed.engines import Traffic, describe, loss_scale_source
 from powersgd_triton.integrations.deepspeed.overrides import override_methods
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
-from powersgd_triton.integrations.deepspeed.refusals import (
-    SECTION,
-    PowerSGDConfigError,
-    engine_problems,
-    read_section,
-    refusal,
-    section_of,
-)
+from powersgd_triton.integrations.deepspeed.refusals import PowerSGDConfigError, chosen, refusal, section_of
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
-from powersgd_triton.integrations.deepspeed.traffic import Traffic, describe
 
 __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
 
@@ -53,7 +45,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     returned = _initialize(*args, **kwargs)
     engine = returned[0]
     if section_of(engine) is None:
-        announce(f'powersgd: off, the configuration has no section "{SECTION}"')
+        announce('powersgd: off, the configuration has no section "powersgd"')
     else:
         enable(engine)
     return returned
@@ -82,19 +74,10 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
         return state
 
     def prepare() -> tuple[tuple[DeepSpeedState, str | None] | None, Facts, Facts]:
-        given = section_of(engine)
-        if given is None and config is None:
-            raise refusal([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
-        section = read_section({} if given is None else given)
-        problems = list(section.problems)
-        if not section.enabled and not problems:
+        found = chosen(engine, config)
+        if found is None:
             return None, {"enabled": False}, {}
-        wanted = section.config or config or PowerSGDConfig()
-        if config not in (None, wanted) and not problems:
-            problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
-        problems += engine_problems(engine, section)
-        if problems:
-            raise refusal(problems)
+        wanted, section = found
         try:
             state = DeepSpeedState(wanted, engine, node_group or section.node_group)
         except (TypeError, ValueError) as error:
@@ -113,7 +96,7 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     if parameters is not None:
         state.parameters = ParameterOverride(engine, state.config, parameters)
     override_methods(engine, state)
-    announce(describe(engine, state.config, state.traffic(), state.parameters))
+    announce(describe(engine, state.config, state.traffic(), parameters))
     return state
 
 

@@ -186,6 +186,24 @@ def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator
         )
 
 
+def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, Section] | None:
+    """Return the section's configuration, or else the program's, and the section. None if it has ``"enabled": false``."""
+    given = section_of(engine)
+    if given is None and config is None:
+        raise refusal([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
+    section = read_section({} if given is None else given)
+    problems = list(section.problems)
+    if not section.enabled and not problems:
+        return None
+    wanted = section.config or config or PowerSGDConfig()
+    if config not in (None, wanted) and not problems:
+        problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
+    problems += engine_problems(engine, section)
+    if problems:
+        raise refusal(problems)
+    return wanted, section
+
+
 def refusal(problems: list[str]) -> PowerSGDConfigError:
     """Return an error that lists the problems."""
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))

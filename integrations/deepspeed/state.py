@@ -20,9 +20,8 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import adopt, compared, save
 from powersgd_triton.core.saved_state import LoadReport, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
-from powersgd_triton.integrations.deepspeed.engines import averaging_group, whole_shape
+from powersgd_triton.integrations.deepspeed.engines import Traffic, averaging_group, traffic_of, whole_shape
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
-from powersgd_triton.integrations.deepspeed.traffic import Traffic, traffic_of
 from powersgd_triton.integrations.names import plain_name
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
@@ -117,8 +116,9 @@ class DeepSpeedState(Handle):
 
     def traffic(self) -> Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
-        workers = self._communicator.world_size
-        return traffic_of(self._framework, self.config, self._layout(self.shapes), workers, self.parameters)
+        partitions = None if self.parameters is None else self.parameters.bytes_per_step()
+        layout, workers = self._layout(self.shapes), self._communicator.world_size
+        return traffic_of(self._framework, self.config, layout, workers, partitions)
 
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
