@@ -12,6 +12,7 @@ from powersgd_triton.core.buckets import BucketState, Shapes
 from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.parameters import shape_of
 from powersgd_triton.integrations.ddp.state import PowerSGDState
+from powersgd_triton.integrations.ddp.views import views_of
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
@@ -112,7 +113,7 @@ def _average(
         if buffer.is_cuda:
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        views = state._views.of(buffer, parameters)
+        views = views_of(buffer, parameters, state._places)
 
         def finish() -> None:
             for held, read in views:

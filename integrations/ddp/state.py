@@ -18,7 +18,7 @@ from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.ddp.arguments import SIGNATURE, check_group, log, parsed, setting, torchs_logger
 from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
-from powersgd_triton.integrations.ddp.views import BucketViews
+from powersgd_triton.integrations.ddp.views import Place
 from powersgd_triton.integrations.names import plain_name, uncompiled
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
@@ -105,7 +105,8 @@ class PowerSGDState(Handle):
         device = next((parameter.device for parameter in names.names), None)
         communicator = Communicator(group, node_group=node_group)
         super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, device))
-        self._views = BucketViews()
+        # How each gradient lies in its bucket.
+        self._places: dict[Tensor, Place] = {}
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
         # Indices of the buckets whose memory was logged.

@@ -29,8 +29,6 @@ EXACT = "_powersgd_exact"
 """Marks the function of ``Accelerator`` that is replaced, once for all engines."""
 
 Method = Callable[..., Any]
-Override = Callable[[Any, DeepSpeedState, Method], Method]
-"""Returns what replaces a method of an engine, or of its optimizer."""
 
 
 def override_methods(engine: Any, state: DeepSpeedState) -> None:
@@ -43,8 +41,8 @@ def override_methods(engine: Any, state: DeepSpeedState) -> None:
         _override_exports(engine, state)
 
 
-def averaging_method(engine: Any) -> tuple[Any, str, Override]:
-    """Return the object that averages an engine's gradients, the method's name, and its override."""
+def averaging_method(engine: Any) -> tuple[Any, str, Callable[[Any, DeepSpeedState, Method], Method]]:
+    """Return the object that averages an engine's gradients, its method's name, and what returns the override."""
     stage = int(engine.zero_optimization_stage())
     if stage == 3:
         return engine.optimizer, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", _reduce_scatter

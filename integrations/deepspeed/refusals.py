@@ -187,7 +187,7 @@ def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator
 
 
 def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, Section] | None:
-    """Return the section's configuration, or else the program's, and the section. None if it has ``"enabled": false``."""
+    """Return the section's configuration, or else the program's, and the section. None if that is switched off."""
     given = section_of(engine)
     if given is None and config is None:
         raise refusal([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
