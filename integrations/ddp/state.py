@@ -105,6 +105,8 @@ class PowerSGDState(Handle):
         device = next((parameter.device for parameter in names.names), None)
         communicator = Communicator(group, node_group=node_group)
         super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, device))
+        # What another process group can use: groups that a user gave were made for this one.
+        self._automatic_nodes = AUTO if node_group == AUTO else None
         # How each gradient lies in its bucket.
         self._places: dict[Tensor, Place] = {}
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
@@ -124,12 +126,6 @@ class PowerSGDState(Handle):
             if self._communicator.node_group != self._automatic_nodes:
                 logger.warning("the groups given as node_group belong to another process group; sums take one level")
             self._engine.connect(Communicator(group, node_group=self._automatic_nodes))
-
-    @property
-    def _automatic_nodes(self) -> NodeGroup:
-        """What another group can use of ``node_group``: groups that a user gave were made for this one."""
-        node_group = self._communicator.node_group
-        return node_group if node_group == AUTO else None
 
     @property
     def iter(self) -> int:
