@@ -59,40 +59,43 @@ def parsed(positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Power
             raise TypeError(f"after a PowerSGDConfig, arguments need names, e.g. process_group=; got {positional[1]!r}")
         positional = (keywords.pop("process_group", None), *positional)
     bound = SIGNATURE.bind(*positional, **keywords)
-    settings = {name: value for name, value in bound.arguments.items() if name in FIELDS}
+    settings = [name for name in bound.arguments if name in FIELDS]
     bound.apply_defaults()
     given = bound.arguments
     check_group(given["process_group"])
     config, options = given["matrix_approximation_rank"], given["options"]
-    if not isinstance(config, PowerSGDConfig):
-        return _from_torchs(settings, given), given
-    if len(settings) > 1 or options:
-        beside = [*list(settings)[1:], *options]
-        raise TypeError(
-            "a PowerSGDConfig was given, which holds all hyperparameters: give it "
-            + ", ".join(f"{FIELDS.get(name, name)}=" for name in beside)
-            + f" instead of giving {', '.join(beside)} to PowerSGDState"
-        )
-    return config, given
-
-
-def _from_torchs(settings: Mapping[str, Any], given: Mapping[str, Any]) -> PowerSGDConfig:
-    options = given["options"]
+    if isinstance(config, PowerSGDConfig):
+        beside = [*settings[1:], *options]
+        if beside:
+            raise TypeError(
+                "a PowerSGDConfig was given, which holds all hyperparameters: give it "
+                + ", ".join(f"{FIELDS.get(name, name)}=" for name in beside)
+                + f" instead of giving {', '.join(beside)} to PowerSGDState"
+            )
+        return config, given
     for name in settings:
         if FIELDS[name] in options:
             raise TypeError(f"{name} and {FIELDS[name]} are the same hyperparameter; give one of them")
     fields = {field: given[name] for name, field in FIELDS.items()}
-    budget = any(options.get(key) is not None for key in ("compression", "bytes_per_step"))
     # torch's default rank is no rank that the user gives together with a budget.
+    budget = any(options.get(key) is not None for key in ("compression", "bytes_per_step"))
     if budget and "matrix_approximation_rank" not in settings:
         del fields["rank"]
-    return PowerSGDConfig.from_dict({**fields, **options})
+    return PowerSGDConfig.from_dict({**fields, **options}), given
+
+
+def log(config: PowerSGDConfig, given: Mapping[str, Any]) -> None:
+    """Log torch's arguments as torch does, in its order."""
+    values = {**given, **{name: getattr(config, field) for name, field in FIELDS.items()}}
+    epsilon = "orthogonalization_epsilon"
+    names = [name for name in TORCHS if name != epsilon]
+    names.insert(names.index("use_error_feedback"), epsilon)
+    torchs_logger.info("PowerSGD config: %s", "; ".join(f"{name} = {values[name]}" for name in names))
 
 
 def check_group(group: Any) -> None:
     """Raise TypeError if this is neither a process group nor None."""
     # torch.distributed.new_group returns this to workers that are not in the group; ``Communicator`` refuses it.
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        return
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+    if not (outside or group is None or isinstance(group, dist.ProcessGroup)):
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None; got {group!r}")

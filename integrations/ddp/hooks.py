@@ -10,8 +10,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.core.buckets import BucketState, Shapes
 from powersgd_triton.integrations.ddp.arguments import torchs_logger
-from powersgd_triton.integrations.ddp.names import shape_of
+from powersgd_triton.integrations.ddp.parameters import shape_of
 from powersgd_triton.integrations.ddp.state import PowerSGDState
+from powersgd_triton.integrations.ddp.views import views_of
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
@@ -21,8 +22,7 @@ SQUARE, REST = "bucket {}", "rest of bucket {}"
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
-    A bucket's messages travel during the backward pass. Its Future is completed when a later bucket is processed. A
-    bucket with small messages waits for the next ones. The last bucket completes all.
+    A bucket's Future is completed when a later bucket is processed. The last bucket completes all.
 
     On CUDA, everything is enqueued on a side stream, and the host waits only to find out how gradients of four or five
     dimensions lie in the bucket: until they are not zero for the first time, and in every step if a parameter's memory
@@ -118,7 +118,7 @@ def _average(
         if buffer.is_cuda:
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        views = state._views.of(buffer, parameters)
+        views = views_of(buffer, parameters, state._places)
 
         def finish() -> None:
             for held, read in views:
@@ -126,12 +126,12 @@ def _average(
                     read.copy_(held.clone())
             future.set_result(given)
 
-        step, first = state.iter, bucket.index() == 0
+        step = state.iter
+        if step == state.config.start_iter and bucket.index() == 0:
+            torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
         if not engine.compressing:
             engine.average_exactly(buffer, done=finish)
         else:
-            if step == state.config.start_iter == 0 and first:
-                torchs_logger.info("Start to apply PowerSGD after %s iterations.", step)
             held, segments = [place for place, _ in views], begun.layout.segments
             if state._unused is not None:
                 state._unused.note_views(held, parameters)
@@ -147,8 +147,6 @@ def _average(
 
             engine.average(begun, gradients, done=done, join=True)
             _log(state, begun, bucket, step)
-        if last and state.iter == state.config.start_iter:
-            torchs_logger.info("Start to apply PowerSGD after %s iterations.", state.iter)
     return future
 
 

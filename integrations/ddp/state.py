@@ -17,10 +17,9 @@ from powersgd_triton.core.loading import claim, load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.common import plain_name, uncompiled
-from powersgd_triton.integrations.ddp.arguments import FIELDS, SIGNATURE, check_group, parsed, setting, torchs_logger
-from powersgd_triton.integrations.ddp.names import ParameterNames, Record
-from powersgd_triton.integrations.ddp.unused import UnusedParameters
-from powersgd_triton.integrations.ddp.views import BucketViews
+from powersgd_triton.integrations.ddp.arguments import SIGNATURE, check_group, log, parsed, setting, torchs_logger
+from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
+from powersgd_triton.integrations.ddp.views import Place
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
@@ -84,36 +83,32 @@ class PowerSGDState(Handle):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         config, given = parsed(positional, keywords)
-        torchs_logger.info(
-            "PowerSGD config: matrix_approximation_rank = %(matrix_approximation_rank)s; "
-            "start_powerSGD_iter = %(start_powerSGD_iter)s; min_compression_rate = %(min_compression_rate)s; "
-            "orthogonalization_epsilon = %(orthogonalization_epsilon)s; use_error_feedback = %(use_error_feedback)s; "
-            "warm_start = %(warm_start)s; random_seed = %(random_seed)s; "
-            "compression_stats_logging_frequency = %(compression_stats_logging_frequency)s; "
-            "batch_tensors_with_same_shape = %(batch_tensors_with_same_shape)s",
-            {**given, **{name: getattr(config, field) for name, field in FIELDS.items()}},
-        )
+        log(config, given)
         self.compression_stats_logging_frequency = max(1, given["compression_stats_logging_frequency"])
         self.next_stats_report = 0
         # A compiled DDP model is one.
         module = uncompiled(given["module"])
-        names = ParameterNames(module)
-        if config.planned and names.shapes() is None:
+        if config.planned and module is None:
             raise ValueError(
                 "a budget (compression or bytes_per_step) is divided among all parameters of the model: "
                 "give PowerSGDState the model as module="
             )
-        self._set_up(config, names, given["process_group"], given["node_group"])
+        self._set_up(config, module, given["process_group"], given["node_group"])
         if UnusedParameters.are_discarded(module):
-            self._unused = UnusedParameters(self._residuals, self._step, module, names.names)
+            self._unused = UnusedParameters(self._residuals, self._step, module, self._names.names)
 
     def _set_up(
-        self, config: PowerSGDConfig, names: ParameterNames, group: dist.ProcessGroup | None, node_group: NodeGroup
+        self, config: PowerSGDConfig, module: nn.Module | None, group: dist.ProcessGroup | None, node_group: NodeGroup
     ) -> None:
-        communicator = Communicator(group, node_group=node_group)
+        names = self._names = ParameterNames(module)
         # Without ``module=`` the model is not known before its gradients come.
-        super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, names.device))
-        self._names, self._views = names, BucketViews()
+        device = next((parameter.device for parameter in names.names), None)
+        communicator = Communicator(group, node_group=node_group)
+        super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, device))
+        # What another process group can use: groups that a user gave were made for this one.
+        self._automatic_nodes = AUTO if node_group == AUTO else None
+        # How each gradient lies in its bucket.
+        self._places: dict[Tensor, Place] = {}
         # The number of elements of each bucket of ``batched_powerSGD_hook``.
         self._numels: dict[int, int] = {}
         # Indices of the buckets whose memory was logged.
@@ -131,12 +126,6 @@ class PowerSGDState(Handle):
             if self._communicator.node_group != self._automatic_nodes:
                 logger.warning("the groups given as node_group belong to another process group; sums take one level")
             self._engine.connect(Communicator(group, node_group=self._automatic_nodes))
-
-    @property
-    def _automatic_nodes(self) -> NodeGroup:
-        """What another group can use of ``node_group``: groups that a user gave were made for this one."""
-        node_group = self._communicator.node_group
-        return node_group if node_group == AUTO else None
 
     @property
     def iter(self) -> int:
@@ -221,10 +210,8 @@ class PowerSGDState(Handle):
         return self._content()
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        names = ParameterNames(None)
-        names.expect(saved["buckets"])
         group = dist.group.WORLD if dist.is_initialized() else None
-        self._set_up(saved["config"], names, group, saved.get("node_group"))
+        self._set_up(saved["config"], None, group, saved.get("node_group"))
         # With torch's spaces, so that a filter for torch's message finds this one.
         torchs_logger.warning(
             "NOTE: Process group will be set to a default group (i.e. the world size).                "
@@ -237,7 +224,7 @@ class PowerSGDState(Handle):
         copied: PowerSGDState = type(self).__new__(type(self))
         memo[id(self)] = copied
         content = self._content()
-        copied._set_up(content["config"], self._names.copy(), self.process_group, self._communicator.node_group)
+        copied._set_up(content["config"], self._names.module, self.process_group, self._communicator.node_group)
         copied._restore(content)
         if self._step.loss_scale is not None:
             copied.attach(self._step.loss_scale.source)
@@ -254,6 +241,7 @@ class PowerSGDState(Handle):
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
+        self._names.expect(saved["buckets"])
         restore(self._engine, saved, self._names.known())
         self.compression_stats_logging_frequency = saved["compression_stats_logging_frequency"]
         self.next_stats_report = saved["next_stats_report"]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.integrations.common import Strides, memory_order, strides_of
 
-MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """How one gradient lies in DDP's bucket.
 
-    ``bucket`` are its strides there, and ``own`` those of a view that DDP would make now. ``parameter`` are the
-    parameter's when this was found out. ``is_view`` says whether ``parameter.grad`` is a view of the bucket
-    (``gradient_as_bucket_view=True``), ``shown`` whether it showed ``bucket``, and ``final`` whether all this holds
-    until the parameter's strides change.
+    ``bucket`` are its strides there, ``own`` those of a view that DDP would make now, and ``parameter`` the parameter's
+    when this was found out. ``is_view``: ``parameter.grad`` is a view of the bucket. ``shown``: it showed ``bucket``.
+    ``final``: all this holds until the parameter's strides change.
     """
 
     bucket: Strides
@@ -31,8 +27,10 @@ class Place:
     final: bool
 
 
-class BucketViews:
-    """Finds each gradient in DDP's buckets.
+def views_of(buffer: Tensor, parameters: Sequence[Tensor], places: dict[Tensor, Place]) -> list[tuple[Tensor, Tensor]]:
+    """Return two views of each gradient: of what the bucket holds, and of what DDP will read. Usually they are one.
+
+    A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
 
     DDP makes a view for each parameter when it builds its buckets, and again when it rebuilds them after the first
     step. A view has the parameter's strides if the parameter is dense, else it is contiguous. If
@@ -41,29 +39,21 @@ class BucketViews:
     (``gradient_as_bucket_view=True``).
 
     A hook does not see these views (``bucket.gradients()`` ignores strides). It sees ``parameter.grad``, which is the
-    view itself or has the same values.
+    view itself or has the same values. ``places`` are what was found out before.
     """
-
-    def __init__(self) -> None:
-        self._places: dict[Tensor, Place] = {}
-
-    def of(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return two views of each gradient: of what the bucket holds, and of what DDP will read. Usually they are one.
-
-        A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
-        """
-        numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
-        total = sum(numels)
-        if total != buffer.numel():
-            raise RuntimeError(f"expected a bucket with the {total} elements of its parameters; got {len(buffer)}")
-        return [self._view(piece, parameter) for piece, parameter in zip(buffer.split(numels), parameters, strict=True)]
-
-    def _view(self, piece: Tensor, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        place = self._places.get(parameter)
+    numels = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+    total = sum(numels)
+    if total != buffer.numel():
+        raise RuntimeError(f"expected a bucket with the {total} elements of its parameters; got {len(buffer)}")
+    views = []
+    for piece, parameter in zip(buffer.split(numels), parameters, strict=True):
+        place = places.get(parameter)
         if place is None or not place.final or place.parameter != parameter.stride():
-            place = self._places[parameter] = _find(piece, parameter, place)
-        view = _strided(piece, parameter, place.bucket)
-        return view, (view if place.is_view or place.own == place.bucket else _strided(piece, parameter, place.own))
+            place = places[parameter] = _find(piece, parameter, place)
+        held = _strided(piece, parameter, place.bucket)
+        same = place.is_view or place.own == place.bucket
+        views.append((held, held if same else _strided(piece, parameter, place.own)))
+    return views
 
 
 def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
@@ -109,8 +99,9 @@ def _strided(piece: Tensor, parameter: Tensor, strides: Strides) -> Tensor:
 
 def _likely_strides(parameter: Tensor) -> list[Strides]:
     """Return strides that a gradient may have in a bucket: the parameter's, those of its shape, and channels_last."""
-    like = [parameter, torch.empty(parameter.shape, device="meta")]
-    if parameter.dim() in MEMORY_FORMATS:
-        memory_format = MEMORY_FORMATS[parameter.dim()]
-        like.append(torch.empty(parameter.shape, device="meta", memory_format=memory_format))
-    return [strides_of(parameter.shape, memory_order(tensor)) for tensor in like]
+    dimensions = tuple(range(parameter.dim()))
+    orders = [memory_order(parameter), dimensions]
+    # channels_last and channels_last_3d.
+    if parameter.dim() in (4, 5):
+        orders.append((0, *dimensions[2:], 1))
+    return [strides_of(parameter.shape, order) for order in orders]

@@ -2,16 +2,8 @@
 
 At stages 1 and 2 the parameters that workers gather after a step are compressed too.
 
-There are three ways to switch it on:
-
-    from powersgd_triton.integrations import deepspeed     # in place of: import deepspeed
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, config="ds_config.json", ...)
-
-    deepspeed.enable(engine)                                # for an engine that the original module made
-
-    deepspeed --num_gpus 2 --module powersgd_triton.integrations.deepspeed train.py --deepspeed_config ds_config.json
-
-All other names of this module are forwarded to the original one. Plain DeepSpeed silently ignores the section.
+Import this module in place of ``deepspeed``, call ``enable(engine)``, or let the module run the program; see
+docs/guides/deepspeed.md. All other names are forwarded to DeepSpeed, which by itself silently ignores the section.
 """
 
 from __future__ import annotations
@@ -31,21 +23,11 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.integrations.common import announce
-from powersgd_triton.integrations.deepspeed.checkpoints import attach_checkpoints, attach_exports
-from powersgd_triton.integrations.deepspeed.engines import averaging_group, loss_scale_source
-from powersgd_triton.integrations.deepspeed.overrides import override_class
+from powersgd_triton.integrations.deepspeed.engines import Traffic, describe, loss_scale_source
+from powersgd_triton.integrations.deepspeed.overrides import override_methods
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
-from powersgd_triton.integrations.deepspeed.refusals import (
-    SECTION,
-    PowerSGDConfigError,
-    engine_problems,
-    read_section,
-    refusal,
-    refuse,
-    section_of,
-)
+from powersgd_triton.integrations.deepspeed.refusals import PowerSGDConfigError, chosen, refusal, section_of
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
-from powersgd_triton.integrations.deepspeed.traffic import Traffic, describe
 
 __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
 
@@ -63,7 +45,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     returned = _initialize(*args, **kwargs)
     engine = returned[0]
     if section_of(engine) is None:
-        announce(f'powersgd: off, the configuration has no section "{SECTION}"')
+        announce('powersgd: off, the configuration has no section "powersgd"')
     else:
         enable(engine)
     return returned
@@ -88,23 +70,16 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:
         if config not in (None, state.config):
-            refuse([f"the engine is compressed with {state.config} already; got {config}"])
+            raise refusal([f"the engine is compressed with {state.config} already; got {config}"])
         return state
 
     def prepare() -> tuple[tuple[DeepSpeedState, str | None] | None, Facts, Facts]:
-        given = section_of(engine)
-        if given is None and config is None:
-            refuse([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
-        section = read_section({} if given is None else given)
-        problems = list(section.problems)
-        if not section.enabled and not problems:
+        found = chosen(engine, config)
+        if found is None:
             return None, {"enabled": False}, {}
-        wanted = section.config if config is None or section.configures else config
-        if config not in (None, wanted) and not problems:
-            problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
-        refuse(problems + engine_problems(engine, section))
+        wanted, section = found
         try:
-            state = DeepSpeedState(wanted, engine, averaging_group(engine), node_group or section.node_group)
+            state = DeepSpeedState(wanted, engine, node_group or section.node_group)
         except (TypeError, ValueError) as error:
             raise refusal([str(error)]) from None
         parameters = section.parameters if why_not_differences(engine) is None else None
@@ -118,34 +93,16 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     state, parameters = prepared
     engine.powersgd = state
     state.attach(loss_scale_source(engine))
-    override_class(engine)(engine, state)
     if parameters is not None:
         state.parameters = ParameterOverride(engine, state.config, parameters)
-        attach_exports(engine, state)
-    _attach_guard(engine, state)
-    attach_checkpoints(engine, state)
-    announce(describe(engine, state.config, state.traffic(), state.parameters))
+    override_methods(engine, state)
+    announce(describe(engine, state.config, state.traffic(), parameters))
     return state
 
 
 def expected_traffic(engine: Any, state: DeepSpeedState) -> Traffic:  # noqa: ARG001
     """Return the bytes that an engine's step sends after ``start_iter``, with and without compression."""
     return state.traffic()
-
-
-def _attach_guard(engine: Any, state: DeepSpeedState) -> None:
-    """End a step of the compression with the engine's step, and check that its gradients came through the override."""
-    original = engine._take_model_step
-
-    @functools.wraps(original)
-    def take_model_step(*args: Any, **kwargs: Any) -> Any:
-        # Fails loudly if a release of DeepSpeed no longer calls the method that is overridden.
-        state.check_reached()
-        result = original(*args, **kwargs)
-        state.close_step()
-        return result
-
-    engine._take_model_step = take_model_step
 
 
 def __getattr__(name: str) -> Any:

@@ -1,20 +1,27 @@
-"""DeepSpeed: what the adapter asks of an engine and its optimizer, in all supported releases."""
+"""DeepSpeed: what the adapter asks of an engine and its optimizer, in all supported releases, and what a step sends."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.integrations.common import describe_bytes, describe_ranks
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.step import LossScaleSource
+from powersgd_triton.ranks.report import RankReport, fewer
 
 
 def averaging_group(engine: Any) -> Any:
     """Return the process group over which an engine averages gradients."""
-    if engine.pipeline_parallelism:
-        return engine.mpu.get_data_parallel_group()
-    return engine.seq_data_parallel_group
+    return engine.mpu.get_data_parallel_group() if engine.pipeline_parallelism else engine.seq_data_parallel_group
 
 
 def loss_scale_source(engine: Any) -> LossScaleSource:
@@ -51,6 +58,107 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def whole_numel(parameter: Tensor) -> int:
-    """Return a parameter's number of elements, even if ZeRO 3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+def run_within(owner: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Replace an object's method by one that runs it within a context."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(*args, **kwargs)
+
+    setattr(owner, method, within)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of one optimizer step that each worker sends, if all-reduces, reduce-scatters and gathers are rings.
+
+    At stage 3, hpZ and quantized weights are not taken into account: they change bytes of parameters only.
+
+    Attributes:
+        elements, compressed: Number of elements of all dense trainable parameters, and of those that are compressed.
+        gradients, factors: Bytes of gradients without compression, in DeepSpeed's dtype for messages, and with it.
+        parameters, differences: Bytes of ZeRO's all-gathers of parameters without compression, and with it.
+    """
+
+    elements: int
+    compressed: int
+    gradients: float
+    factors: float
+    parameters: float
+    differences: float
+
+    @property
+    def plain(self) -> float:
+        """Bytes of a whole step without compression."""
+        return self.gradients + self.parameters
+
+    @property
+    def sent(self) -> float:
+        """Bytes of a whole step with compression."""
+        return self.factors + self.differences
+
+    @property
+    def reduction(self) -> float:
+        """Factor by which the gradients' traffic shrinks."""
+        return self.gradients / self.factors if self.factors else 1.0
+
+    @property
+    def total_reduction(self) -> float:
+        """Factor by which all traffic between data-parallel workers shrinks."""
+        return self.plain / self.sent if self.sent else 1.0
+
+
+def traffic_of(
+    engine: Any, config: PowerSGDConfig, layout: Layout, workers: int, partitions: tuple[int, int] | None
+) -> Traffic:
+    """Return the bytes that an engine's step sends after ``start_iter``.
+
+    ``partitions`` are the bytes of all partitions of parameters, and of their differences, if these are sent.
+    """
+    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
+    bf16_optimizer = is_bf16_optimizer(optimizer)
+    sender = optimizer if stage else engine
+    dtype = optimizer.grad_acc_dtype if bf16_optimizer else sender.communication_data_type
+    # At stages 1 and 2 DeepSpeed all-reduces buckets, unless it is configured to send each slice to its owner only.
+    once = stage == 3 or (
+        stage in (1, 2)
+        and not bf16_optimizer
+        and engine.zero_reduce_scatter()
+        and not getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
+    )
+    parameters = 0
+    if stage == 3:
+        # Frozen parameters too, in each forward and backward pass.
+        every = sum(math.prod(whole_shape(p)) * p.element_size() for p in engine.module.parameters())
+        parameters = 2 * engine.gradient_accumulation_steps() * every
+    elif stage or bf16_optimizer:
+        parameters = sum(p.nbytes for p in engine.module.parameters() if p.requires_grad)
+    parameters, differences = partitions or (parameters, parameters)
+    # A ring's share of the whole.
+    share = (workers - 1) / workers
+    return Traffic(
+        elements=layout.numel,
+        compressed=sum(segment.numel for segment in layout.compressed),
+        gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,
+        factors=share * micro_batches * 2 * RankReport.of(layout, config, {}).bytes_per_step,
+        parameters=share * parameters,
+        differences=share * differences,
+    )
+
+
+def describe(engine: Any, config: PowerSGDConfig, traffic: Traffic, width: str | None) -> str:
+    """Return one line for the log. ``width`` is that of the parameters' differences, if these are sent."""
+    share = 100 * traffic.compressed / traffic.elements if traffic.elements else 0.0
+    parameters = ""
+    if traffic.parameters:
+        how = "as DeepSpeed sends them" if width is None else f"in {width}"
+        parameters = f"Parameters are sent {how}. "
+    return (
+        f"powersgd: on at ZeRO stage {int(engine.zero_optimization_stage())} ({type(engine.optimizer).__name__}), "
+        f"{describe_ranks(config)}; {share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients "
+        f"take {fewer(traffic.reduction)} bytes. {parameters}In a whole step each worker sends "
+        f"{describe_bytes(traffic.sent)} in place of {describe_bytes(traffic.plain)} ({fewer(traffic.total_reduction)})"
+    )

@@ -1,174 +1,213 @@
-"""DeepSpeed: the method that averages gradients at each ZeRO stage, overridden to compress them."""
+"""DeepSpeed: the methods of an engine and its optimizer that are overridden.
+
+Gradients are averaged by another method at each ZeRO stage. What ``engine.save_checkpoint`` writes has the model's
+parameters v as they are, and the masters w in the optimizer's files, so training continues with the same bits. Exports
+have w rounded.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer
-from powersgd_triton.integrations.deepspeed.state import DeepSpeedState, Gradient
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, run_within
+from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
+
+logger = logging.getLogger("powersgd_triton")
+
+EXACT = "_powersgd_exact"
+"""Marks the function of ``Accelerator`` that is replaced, once for all engines."""
+
+Method = Callable[..., Any]
 
 
-class GradientOverride:
-    """Overrides ``method`` of an engine's optimizer, or of the engine itself."""
-
-    method = ""
-
-    def __init__(self, engine: Any, state: DeepSpeedState) -> None:
-        self._engine, self._optimizer, self._state = engine, engine.optimizer, state
-        owner = self.owner(engine)
-        self._original = getattr(owner, self.method)
-        setattr(owner, self.method, self._reduce)
-
-    @staticmethod
-    def owner(engine: Any) -> Any:
-        """Return the object that has the method."""
-        return engine.optimizer
-
-    def _reduce(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+def override_methods(engine: Any, state: DeepSpeedState) -> None:
+    """Let a state average an engine's gradients, end its steps, and be in its checkpoints."""
+    owner, method, override = averaging_method(engine)
+    setattr(owner, method, override(engine, state, getattr(owner, method)))
+    run_within(engine, "_take_model_step", state.step)
+    _override_checkpoints(engine, state)
+    if state.parameters is not None:
+        _override_exports(engine, state)
 
 
-class AllReduceOverride(GradientOverride):
-    """The engine's all-reduce of a list of gradients: stage 0, the pipeline engine, and BF16_Optimizer."""
+def averaging_method(engine: Any) -> tuple[Any, str, Callable[[Any, DeepSpeedState, Method], Method]]:
+    """Return the object that averages an engine's gradients, its method's name, and what returns the override."""
+    stage = int(engine.zero_optimization_stage())
+    if stage == 3:
+        return engine.optimizer, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", _reduce_scatter
+    if stage in (1, 2) and not is_bf16_optimizer(engine.optimizer):
+        return engine.optimizer, "gradient_reduction_w_predivide", _reduce_bucket
+    # Of the pipeline engine too.
+    return engine, "allreduce_no_retain", _all_reduce
 
-    method = "allreduce_no_retain"
 
-    @staticmethod
-    def owner(engine: Any) -> Any:
-        return engine
+def _all_reduce(engine: Any, state: DeepSpeedState, original: Method) -> Method:
+    """Stage 0, the pipeline engine and BF16_Optimizer: an all-reduce of a list of gradients."""
+    workers = dist.get_process_group_ranks(state.group)
 
-    def _reduce(
-        self,
+    def all_reduce(
         bucket: Sequence[Tensor],
         dp_group: dist.ProcessGroup,
         numel_per_bucket: int = 500_000_000,
         dp_world_size: float | None = None,
     ) -> None:
-        compressing, workers = self._state.compressing(), dist.get_process_group_ranks(self._state.group)
-        if not compressing or dist.get_process_group_ranks(dp_group) != workers:
-            self._original(bucket, dp_group, numel_per_bucket, dp_world_size)
+        if not state.compressing() or dist.get_process_group_ranks(dp_group) != workers:
+            original(bucket, dp_group, numel_per_bucket, dp_world_size)
             return
-        known, unknown = self._named(bucket)
+        flats = _parameters_by_address(engine)
+        unknown = [tensor for tensor in bucket if tensor.data_ptr() not in flats]
         if unknown:
-            self._original(unknown, dp_group, numel_per_bucket, dp_world_size)
-        divisor = len(workers) / (dp_world_size or len(workers))
-        averaging = getattr(self._engine, "gradient_average", True)
+            original(unknown, dp_group, numel_per_bucket, dp_world_size)
+        known = {parameter: g.detach() for tensor in bucket for parameter, g in flats.get(tensor.data_ptr(), [])}
         # Copy gradients that are not contiguous, as DeepSpeed itself does.
-        copies = [Gradient(gradient.parameter, gradient.tensor.contiguous()) for gradient in known]
-        self._state.average(copies, divisor if averaging else len(workers))
-        for gradient, copy in zip(known, copies, strict=True):
-            if copy.tensor is not gradient.tensor:
-                gradient.tensor.copy_(copy.tensor)
+        copies = {parameter: gradient.contiguous() for parameter, gradient in known.items()}
+        divisor = dp_world_size or len(workers) if getattr(engine, "gradient_average", True) else 1
+        state.average(copies, factor=len(workers) / divisor)
+        for parameter, gradient in known.items():
+            if copies[parameter] is not gradient:
+                gradient.copy_(copies[parameter])
 
-    def _named(self, bucket: Sequence[Tensor]) -> tuple[list[Gradient], list[Tensor]]:
-        """Return the gradients whose parameters are known, and the other tensors."""
-        flats: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        optimizer = self._engine.optimizer
-        if is_bf16_optimizer(optimizer):
-            # Each parameter group has one flat buffer. Every worker needs all averages, for the norm of all gradients.
-            groups = zip(optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True)
-            for flat, (gradients, parameters) in zip(optimizer.fp32_groups_gradients_flat, groups, strict=True):
-                flats[flat.data_ptr()] = list(zip(gradients, parameters, strict=True))
-        else:
-            for parameter in self._engine.module.parameters():
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    flats[parameter.grad.data_ptr()] = [(parameter.grad, parameter)]
-        pairs = [pair for tensor in bucket for pair in flats.get(tensor.data_ptr(), [])]
-        known = [Gradient(parameter, gradient.detach()) for gradient, parameter in pairs]
-        return known, [tensor for tensor in bucket if tensor.data_ptr() not in flats]
+    return all_reduce
 
 
-class BucketOverride(GradientOverride):
-    """The optimizer's all-reduce of a flat bucket, of which each worker keeps slices: stages 1 and 2."""
+def _parameters_by_address(engine: Any) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Return {address of what is all-reduced: [(parameter, its gradient)]}."""
+    optimizer = engine.optimizer
+    if not is_bf16_optimizer(optimizer):
+        found = [(p, p.grad) for p in engine.module.parameters() if p.grad is not None and not p.grad.is_sparse]
+        return {gradient.data_ptr(): [(parameter, gradient)] for parameter, gradient in found}
+    # Each parameter group has one flat buffer. Every worker needs all averages, for the norm of all gradients.
+    groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+    pairs = [list(zip(parameters, gradients, strict=True)) for parameters, gradients in groups]
+    flats = [flat.data_ptr() for flat in optimizer.fp32_groups_gradients_flat]
+    return dict(zip(flats, pairs, strict=True))
 
-    method = "gradient_reduction_w_predivide"
 
-    def __init__(self, engine: Any, state: DeepSpeedState) -> None:
-        super().__init__(engine, state)
-        # DeepSpeed up to 0.17.1 has one bucket and no argument for its dtype.
-        self._buckets_by_dtype = len(inspect.signature(self._original).parameters) == 2
-        # With reduce_scatter, the optimizer would not call this method, and would cut gradients at partitions.
-        self._optimizer.reduce_scatter = False
+def _reduce_bucket(engine: Any, state: DeepSpeedState, original: Method) -> Method:
+    """Stages 1 and 2: an all-reduce of a flat bucket, of which each worker keeps slices."""
+    optimizer = engine.optimizer
+    # With reduce_scatter, the optimizer would not call this method, and would cut gradients at partitions.
+    optimizer.reduce_scatter = False
 
-    def _reduce(self, tensor: Tensor, *dtype: torch.dtype) -> Any:
-        optimizer = self._optimizer
-        if not self._state.compressing() or tensor.numel() == 0:
-            return self._original(tensor, *dtype)
-        entries = optimizer.ipg_buckets[dtype[0]].params if self._buckets_by_dtype else optimizer.params_in_ipg_bucket
-        gradients: list[Gradient] = []
-        offset = 0
-        for group, _, identity in entries:
-            parameter = optimizer.param_dict[identity]
-            numel = parameter.numel()
-            view = tensor[offset : offset + numel]
-            offset += numel
-            first, kept = self._slice(group, identity, numel)
-            gradients.append(Gradient(parameter, view, (first, view[first : first + kept])))
-        if offset != tensor.numel():
+    def reduce_bucket(tensor: Tensor, *dtype: torch.dtype) -> Any:
+        if not state.compressing() or tensor.numel() == 0:
+            return original(tensor, *dtype)
+        # DeepSpeed up to 0.17.1 has one bucket, and gives no dtype.
+        entries = optimizer.ipg_buckets[dtype[0]].params if dtype else optimizer.params_in_ipg_bucket
+        parameters = [optimizer.param_dict[identity] for _, _, identity in entries]
+        numels = [parameter.numel() for parameter in parameters]
+        if sum(numels) != tensor.numel():
             raise RuntimeError(
-                f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters have {offset}; powersgd does not "
-                "know the bucket layout of this release"
+                f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters have {sum(numels)}; powersgd "
+                "does not know the bucket layout of this release"
             )
-        averaging = getattr(optimizer, "gradient_average", True)
-        workers = dist.get_world_size(self._state.group)
-        self._state.average(gradients, float(optimizer.sequence_parallel_size) if averaging else workers)
+        gradients = dict(zip(parameters, tensor.split(numels), strict=True))
+        kept = {
+            parameter: _kept(optimizer, gradients[parameter], group, identity)
+            for (group, _, identity), parameter in zip(entries, parameters, strict=True)
+        }
+        averaging, workers = getattr(optimizer, "gradient_average", True), dist.get_world_size(state.group)
+        state.average(gradients, kept, float(optimizer.sequence_parallel_size if averaging else workers))
         return tensor
 
-    def _slice(self, group: int, identity: Any, numel: int) -> tuple[int, int]:
-        """Return (first element, number of elements) of the slice of a gradient that this worker keeps."""
-        optimizer = self._optimizer
-        worker = dist.get_rank(optimizer.real_dp_process_group[group])
-        first = optimizer.grad_start_offset[group][worker].get(identity)
-        if first is None:
-            return 0, 0
-        room = optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][worker][identity]
-        return int(first), int(min(numel - first, room))
+    return reduce_bucket
 
 
-class PartitionOverride(GradientOverride):
-    """The optimizer's reduce-scatter of a list of gradients, of which each worker keeps partitions: stage 3."""
+def _kept(optimizer: Any, gradient: Tensor, group: int, identity: Any) -> tuple[int, Tensor]:
+    """Return (first element, view) of the slice of a flat gradient that this worker keeps."""
+    worker = dist.get_rank(optimizer.real_dp_process_group[group])
+    first = optimizer.grad_start_offset[group][worker].get(identity)
+    if first is None:
+        return 0, gradient[:0]
+    room = optimizer.partition_size[group] - optimizer.grad_partition_insertion_offset[group][worker][identity]
+    return int(first), gradient[first : first + room]
 
-    method = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
-    def __init__(self, engine: Any, state: DeepSpeedState) -> None:
-        super().__init__(engine, state)
-        optimizer = self._optimizer
-        # Without reduce-scatter, DeepSpeed sums over the workers of one sequence instead of averaging. Do the same.
-        flat = optimizer.contiguous_gradients and not optimizer.reduce_scatter
-        self._factor = float(getattr(optimizer, "sequence_parallel_size", 1)) if flat else 1.0
-        # Otherwise DeepSpeed averages contiguous gradients in another method.
-        optimizer.reduce_scatter = True
+def _reduce_scatter(engine: Any, state: DeepSpeedState, original: Method) -> Method:
+    """Stage 3: a reduce-scatter of a list of gradients, of which each worker keeps partitions."""
+    optimizer = engine.optimizer
+    # Without reduce-scatter, DeepSpeed sums over the workers of one sequence instead of averaging. Do the same.
+    flat = optimizer.contiguous_gradients and not optimizer.reduce_scatter
+    factor = float(getattr(optimizer, "sequence_parallel_size", 1)) if flat else 1.0
+    # Otherwise DeepSpeed averages contiguous gradients in another method.
+    optimizer.reduce_scatter = True
+    worker, workers = dist.get_rank(state.group), dist.get_world_size(state.group)
 
-    def _reduce(self, parameters: Sequence[Tensor], *dtype: torch.dtype) -> list[Tensor]:
-        if not self._state.compressing() or not parameters:
-            partitions: list[Tensor] = self._original(parameters, *dtype)
+    def reduce_scatter(parameters: Sequence[Tensor], *dtype: torch.dtype) -> list[Tensor]:
+        if not state.compressing() or not parameters:
+            partitions: list[Tensor] = original(parameters, *dtype)
             return partitions
-        worker, workers = dist.get_rank(self._state.group), dist.get_world_size(self._state.group)
-        gradients: list[Gradient] = []
-        outputs: list[Tensor] = []
+        gradients: dict[Tensor, Tensor] = {}
+        kept: dict[Tensor, tuple[int, Tensor]] = {}
         for parameter in parameters:
-            gradient = parameter.grad
-            assert gradient is not None
+            assert parameter.grad is not None
+            gradient = gradients[parameter] = parameter.grad.detach().contiguous()
             each = -(-gradient.numel() // workers)
             first = min(worker * each, gradient.numel())
-            kept = min(each, gradient.numel() - first)
-            outputs.append(gradient.new_empty(kept, dtype=self._optimizer.gradient_accumulation_dtype))
-            gradients.append(Gradient(parameter, gradient.detach().contiguous(), (first, outputs[-1])))
-        self._state.average(gradients, self._factor)
-        return outputs
+            numel = min(each, gradient.numel() - first)
+            kept[parameter] = first, gradient.new_empty(numel, dtype=optimizer.gradient_accumulation_dtype)
+        state.average(gradients, kept, factor)
+        return [partition for _, partition in kept.values()]
+
+    return reduce_scatter
 
 
-def override_class(engine: Any) -> type[GradientOverride]:
-    """Return the override through which an engine's gradients go."""
-    stage = int(engine.zero_optimization_stage())
-    if stage == 3:
-        return PartitionOverride
-    if stage in (1, 2) and not is_bf16_optimizer(engine.optimizer):
-        return BucketOverride
-    return AllReduceOverride
+def _override_checkpoints(engine: Any, state: DeepSpeedState) -> None:
+    """Make the engine save the state before it marks a checkpoint as the latest, and load it after the model."""
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        tag = f"global_step{engine.global_steps}" if tag is None else tag
+        # Written first, since DeepSpeed updates ``latest`` at the end: an interrupted save leaves the old checkpoint.
+        state.save(Path(save_dir) / str(tag))
+        return save(save_dir, tag, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(load).bind(load_dir, tag, *args, **kwargs)
+        weights_only = given.arguments.get("load_module_only", False)
+        # Read and checked on all workers before DeepSpeed changes the model, which is collective.
+        go_on = state.read(lambda: None if weights_only else state.tagged(load_dir, tag))
+        found = load(load_dir, tag, *args, **kwargs)
+        if found[0] is None:
+            return found
+        if go_on is not None:
+            go_on()
+        else:
+            if not weights_only:
+                logger.warning("powersgd: %s has no PowerSGD state; errors start at zero", state.tagged(load_dir, tag))
+            state.forget()
+        return found
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _override_exports(engine: Any, state: DeepSpeedState) -> None:
+    """Make exports write the optimizer's parameters, rounded."""
+    run_within(engine, "save_16bit_model", state.exact_parameters)
+    accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if accelerator is None or hasattr(accelerator.get_state_dict, EXACT):
+        return
+    get = accelerator.get_state_dict
+
+    # Accelerate's and the Trainer's exports. They copy what they take from the model.
+    @functools.wraps(get)
+    def get_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        compressed = getattr(model, "powersgd", None)
+        with compressed.exact_parameters() if isinstance(compressed, DeepSpeedState) else nullcontext():
+            return get(self, model, *args, **kwargs)
+
+    setattr(get_state_dict, EXACT, True)
+    accelerator.get_state_dict = get_state_dict

@@ -9,22 +9,20 @@ to v. The rounding error remains in w − v, and is sent in the next steps.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed.comm
 import torch
-import torch.distributed as dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor
 
 from powersgd_triton.comm.agreement import fingerprint, together
 from powersgd_triton.comm.communicator import Communicator, wait
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, masters_of
+from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, masters_of, run_within
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
@@ -32,13 +30,21 @@ GATHER = "all_gather_dp_groups"
 """DeepSpeed's function that gathers parameters. The modules of both optimizers import it under this name."""
 
 
+class Group(NamedTuple):
+    """A parameter group: v as ``rows`` [workers, numel of a partition], this owner's ``own`` row, its masters w."""
+
+    communicator: Communicator
+    rows: Tensor
+    own: Tensor
+    masters: Tensor
+
+
 class ParameterOverride:
     """Overrides the all-gather of parameters in the optimizer's step, unless ``why_not_differences`` has a reason."""
 
     def __init__(self, engine: Any, config: PowerSGDConfig, width: str) -> None:
-        self.width = DIFFERENCES[width]
+        self.width, self._config = DIFFERENCES[width], config
         optimizer = self._optimizer = engine.optimizer
-        self._config = config
         self._module = _gathering_module(optimizer)
         groups = self._groups()
         # The owner's v. DeepSpeed rounds w into the partition before it gathers.
@@ -47,26 +53,14 @@ class ParameterOverride:
         self._padding = [_gaps(group.rows, views) for group, views in zip(groups, parameters, strict=True)]
         self._steps = 0
         self._sent = self._exact = False
-        original = optimizer.step
+        run_within(optimizer, "step", self._sending)
 
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with self._sending():
-                return original(*args, **kwargs)
-
-        optimizer.step = step
-
-    def sent_bytes(self) -> int:
-        """Return the bytes of all owners' messages in a step."""
-        return sum(
-            len(group.rows) * self.width.difference_bytes(part.stop - part.start)[1]
-            for group in self._groups()
-            for part in self._messages(group)
-        )
-
-    def plain_bytes(self) -> int:
-        """Return the bytes of all partitions, which DeepSpeed itself would send."""
-        return sum(group.rows.numel() * group.rows.element_size() for group in self._groups())
+    def bytes_per_step(self) -> tuple[int, int]:
+        """Return the bytes of all partitions, which DeepSpeed itself would send, and of all owners' messages."""
+        groups = self._groups()
+        messages = [(len(group.rows), part) for group in groups for part in self._messages(group)]
+        sent = sum(owners * self.width.difference_bytes(part.stop - part.start)[1] for owners, part in messages)
+        return sum(group.rows.nbytes for group in groups), sent
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
@@ -140,8 +134,13 @@ class ParameterOverride:
         """Return the optimizer's parameter groups. Not kept, since DeepSpeed may offload and reload their tensors."""
         optimizer = self._optimizer
         flats = optimizer.bf16_groups_flat if is_bf16_optimizer(optimizer) else optimizer.bit16_groups_flat
-        found = zip(flats, masters_of(optimizer), optimizer.real_dp_process_group, strict=True)
-        return [Group(flat.detach(), masters.detach(), workers) for flat, masters, workers in found]
+        groups = []
+        for flat, masters, workers in zip(flats, masters_of(optimizer), optimizer.real_dp_process_group, strict=True):
+            # DeepSpeed's collectives, so that its communication logger counts the messages.
+            communicator = Communicator(workers, collectives=deepspeed.comm)
+            rows = flat.detach().view(communicator.world_size, -1)
+            groups.append(Group(communicator, rows, rows[communicator.index], masters.detach()))
+        return groups
 
     def _messages(self, group: Group) -> list[slice]:
         """Return the parts of a partition that are sent one after the other."""
@@ -156,17 +155,6 @@ class ParameterOverride:
     def _restore(self) -> None:
         for kept, group in zip(self._kept, self._groups(), strict=True):
             group.own.copy_(kept)
-
-
-class Group:
-    """A parameter group: v as ``rows`` [workers, numel of a partition], this owner's ``own`` row, its masters w."""
-
-    def __init__(self, flat: Tensor, masters: Tensor, workers: dist.ProcessGroup) -> None:
-        # DeepSpeed's collectives, so that its communication logger counts the messages.
-        self.communicator = Communicator(workers, collectives=deepspeed.comm)
-        self.rows = flat.view(self.communicator.world_size, -1)
-        self.own = self.rows[self.communicator.index]
-        self.masters = masters
 
 
 def why_not_differences(engine: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -14,15 +14,14 @@ from packaging.version import Version
 from powersgd_triton.comm.nodes import AUTO
 from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig
 from powersgd_triton.integrations.deepspeed.engines import averaging_group, is_bf16_optimizer
-from powersgd_triton.integrations.deepspeed.overrides import override_class
+from powersgd_triton.integrations.deepspeed.overrides import averaging_method
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
 from powersgd_triton.layout.wire_format import DIFFERENCES
 from powersgd_triton.planning.tuning import refuse_auto
 
 SECTION = "powersgd"
-ENABLED = "enabled"
-PARAMETERS = "parameters"
-NODE_GROUP = "node_group"
+OWN_KEYS = ENABLED, PARAMETERS, NODE_GROUP = "enabled", "parameters", "node_group"
+"""Keys of the section that are no fields of ``PowerSGDConfig``."""
 DEFAULT_PARAMETERS = "int2"
 """Format in which parameters are sent, where DeepSpeed gathers them after a step."""
 # In ternary codes, a bf16 copy can stop following: the scale may be too small to change the block's largest elements.
@@ -44,17 +43,16 @@ def section_of(engine: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Content of the section "powersgd". With ``problems``, ``config`` is the default.
+    """Content of the section "powersgd".
 
-    ``parameters_given`` and ``configures`` say whether it has that key, and whether it has a field of PowerSGDConfig.
+    ``config`` is None if there are no fields of it, or problems. ``parameters_given`` says whether there is that key.
     """
 
-    config: PowerSGDConfig = dataclasses.field(default_factory=PowerSGDConfig)
+    config: PowerSGDConfig | None = None
     enabled: bool = True
     parameters: str | None = DEFAULT_PARAMETERS
     parameters_given: bool = False
     node_group: str | None = None
-    configures: bool = False
     problems: tuple[str, ...] = ()
 
 
@@ -62,25 +60,20 @@ def read_section(section: Any) -> Section:
     """Check a section and return its content."""
     if not isinstance(section, Mapping):
         return Section(problems=(f'"{SECTION}" must be an object like {{"rank": 4}}; got {section!r}',))
-    own = [ENABLED, PARAMETERS, NODE_GROUP]
-    fields = [field.name for field in dataclasses.fields(PowerSGDConfig)]
+    keys = [*OWN_KEYS, *(field.name for field in dataclasses.fields(PowerSGDConfig))]
     problems: list[str] = []
     valid: dict[str, Any] = {}
     for key, value in section.items():
-        if key in own:
-            continue
-        if key not in fields:
-            nearest = difflib.get_close_matches(str(key), [*own, *fields], n=1, cutoff=0.0)[0]
-            valid_keys = ", ".join([*own, *fields])
-            problems.append(f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {valid_keys}")
-            continue
-        # Check each key alone. Conflicts between keys, such as alternating without warm_start, are found below.
-        try:
-            PowerSGDConfig(**{key: value, **({"compression": 1} if key in RANK_LIMITS else {})})
-        except (TypeError, ValueError) as error:
-            problems.append(str(error))
-        else:
-            valid[key] = value
+        if key not in keys:
+            nearest = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.0)[0]
+            problems.append(f"unknown key {key!r}; did you mean {nearest!r}? Valid keys: {', '.join(keys)}")
+        elif key not in OWN_KEYS:
+            # Check each key alone. Conflicts between keys, such as alternating without warm_start, are found below.
+            try:
+                PowerSGDConfig(**{key: value, **({"compression": 1} if key in RANK_LIMITS else {})})
+                valid[key] = value
+            except (TypeError, ValueError) as error:
+                problems.append(str(error))
     enabled = section.get(ENABLED, True)
     if not isinstance(enabled, bool):
         problems.append(f"{ENABLED} must be true or false; got {enabled!r}")
@@ -97,123 +90,118 @@ def read_section(section: Any) -> Section:
         problems.append(str(error))
     if problems:
         return Section(enabled=enabled is not False, problems=tuple(problems))
-    configures = bool(section.keys() - set(own))
-    return Section(config, enabled, parameters, PARAMETERS in section, node_group, configures)
+    return Section(config if valid else None, enabled, parameters, PARAMETERS in section, node_group)
 
 
 def engine_problems(engine: Any, section: Section) -> list[str]:
     """Return the features of the engine that compression does not support, each with a remedy."""
     stage = int(engine.zero_optimization_stage())
-    problems = _version_problems(stage)
-    obstacle = why_not_differences(engine)
-    if section.parameters_given and section.parameters is not None and obstacle is not None:
-        problems.append(f'"{PARAMETERS}": "{section.parameters}": {obstacle}')
-    problems += _optimizer_problems(engine, stage)
-    problems += _configuration_problems(engine, stage)
-    group = averaging_group(engine)
-    if dist.get_world_size(group) < 2:
-        problems.append(
-            "there is only one worker, so there is nothing to average: start two or more data-parallel workers, "
-            f'or set "{ENABLED}": false'
-        )
-    return problems
+    settings = _problems_of_settings(engine, stage, section)
+    return [*_problems_of_versions(engine, stage), *_problems_of_optimizers(engine, stage), *settings]
 
 
-def _version_problems(stage: int) -> list[str]:
+def _problems_of_versions(engine: Any, stage: int) -> Iterator[str]:
     version = Version(Version(deepspeed.__version__).base_version)
     if version < OLDEST:
-        return [f"DeepSpeed {deepspeed.__version__} is too old: install 0.16 or a newer version"]
+        yield f"DeepSpeed {deepspeed.__version__} is too old: install 0.16 or a newer version"
     if stage == 2 and WRONG_AT_STAGE_2[0] <= version <= WRONG_AT_STAGE_2[1]:
-        return [
+        yield (
             f"DeepSpeed {deepspeed.__version__} computes wrong gradients at ZeRO stage 2 (its issue #7718, versions "
             f"{WRONG_AT_STAGE_2[0]} to {WRONG_AT_STAGE_2[1]}): install a newer version, or use stage 1 or 3"
-        ]
-    return []
-
-
-def _optimizer_problems(engine: Any, stage: int) -> list[str]:
-    optimizer = engine.optimizer
-    if optimizer is None or type(optimizer).__name__ in ("DeepSpeedZeRoOffload", "DummyOptim", "NoneType"):
-        return ['there is no optimizer, so no gradients are averaged: give one, or add the section "optimizer"']
-    problems: list[str] = []
-    names = {type(candidate).__name__.lower() for candidate in (optimizer, engine.basic_optimizer)}
-    if any("muon" in name for name in names):
-        problems.append(
-            "the Muon optimizer orthogonalizes whole averaged matrices on each owner: use another optimizer"
         )
-    for name in sorted(names.intersection(OWN_COMPRESSION)):
-        problems.append(f"the optimizer {name} compresses gradients itself: use another one, such as AdamW")
-    if (
-        engine.fp16_enabled()
-        and stage == 0
-        and Version(Version(deepspeed.__version__).base_version) >= FP16_UNSCALED_AT_STAGE_0
-    ):
-        problems.append(
+    if stage == 0 and engine.optimizer is not None and engine.fp16_enabled() and version >= FP16_UNSCALED_AT_STAGE_0:
+        yield (
             f"fp16 at ZeRO stage 0: DeepSpeed {deepspeed.__version__} does not scale the loss there (from "
             f"{FP16_UNSCALED_AT_STAGE_0} on, see its pull request #8393): use stage 1, bf16 or torch_autocast"
         )
-    kind = override_class(engine)
-    owner = kind.owner(engine)
-    if not callable(getattr(owner, kind.method, None)):
-        problems.append(
-            f"DeepSpeed {deepspeed.__version__} has no {type(owner).__name__}.{kind.method}, which averages gradients "
-            "in the versions that the README lists: install one of them"
+
+
+def _problems_of_optimizers(engine: Any, stage: int) -> Iterator[str]:
+    optimizer = engine.optimizer
+    if optimizer is None or type(optimizer).__name__ in ("DeepSpeedZeRoOffload", "DummyOptim", "NoneType"):
+        yield 'there is no optimizer, so no gradients are averaged: give one, or add the section "optimizer"'
+        return
+    names = {type(candidate).__name__.lower() for candidate in (optimizer, engine.basic_optimizer)}
+    if any("muon" in name for name in names):
+        yield "the Muon optimizer orthogonalizes whole averaged matrices on each owner: use another optimizer"
+    for name in sorted(names.intersection(OWN_COMPRESSION)):
+        yield f"the optimizer {name} compresses gradients itself: use another one, such as AdamW"
+    owner, method, _ = averaging_method(engine)
+    if not callable(getattr(owner, method, None)):
+        yield (
+            f"DeepSpeed {deepspeed.__version__} has no {type(owner).__name__}.{method}, which averages gradients in "
+            "the versions that the README lists: install one of them"
         )
     elif stage in (1, 2) and not is_bf16_optimizer(optimizer) and not optimizer.contiguous_gradients:
-        problems.append(
+        yield (
             '"contiguous_gradients": false at ZeRO stages 1 and 2 moves gradients out of the buckets that are '
             "compressed: set it to true, which is DeepSpeed's default"
         )
-    return problems
 
 
-def _configuration_problems(engine: Any, stage: int) -> list[str]:
-    problems: list[str] = []
-    zero = engine._config.zero_config
+def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator[str]:
+    zero, workers = engine._config.zero_config, averaging_group(engine)
+    obstacle = why_not_differences(engine)
+    if section.parameters_given and section.parameters is not None and obstacle is not None:
+        yield f'"{PARAMETERS}": "{section.parameters}": {obstacle}'
     if getattr(zero, "zero_quantized_gradients", False):
-        problems.append(
+        yield (
             '"zero_quantized_gradients" (qgZ) compresses the same gradients: take it out. '
             '"zero_quantized_weights" may stay'
         )
     if getattr(getattr(engine._config, "compile_config", None), "deepcompile", False):
-        problems.append(
+        yield (
             '"deepcompile" reduces gradients inside the compiled graph, where powersgd does not see them: set '
             '"compile": {"deepcompile": false}. engine.compile() without it may stay'
         )
     if getattr(zero, "zenflow", None) is not None:
-        problems.append('"zenflow" selects the gradients to send itself: take the section out of "zero_optimization"')
+        yield '"zenflow" selects the gradients to send itself: take the section out of "zero_optimization"'
     pairs = [name for name, parameter in engine.module.named_parameters() if parameter.is_complex()]
     if pairs:
-        problems.append(
+        yield (
             f"the parameter {pairs[0]!r} is complex: DeepSpeed does not reduce complex gradients at ZeRO stage 0 and "
             "keeps only their real parts at the others. Make it real, with torch.view_as_real"
         )
     if getattr(engine, "has_moe_layers", False):
-        problems.append(
-            "mixture-of-experts layers average some gradients in groups of their own: use a model without them"
-        )
+        yield "mixture-of-experts layers average some gradients in groups of their own: use a model without them"
     if getattr(getattr(zero, "offload_optimizer", None), "super_offload", False):
-        problems.append('"super_offload" moves gradients in its own way: set it to false')
+        yield '"super_offload" moves gradients in its own way: set it to false'
     if stage == 3 and (getattr(zero, "mics_shard_size", -1) or -1) > 0:
-        problems.append('"mics_shard_size" (MiCS) reduces gradients twice: take it out')
+        yield '"mics_shard_size" (MiCS) reduces gradients twice: take it out'
     elif stage == 3 and engine.optimizer is not None:
         groups = {
             tuple(dist.get_process_group_ranks(parameter.ds_process_group))
             for parameter in engine.module.parameters()
             if parameter.requires_grad and getattr(parameter, "ds_process_group", None) is not None
         }
-        if groups - {tuple(dist.get_process_group_ranks(averaging_group(engine)))}:
-            problems.append(
+        if groups - {tuple(dist.get_process_group_ranks(workers))}:
+            yield (
                 "some parameters are partitioned over other workers than the ones that average gradients: call "
                 "deepspeed.zero.Init with the data-parallel group, or without data_parallel_group"
             )
-    return problems
+    if dist.get_world_size(workers) < 2:
+        yield (
+            "there is only one worker, so there is nothing to average: start two or more data-parallel workers, "
+            f'or set "{ENABLED}": false'
+        )
 
 
-def refuse(problems: list[str]) -> None:
-    """Raise PowerSGDConfigError with all problems, if there are any."""
+def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, Section] | None:
+    """Return the section's configuration, or else the program's, and the section. None if that is switched off."""
+    given = section_of(engine)
+    if given is None and config is None:
+        raise refusal([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
+    section = read_section({} if given is None else given)
+    problems = list(section.problems)
+    if not section.enabled and not problems:
+        return None
+    wanted = section.config or config or PowerSGDConfig()
+    if config not in (None, wanted) and not problems:
+        problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
+    problems += engine_problems(engine, section)
     if problems:
         raise refusal(problems)
+    return wanted, section
 
 
 def refusal(problems: list[str]) -> PowerSGDConfigError:

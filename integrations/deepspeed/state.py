@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed.comm
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton.checkpoint import load as load_file
@@ -18,12 +18,11 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import adopt, compared, save
-from powersgd_triton.core.saved_state import LoadReport, SavedState, Size, sizes_digest
+from powersgd_triton.core.saved_state import LoadReport, sizes_digest
 from powersgd_triton.handle import FOUND, Folder, Handle
 from powersgd_triton.integrations.common import plain_name
-from powersgd_triton.integrations.deepspeed.engines import whole_numel, whole_shape
+from powersgd_triton.integrations.deepspeed.engines import Traffic, averaging_group, traffic_of, whole_shape
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride
-from powersgd_triton.integrations.deepspeed.traffic import Traffic, traffic_of
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
@@ -32,43 +31,27 @@ FILE = "powersgd_pp{stage}_tp{part}_state.pt"
 """One file for each pipeline stage and tensor-parallel slice. The prefix differs from those of DeepSpeed's files."""
 
 
-class Gradient(NamedTuple):
-    """A parameter's gradient on its way through DeepSpeed, contiguous.
-
-    ``part`` is (first element, tensor that takes the average from this element on). None overwrites ``tensor``.
-    """
-
-    parameter: Tensor
-    tensor: Tensor
-    part: tuple[int, Tensor] | None = None
-
-
 class DeepSpeedState(Handle):
     """The compression of one engine's gradients, available as ``engine.powersgd``. ``enable`` makes it."""
 
     saved_with_model = True
 
-    def __init__(
-        self, config: PowerSGDConfig, engine: Any, group: dist.ProcessGroup, node_group: NodeGroup = None
-    ) -> None:
-        self.group = group
-        self._framework = engine
+    def __init__(self, config: PowerSGDConfig, engine: Any, node_group: NodeGroup = None) -> None:
+        self.group, self._framework = averaging_group(engine), engine
         self._names = {id(parameter): plain_name(name) for name, parameter in engine.module.named_parameters()}
         sparse = {id(module.weight) for module in engine.module.modules() if getattr(module, "sparse", False) is True}
         # Only dense gradients. DeepSpeed averages sparse gradients itself.
         self.shapes = {
             self._names[id(parameter)]: whole_shape(parameter)
             for parameter in engine.module.parameters()
-            if parameter.requires_grad and whole_numel(parameter) and id(parameter) not in sparse
+            if parameter.requires_grad and 0 not in whole_shape(parameter) and id(parameter) not in sparse
         }
         # DeepSpeed's collectives, so that its communication logger counts the factors.
-        communicator = Communicator(group, collectives=deepspeed.comm, node_group=node_group)
+        communicator = Communicator(self.group, collectives=deepspeed.comm, node_group=node_group)
         super().__init__(new_engine(config, communicator, lambda: self.shapes, torch.device(engine.device)))
         self._reached = False
         # Set if parameters are sent as differences.
         self.parameters: ParameterOverride | None = None
-
-    # A step -----------------------------------------------------------------------------------------------------
 
     def _name_of(self, parameter: Tensor) -> str:
         try:
@@ -85,24 +68,34 @@ class DeepSpeedState(Handle):
         return bool(self._framework.global_steps >= self.config.start_iter)
 
     @torch.no_grad()
-    def average(self, gradients: Sequence[Gradient], factor: float = 1.0) -> None:
-        """Write ``factor`` times the averages over the workers to the gradients, or to their parts."""
+    def average(
+        self,
+        gradients: Mapping[Tensor, Tensor],
+        parts: Mapping[Tensor, tuple[int, Tensor]] | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        """Average {parameter: gradient} over the workers, times ``factor``. The gradients are contiguous.
+
+        ``parts`` are {parameter: (first element, tensor that takes the average from there on)}. None overwrites the
+        gradients.
+        """
         if not gradients:
             return
-        shapes = {self._name_of(gradient.parameter): whole_shape(gradient.parameter) for gradient in gradients}
-        views = {name: g.tensor.view(shapes[name]) for name, g in zip(shapes, gradients, strict=True)}
-        parts = {name: g.part or (0, g.tensor.view(-1)) for name, g in zip(shapes, gradients, strict=True)}
-        whole = all(gradient.part is None for gradient in gradients)
+        names = {parameter: self._name_of(parameter) for parameter in gradients}
+        shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
+        views = {name: gradients[parameter].view(shapes[name]) for parameter, name in names.items()}
+        ranges = None if parts is None else {names[p]: part for p, part in parts.items() if part[1].numel()}
         # ZeRO 2 and 3 reduce in every micro-batch. A gradient that comes again begins a new step of the compression.
-        bucket = self._engine.begin(tuple(shapes), shapes.copy, gradients[0].tensor.device)
-        ranges = None if whole else {name: (first, out) for name, (first, out) in parts.items() if out.numel()}
+        bucket = self._engine.begin(tuple(shapes), shapes.copy, next(iter(gradients.values())).device)
         self._engine.average(bucket, views, ranges=ranges)
         if factor != 1.0:
-            for _, out in parts.values():
+            for out in views.values() if parts is None else [out for _, out in parts.values()]:
                 out.mul_(factor)
 
-    def check_reached(self) -> None:
-        """Raise RuntimeError if DeepSpeed has not called the override in this step. Call it before the optimizer's."""
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Check that a step's gradients came through the override. End the step afterwards, applied or skipped."""
+        # Fails loudly if a release of DeepSpeed no longer calls the method that is overridden.
         if self.shapes and not self._reached:
             raise RuntimeError(
                 f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
@@ -110,9 +103,7 @@ class DeepSpeedState(Handle):
                 "a version that the README lists, or take the section 'powersgd' out. (This also happens if "
                 "deepspeed.enable is called between backward() and step().)"
             )
-
-    def close_step(self) -> None:
-        """End the step. Call it after the optimizer's step, applied or skipped."""
+        yield
         if self._reached:
             self._reached = False
             # DeepSpeed may skip a step because of an overflow that no bucket of this worker contains.
@@ -125,19 +116,18 @@ class DeepSpeedState(Handle):
 
     def traffic(self) -> Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
-        workers = self._communicator.world_size
-        return traffic_of(self._framework, self.config, self._layout(self.shapes), workers, self.parameters)
+        partitions = None if self.parameters is None else self.parameters.bytes_per_step()
+        layout, workers = self._layout(self.shapes), self._communicator.world_size
+        return traffic_of(self._framework, self.config, layout, workers, partitions)
 
-    def exact_parameters(self) -> AbstractContextManager[None]:
+    def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
 
         Outside it, parameters that are sent as differences differ from them by a rounding error. Leaving it makes the
         parameters equal on all workers. ``engine.save_16bit_model``, and Accelerate's and the Trainer's exports, use it
         by themselves.
         """
-        return nullcontext() if self.parameters is None else self.parameters.exact()
-
-    # Checkpoints ------------------------------------------------------------------------------------------------
+        return contextlib.nullcontext() if self.parameters is None else self.parameters.exact()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean error, bases and step, as CPU tensors and numbers. Collective. Equal on all workers."""
@@ -145,23 +135,23 @@ class DeepSpeedState(Handle):
         for parts in saved["matrices"].values():
             parts.update({key: part.cpu() for key, part in parts.items()})
         # Include parameters of this model that have not had a gradient yet.
-        idle = {name: [n, m, 0] for name, (n, m, _) in self._sizes().items()}
+        idle = {name: [n, m, 0] for name, (n, m, _) in sizes(self.shapes, self.config).items()}
         tensors = saved["tensors"] = {**idle, **saved["tensors"]}
         return {**saved, "fingerprint": sizes_digest(tensors)}
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""
         path = Path(folder)
-        read = self.read(lambda: path if (path / self._file()).exists() else self.tagged(path, None) or path)
-        if read is None:
+        go_on = self.read(lambda: path if (path / self._file()).exists() else self.tagged(path, None) or path)
+        if go_on is None:
             self._begin_without(path / self._file(), missing_ok)
             return None
-        return self.adopt(*read)
+        return go_on()
 
-    def read(self, find: Callable[[], Path | None]) -> tuple[SavedState, LoadReport] | None:
-        """Check what ``save`` wrote to the folder that ``find`` returns, and return what ``adopt`` takes.
+    def read(self, find: Callable[[], Path | None]) -> Callable[[], LoadReport] | None:
+        """Check what ``save`` wrote to the folder that ``find`` returns, and return a function that continues from it.
 
-        Collective on the workers of all pipeline stages. Nothing is loaded yet. None if there is no saved state.
+        Collective on the workers of all pipeline stages. The function is not. None if there is no saved state.
         """
 
         def files() -> dict[str, Any] | None:
@@ -172,11 +162,8 @@ class DeepSpeedState(Handle):
         if saved is None:
             return None
         # The workers of one pipeline stage compare their states. Then all stages are told.
-        return self._together("load", lambda: compared(self._engine, lambda: (saved, self._sizes())))
-
-    def adopt(self, saved: SavedState, report: LoadReport) -> LoadReport:
-        """Continue from the result of ``read``. Not collective."""
-        return adopt(self._engine, saved, report)
+        found = self._together("load", lambda: compared(self._engine, lambda: (saved, sizes(self.shapes, self.config))))
+        return functools.partial(adopt, self._engine, *found)
 
     def tagged(self, load_dir: Folder, tag: Any) -> Path | None:
         """Return the folder that DeepSpeed will load. None if it will find nothing."""
@@ -217,6 +204,3 @@ class DeepSpeedState(Handle):
     def _everyone(self) -> Communicator:
         # The workers of all pipeline stages, since DeepSpeed saves and loads with all of them.
         return Communicator()
-
-    def _sizes(self) -> dict[str, Size]:
-        return sizes(self.shapes, self.config)

@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 import deepspeed
 
 from powersgd_triton.integrations import deepspeed as adapter
-from powersgd_triton.integrations.deepspeed import runner
+from powersgd_triton.integrations.deepspeed.__main__ import main
 from tests.support.distributed import HUNG
 from tests.support.programs import ROOT, output_of
 
@@ -54,7 +54,7 @@ def test_worker_0_says_that_nothing_was_compressed(
             if rank is not None:
                 patch.setenv("RANK", rank)
             with contextlib.nullcontext() if error is None else pytest.raises(error):
-                runner.main([str(path)])
+                main([str(path)])
         assert models == [1] * calls
         said = "powersgd: off, nothing was compressed: the program did not call deepspeed.initialize\n"
         assert capsys.readouterr().out == ("" if calls or rank == "1" else said)
@@ -63,6 +63,7 @@ def test_worker_0_says_that_nothing_was_compressed(
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, part in (([], "usage: deepspeed"), (["nowhere.py"], "no file 'nowhere.py'")):
         monkeypatch.setattr(sys, "argv", ["runner", "--local_rank=0", *arguments])
+        monkeypatch.delitem(sys.modules, f"{NAME}.__main__", raising=False)
         with pytest.raises(SystemExit, match=part):
             runpy.run_module(NAME, run_name="__main__")
     monkeypatch.setitem(sys.modules, "deepspeed", None)

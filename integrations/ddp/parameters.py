@@ -1,0 +1,187 @@
+"""DDP's parameters: their names, by which the state is keyed, and which of them no worker uses in a step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd_triton.core.residuals import Residuals
+from powersgd_triton.integrations.common import plain_name
+from powersgd_triton.ops.bucket import Product
+from powersgd_triton.ops.gradients import real_shape
+from powersgd_triton.ops.step import Step
+from powersgd_triton.ranks.plan import is_count
+
+Record = list[list[tuple[str, tuple[int, ...]]]]
+"""Names and shapes of the parameters in each bucket of the first backward pass."""
+
+
+class ParameterNames:
+    """Names parameters as the module does, or numbers them in the order of the first backward pass.
+
+    ``names`` is {parameter: name}, of the parameters seen so far if they are numbered.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module: nn.Module | None = module.module if isinstance(module, DistributedDataParallel) else module
+        named = () if self.module is None else self.module.named_parameters()
+        self.names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in named}
+        self._buckets: Record = []
+        self._expected: Record = []
+
+    def of(self, index: int, parameters: Sequence[Tensor]) -> list[str]:
+        """Return the names of a bucket's parameters."""
+        if any(parameter not in self.names for parameter in parameters):
+            self._check_numbered(parameters)
+            self._number(index, parameters)
+        names = [self.names[parameter] for parameter in parameters]
+        if not {name for bucket in self._buckets for name, _ in bucket}.issuperset(names):
+            self._buckets.append([(n, shape_of(p)) for n, p in zip(names, parameters, strict=True)])
+        return names
+
+    def _check_numbered(self, parameters: Sequence[Tensor]) -> None:
+        if self.module is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter not in self.names and any(parameter is other for other in parameters):
+                raise RuntimeError(
+                    f"the parameter {name!r} was added to the model after PowerSGDState was created; create the state "
+                    "and wrap the model in DistributedDataParallel when the model is complete"
+                )
+        raise RuntimeError(
+            "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
+            "give the model that DistributedDataParallel wraps"
+        )
+
+    def _number(self, index: int, parameters: Sequence[Tensor]) -> None:
+        names = [str(len(self.names) + position) for position in range(len(parameters))]
+        if self._expected:
+            shapes = [shape_of(parameter) for parameter in parameters]
+            saved = self._expected[index] if index < len(self._expected) else []
+            if [shape for _, shape in saved] != shapes:
+                raise RuntimeError(
+                    f"the loaded state was saved with other bucket boundaries: bucket {index} held shapes "
+                    f"{[shape for _, shape in saved]} and now holds {shapes}. Give PowerSGDState module= when saving "
+                    "and when loading, so that parameters have names"
+                )
+            names = [name for name, _ in saved]
+        self.names.update(zip(parameters, names, strict=True))
+
+    def shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Return the shapes of all trainable parameters by name. None if parameters are numbered."""
+        if self.module is None:
+            return None
+        return {name: shape_of(parameter) for parameter, name in self.names.items() if parameter.requires_grad}
+
+    def known(self) -> dict[str, tuple[int, ...]]:
+        """Return the same, or the shapes of parameters in ``record`` if they are numbered."""
+        shapes = self.shapes()
+        return {name: shape for bucket in self.record() for name, shape in bucket} if shapes is None else shapes
+
+    def record(self) -> Record:
+        """Return the buckets of the first backward pass, here or before a loaded state was saved."""
+        return self._buckets or self._expected
+
+    def check(self, record: Any, *, strict: bool, rename: Mapping[str, str]) -> Record:
+        """Return the record of a saved state with this model's names. ValueError if it does not fit the model."""
+        buckets = parsed(record)
+        if self.module is None:
+            if rename:
+                raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
+            if self._buckets and buckets != self._buckets:
+                raise ValueError(
+                    "the state was saved with other bucket boundaries or with parameter names; give PowerSGDState "
+                    "module= when saving and when loading"
+                )
+            return buckets
+        known = {name: shape_of(parameter) for parameter, name in self.names.items()}
+        buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
+        other = {name: shape for bucket in buckets for name, shape in bucket if known.get(name) != shape}
+        if strict and not other.keys() <= known.keys():
+            raise ValueError(
+                f"the saved state has parameters {sorted(other.keys() - known.keys())[:3]}, which the module given as "
+                "module= does not have. Was it saved without module=? load_state_dict(…, rename={saved name: new "
+                "name}) maps names, strict=False loads what fits"
+            )
+        if strict and other:
+            name = min(other)
+            raise ValueError(f"parameter {name!r} has the shape {known[name]}, but {other[name]} in the saved state")
+        return [[(name, shape) for name, shape in bucket if name not in other] for bucket in buckets]
+
+    def expect(self, record: Record) -> None:
+        """Number the parameters as in a saved record."""
+        if not self._buckets:
+            self._expected = record
+
+
+def parsed(record: Any) -> Record:
+    """Return a record with tuples, which a file may have turned into lists. ValueError if it is not a record."""
+    with contextlib.suppress(TypeError, ValueError):
+        found = [[(name, tuple(shape)) for name, shape in bucket] for bucket in record]
+        if all(isinstance(name, str) and all(map(is_count, shape)) for bucket in found for name, shape in bucket):
+            return found
+    raise ValueError(f"'buckets' of a saved state must be lists of (name, shape); got {str(record)[:80]}")
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape as which a parameter's gradient is compressed or averaged."""
+    return real_shape(parameter.shape, parameter.dtype)
+
+
+class UnusedParameters:
+    """Takes back what a step has sent of parameters that no worker used in it (``find_unused_parameters=True``).
+
+    DDP knows these parameters when the backward pass is done. Its reducer is locked while it calls a communication
+    hook, so the counts are read before the next forward pass, and before the errors are read or saved.
+    The errors of the engine with ``residuals`` and ``step`` keep what DDP discards. ``names`` are {parameter: name}.
+    """
+
+    def __init__(self, residuals: Residuals, step: Step, module: Any, names: Mapping[Tensor, str]) -> None:
+        self._residuals, self._step, self._reducer, self._names = residuals, step, module.reducer, names
+        # Products that were looked at. Each belongs to one step, and only the counts of that step decide about it.
+        self._seen: list[Product] = []
+        # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
+        self._is_view: dict[str, bool] = {}
+        self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
+        module.register_forward_pre_hook(self)
+
+    @staticmethod
+    def are_discarded(module: nn.Module | None) -> bool:
+        """Return whether DDP looks for unused parameters of a module, and this version tells which they are."""
+        if not isinstance(module, DistributedDataParallel) or not module.find_unused_parameters or module.static_graph:
+            return False
+        return hasattr(module.reducer, "_get_local_used_map")
+
+    def __call__(self, *_: Any) -> None:
+        """Take back what the last step has sent of unused parameters, unless that was done."""
+        # Whether an open step is applied is not known, and its backward pass may not be done.
+        buckets = [b for b in self._residuals.buckets() if b.applied is not None and not self._step.decides(b.applied)]
+        fresh = [bucket for bucket in buckets if not any(bucket.product is seen for seen in self._seen)]
+        if fresh:
+            with self._residuals.streams.everywhere():
+                counts = self._reducer._get_local_used_map()
+                # On the CPU the host may look. Usually some worker uses each parameter.
+                if counts.device.type != "cpu" or not counts.all():
+                    unused = (counts == 0).unbind()
+                    kept = {name: unused[place] for name, place in self._places.items() if not self._is_view.get(name)}
+                    for bucket in fresh:
+                        bucket.take_back(kept)
+        self._seen = [bucket.product for bucket in buckets]
+
+    def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
+        """Note which gradients of a bucket are views of it in this step."""
+        for place, parameter in zip(places, parameters, strict=True):
+            gradient = parameter.grad
+            self._is_view[self._names[parameter]] = gradient is not None and gradient.data_ptr() == place.data_ptr()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickle or a copy of the DDP model contains this hook. There it does nothing.
+        return functools.partial, (_nothing,)
+
+
+def _nothing(*_: Any) -> None: ...
