@@ -53,9 +53,11 @@ def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") 
     return number
 
 
-def _check_number(name: str, value: Any, kind: str = "a number") -> None:
+def _check_number(name: str, value: Any, minimum: int, kind: str = "a number") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}; got {value!r}")
+    if not (math.isfinite(value) and value >= minimum):
+        raise ValueError(f"{name} must be finite and at least {minimum}; got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,10 +154,7 @@ class PowerSGDConfig:
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
-            value = getattr(self, name)
-            _check_number(name, value)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and at least 0; got {value}")
+            _check_number(name, getattr(self, name), 0)
         if self.orthogonalization_epsilon >= 1:
             raise ValueError(
                 f"orthogonalization_epsilon is relative to a column's norm and must be below 1; "
@@ -184,12 +183,10 @@ class PowerSGDConfig:
         object.__setattr__(self, name, value)
 
     def _check_codes(self) -> None:
-        if self.codes is None:
-            return
-        if self.codes not in CODES:
+        if self.codes not in (None, *CODES):
             raise ValueError(f"codes must be None or one of {', '.join(CODES)}; got {self.codes!r}")
         for name in NOT_WITH_CODES:
-            if getattr(self, name) is not None:
+            if self.codes is not None and getattr(self, name) is not None:
                 raise ValueError(
                     f"codes send whole tensors, so {name} has no use beside them; got codes={self.codes!r} and "
                     f"{name}={getattr(self, name)!r}"
@@ -201,14 +198,10 @@ class PowerSGDConfig:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
         if self.compression is not None and self.compression != AUTO:
-            _check_number("compression", self.compression, f"a number or {AUTO!r}")
-            assert isinstance(self.compression, (int, float))
-            if not (math.isfinite(self.compression) and self.compression >= 1):
-                raise ValueError(f"compression must be finite and at least 1; got {self.compression}")
-        if self.bytes_per_step is not None:
-            self._set("bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
-        if self.max_rank is not None:
-            self._set("max_rank", whole_number("max_rank", self.max_rank, 1))
+            _check_number("compression", self.compression, 1, f"a number or {AUTO!r}")
+        for name in ("bytes_per_step", "max_rank"):
+            if getattr(self, name) is not None:
+                self._set(name, whole_number(name, getattr(self, name), 1))
         if not given and self.codes is None:
             self._set("rank", DEFAULT_RANK)
         if self.planned and self.max_rank is None:
@@ -218,7 +211,7 @@ class PowerSGDConfig:
                 got = f"rank={self.rank!r}" if self.codes is None else f"codes={self.codes!r}"
                 raise ValueError(f"{name} limits planned ranks: give it with compression or bytes_per_step; got {got}")
         if self.max_overhead is not None:
-            _check_number("max_overhead", self.max_overhead)
+            _check_number("max_overhead", self.max_overhead, 0)
             if not 0 < self.max_overhead < 1:
                 raise ValueError(f"max_overhead is a share of a step between 0 and 1; got {self.max_overhead}")
         if self.planned and not self.error_feedback:
@@ -257,5 +250,7 @@ class PowerSGDConfig:
 
         A rank function is represented by its name, which ``from_dict`` refuses.
         """
-        name = getattr(self.rank, "__qualname__", type(self.rank).__qualname__)
-        return {**dataclasses.asdict(self), **({"rank": f"function {name}"} if callable(self.rank) else {})}
+        fields = dataclasses.asdict(self)
+        if callable(self.rank):
+            fields["rank"] = f"function {getattr(self.rank, '__qualname__', type(self.rank).__qualname__)}"
+        return fields
