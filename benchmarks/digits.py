@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import arms
 from powersgd_triton.demo.arms import communication
-from powersgd_triton.demo.measure import Traffic, counting
+from powersgd_triton.demo.measure import Traffic
 from powersgd_triton.demo.train import run_workers
 
 WIDTHS = (64, 256, 256, 256, 256, 10)
@@ -77,7 +77,7 @@ def _train(worker: int, arm: str, seed: int, steps: int) -> Figures:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     generator = torch.Generator().manual_seed(seed + 1 + worker)
     traffic = Traffic()
-    with counting(traffic.note):
+    with traffic.counting():
         for _ in range(steps):
             batch = torch.randint(VALIDATION_IMAGES, len(labels), (BATCH_PER_WORKER,), generator=generator)
             optimizer.zero_grad()

@@ -67,9 +67,9 @@ class PowerSGDConfig:
     Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``codes``.
 
     Args:
-        rank: Rank of the approximation: the number of columns of the factors P and Q. An n × m matrix uses
-            min(rank, n, m). It may be a function (name, shape) → rank, which must be the same on all workers; 0 means
-            that the matrix is averaged exactly. Default: 4, or planned ranks if a budget is given.
+        rank: Number of columns of the factors P and Q. An n × m matrix uses min(rank, n, m). It may be a function
+            (name, shape) → rank, which must be the same on all workers; 0 means that the matrix is averaged exactly.
+            Default: 4, or planned ranks if a budget is given.
         compression: A byte budget in place of a rank: how many times fewer bytes than fp32 gradients a step sends,
             counting all tensors of the model. Ranks are planned for each matrix. "auto" measures step and network
             during the first steps, which are exact, and chooses a budget and ``wire_dtype``, or no compression.
@@ -78,13 +78,11 @@ class PowerSGDConfig:
             one step.
         codes: Send whole tensors in few bits in place of factors, as "ternary" (−s, 0 and s; 1.7 bits an element),
             "int2", "int4" or "int8", each with one bf16 scale for 128 elements. For ``integrations.local_steps`` only:
-            for a gradient in each step, factors lose less for the same bytes. Fields of factors and ranks, such as
-            ``algorithm``, ``iterations``, ``warm_start``, ``min_compression_rate`` and ``replan_every``, then have no
+            for a gradient in each step, factors lose less for the same bytes. Fields of factors and ranks then have no
             effect.
-        replan_every: Number of steps between two plans, counted from ``start_iter``. A plan is measured at the end of a
-            step and takes effect after the next step. 0 keeps the first plan, which gives all matrices about the same
-            rank.
-        max_rank: Largest planned rank. It limits the compute of a step, whatever the budget allows. Default: 64.
+        replan_every: Steps between two plans, counted from ``start_iter``. A plan is measured at the end of a step and
+            takes effect after the next one. 0 keeps the first plan, which gives all matrices about the same rank.
+        max_rank: Largest planned rank, which limits the compute of a step. Default: 64.
         max_overhead: Largest share of a step that compression may compute, for example 0.05. The first steps are
             measured, and ``max_rank`` is lowered if necessary. It then stays, also in saved states. Plans therefore
             depend on the machine.
@@ -94,30 +92,27 @@ class PowerSGDConfig:
         error_feedback: Keep what a step did not send and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
         warm_start: Start each step from the last step's Q. Otherwise each step starts from a new random Q (section 3 of
             the paper).
-        explore_every: Number of steps after which one column of a warm-started basis is replaced by a direction that
-            the basis does not see. Otherwise, a gradient that noise hides from the basis may never be sent
-            (arXiv:2509.11254). 0 never explores, as in the paper. Without error feedback, and in the alternating
-            algorithm, nothing is explored.
+        explore_every: Steps after which one column of a warm-started basis is replaced by a direction that the basis
+            does not see. Otherwise, a gradient that noise hides from the basis may never be sent (arXiv:2509.11254).
+            0 never explores, as in the paper. It needs error feedback and the standard algorithm.
         algorithm: "standard" is the paper's Algorithm 1: P = M Q and Q = Mᵀ P̂, with two all-reduces a step.
-            "alternating" multiplies from the left and from the right by turns, with one product and one all-reduce a
-            step (Vogels et al. 2020, "Practical Low-Rank Communication Compression in Decentralized Deep Learning",
-            and the authors' reference implementation). It requires ``warm_start``.
+            "alternating" computes one of them in a step, by turns, with one all-reduce (Vogels et al. 2020, "Practical
+            Low-Rank Communication Compression in Decentralized Deep Learning"). It requires ``warm_start``.
         iterations: Number of times that a step repeats the algorithm, each time on what is left over.
         orthogonalization_epsilon: A column is replaced by a random direction if, after projecting out the columns
             before it, at most max(epsilon, 2⁻²²) of its norm is left.
         wire_dtype: Width of the factors in messages, as a torch.dtype or its name: fp32 (fp64 for fp64 gradients),
-            bf16, fp16, int8 or int4. Default: fp32, or int4 if ranks are planned. Factors narrower than fp32 are
-            summed in fp32 by one worker, rounded, and sent back. fp16 and integers have one bf16 scale for each 128
-            entries of a column. What rounding loses stays in the error.
+            bf16, fp16, int8 or int4. Default: fp32, or int4 if ranks are planned. Narrower factors than fp32 are summed
+            in fp32 by one worker, rounded, and sent back. fp16 and integers have one bf16 scale for each 128 entries of
+            a column. What rounding loses stays in the error.
         error_dtype: Dtype of the error buffer between steps, as a torch.dtype or its name. Default: fp32 (fp64 for fp64
-            gradients). bf16 halves the memory of the buffer.
+            gradients). bf16 halves its memory.
         seed: Seed of the first Q and of replacement directions, used together with the parameter's name.
         batch_by_shape: Use batched operations for matrices of equal shape. Results change by rounding only.
-        check_every: Number of steps after which workers compare configuration, step and factors, and raise a
-            ``DisagreementError`` if they differ. The host waits for the device in such a step. 0 compares only before
-            the first step.
-        backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it and
-            plain torch elsewhere.
+        check_every: Steps after which workers compare configuration, step and factors, and raise a
+            ``DisagreementError`` if they differ. The host then waits for the device. 0 compares only before the first
+            step.
+        backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it.
 
     Raises:
         TypeError: A value has the wrong type.

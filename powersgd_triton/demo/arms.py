@@ -67,10 +67,7 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str, default_rank: int) -> Arm:
-        """Parse an arm: 'allreduce', 'allreduce+bf16', 'torch:4', 'ours:32+alternating', 'ours:20x' or 'ours:auto'.
-
-        A number is a rank, 20x is a budget of 20 times fewer bytes, and auto chooses one from measured times.
-        """
+        """Parse an arm: 'allreduce', 'allreduce+bf16', 'torch:4', 'ours:32+alternating', 'ours:20x' or 'ours:auto'."""
         if not re.fullmatch(ARM, text):
             raise ValueError(
                 "expected allreduce, allreduce+bf16, torch, ours, torch:RANK, ours:RANK, ours:COMPRESSIONx or "
@@ -162,10 +159,7 @@ def shard(model: GPT, parallelism: str, options: dict[str, Any] | None) -> nn.Mo
 
 
 def ds_config(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the content of ``ds_config.json`` for a ZeRO stage.
-
-    ``section`` has the fields to change in the section "powersgd". None switches it off.
-    """
+    """Return ``ds_config.json`` for a ZeRO stage, with fields of the section "powersgd". None switches it off."""
     content: dict[str, Any] = json.loads(DS_CONFIG.read_text(encoding="utf-8"))
     content["zero_optimization"]["stage"] = stage
     content["powersgd"].update({"enabled": False} if section is None else section)

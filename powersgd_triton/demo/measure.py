@@ -8,11 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from powersgd_triton.comm import exchange
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -36,20 +39,12 @@ def ring_factor(name: str, workers: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one worker sends and receives in a collective.
-
-    Attributes:
-        name: Name of the collective in ``torch.distributed``.
-        workers: Number of workers of the group.
-        sent, received: Bytes.
-        narrow: Whether the tensor has bytes as elements, as messages with factors narrower than fp32 have.
-    """
+    """Bytes that one worker of a group of so many sends and receives in a collective of ``torch.distributed``."""
 
     name: str
     workers: int
     sent: int
     received: int
-    narrow: bool = False
 
     @property
     def as_all_reduce(self) -> float:
@@ -61,13 +56,14 @@ class Call:
         """Count a call of a collective in ``COUNTED``, made by worker ``index`` of a group of so many workers."""
         position, keyword = COUNTED[name]
         argument = kwargs[keyword] if keyword in kwargs else args[position]
-        tensors = [argument] if isinstance(argument, Tensor) else argument
-        sent = received = round(sum(tensor.nbytes for tensor in tensors) * ring_factor(name, workers))
         if kwargs.get("input_split_sizes"):
             # An all_to_all_single with rows of several lengths.
             sizes = [kwargs[f"{which}_split_sizes"] for which in ("input", "output")]
             sent, received = ((sum(rows) - rows[index]) * argument.element_size() for rows in sizes)
-        return cls(name, workers, sent, received, all(tensor.dtype == torch.uint8 for tensor in tensors))
+        else:
+            size = sum(tensor.nbytes for tensor in ([argument] if isinstance(argument, Tensor) else argument))
+            sent = received = round(size * ring_factor(name, workers))
+        return cls(name, workers, sent, received)
 
 
 @contextlib.contextmanager
@@ -76,44 +72,51 @@ def counting(note: Callable[[Call], object]) -> Iterator[None]:
 
     DeepSpeed looks some of them up when it starts, so that the block must begin before.
     """
-    # Older versions of torch lack some of them.
-    originals = {name: getattr(dist, name) for name in COUNTED if hasattr(dist, name)}
 
-    def counted(name: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(original: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")
         note(Call.of(name, args, kwargs, dist.get_world_size(group), dist.get_rank(group)))
-        return originals[name](*args, **kwargs)
+        return original(*args, **kwargs)
 
-    for name in originals:
-        setattr(dist, name, functools.partial(counted, name))
-    try:
+    # Older versions of torch lack some of them.
+    names = [name for name in COUNTED if hasattr(dist, name)]
+    with mock.patch.multiple(dist, **{name: functools.partial(counted, getattr(dist, name), name) for name in names}):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
-@dataclasses.dataclass
 class Traffic:
-    """The bytes of calls so far.
+    """Bytes of collectives; also on a scale on which an all-reduce of B bytes counts B on any number of workers.
 
-    Attributes:
-        weights: How often to count which collectives, besides those of narrow messages. None counts all once.
-        sent, received: Bytes.
-        as_all_reduces: Bytes on a scale on which an all-reduce of B bytes counts B on any number of workers.
+    ``weights`` says how often to count which collectives, besides those of narrow messages. None counts all once.
     """
 
-    weights: Mapping[str, int] | None = None
-    sent: int = 0
-    received: int = 0
-    as_all_reduces: float = 0.0
+    def __init__(self, weights: Mapping[str, int] | None = None) -> None:
+        self._weights, self._in_exchange = weights, False
+        self.clear()
 
     def clear(self) -> None:
         self.sent = self.received = 0
         self.as_all_reduces = 0.0
 
-    def note(self, call: Call) -> None:
-        weight = 1 if self.weights is None or call.narrow else self.weights.get(call.name, 0)
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the collectives that this worker starts inside this block."""
+        exchange_parts = exchange.exchange_parts
+
+        def marked(*args: Any) -> exchange.Collectives:
+            # Not while the exchange waits: other collectives may start before its next part.
+            self._in_exchange = True
+            for work in exchange_parts(*args):
+                self._in_exchange = False
+                yield work
+                self._in_exchange = True
+            self._in_exchange = False
+
+        with mock.patch.object(exchange, "exchange_parts", marked), counting(self._note):
+            yield
+
+    def _note(self, call: Call) -> None:
+        weight = 1 if self._weights is None or self._in_exchange else self._weights.get(call.name, 0)
         if weight:
             self.sent += call.sent
             self.received += call.received

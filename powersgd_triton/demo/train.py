@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from powersgd_triton.demo.measure import HookTimer, Traffic, counting
+from powersgd_triton.demo.measure import HookTimer, Traffic
 from powersgd_triton.demo.model import CONTEXT, GPT, WIDTH, next_token_loss, read_corpus, sample_batch
 
 BATCH_PER_WORKER = 16
@@ -34,15 +34,11 @@ VALIDATION_BATCHES, VALIDATION_BATCH = 20, 32
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
 REPLICAS = 2
 """Replicas of "hsdp"."""
-
-GRADIENT_COLLECTIVES: dict[str, dict[str, int] | None] = {
-    "ddp": None,
-    # Reduce-scatters stay inside a replica, and the demo counts traffic between replicas.
-    "hsdp": {"all_reduce": 1},
-}
-"""{parallelism: ``weights`` of ``Traffic``}, so that it counts gradients only."""
 # All-gathers carry parameters. A reduce-scatter counts like a whole all-reduce.
-OF_SHARDED = {"all_reduce": 1, "reduce_scatter_tensor": 2, "reduce_scatter_single": 2}
+SHARDED_WEIGHTS = {"all_reduce": 1, "reduce_scatter_tensor": 2, "reduce_scatter_single": 2}
+# With HSDP, reduce-scatters stay inside a replica, and the demo counts traffic between replicas.
+WEIGHTS: dict[str, dict[str, int] | None] = {"ddp": None, "hsdp": {"all_reduce": 1}}
+"""{parallelism: ``Traffic.weights`` that count gradients only}. The others have ``SHARDED_WEIGHTS``."""
 
 T = TypeVar("T")
 
@@ -121,10 +117,10 @@ def _train_worker(worker: int, settings: Settings, title: str, prepare: Prepare)
         gradient_bytes = gradient_bytes * REPLICAS // settings.workers
     training, validation = read_corpus()
     generator = torch.Generator().manual_seed(settings.seed + 1 + worker)
-    traffic = Traffic(GRADIENT_COLLECTIVES.get(settings.parallelism, OF_SHARDED))
+    traffic = Traffic(WEIGHTS.get(settings.parallelism, SHARDED_WEIGHTS))
     losses, bytes_sent, seconds = list[float](), list[float](), list[float]()
     # DeepSpeed looks up the collectives when it starts, so counting must begin before that.
-    with counting(traffic.note):
+    with traffic.counting():
         replica, update = prepare(model, settings, timer)
         traffic.clear()
         interval = 0.5 if sys.stderr.isatty() else 10
@@ -185,14 +181,10 @@ def validation_loss(model: nn.Module, text: Tensor, device: torch.device) -> flo
 def run_workers(task: Callable[[int], T], workers: int, timeout: float, device: str = "cpu") -> list[T]:
     """Call ``task(worker)`` in new processes that form a process group. Return the results, ordered by worker.
 
-    Args:
-        task: Function that can be pickled, as its result must be.
-        workers: Number of processes. On the CPU, each of them uses one thread.
-        timeout: Seconds until all must be done.
-        device: "cpu", or "cuda" for one GPU each.
+    The task and its results are pickled. The device is "cpu", for one thread each, or "cuda", for one GPU each.
 
     Raises:
-        TimeoutError: The workers were not done in time. They have been killed.
+        TimeoutError: The workers were not done after ``timeout`` seconds. They have been killed.
         torch.multiprocessing.ProcessException: A worker failed.
     """
     # A process reads this when it loads torch. More threads than cores slow each other down.

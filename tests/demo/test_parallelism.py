@@ -16,7 +16,7 @@ import torch.distributed as dist
 from powersgd_triton.__main__ import main
 from powersgd_triton.comm import exchange
 from powersgd_triton.demo import arms, train
-from powersgd_triton.demo.measure import Traffic, counting
+from powersgd_triton.demo.measure import Traffic
 from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 
 REFUSED = {
@@ -124,18 +124,20 @@ def exchange_narrow_message(workers: int) -> int:
 def test_a_narrow_message_counts_like_one_all_reduce(workers: int, monkeypatch: pytest.MonkeyPatch):
     """Whether it takes one all-gather of two workers, or an all-to-all and an all-gather."""
     carry_nothing(monkeypatch, workers)
+    before = exchange.exchange_parts
     for traffic in (Traffic(), Traffic({"reduce_scatter_tensor": 2})):
-        with counting(traffic.note):
+        with traffic.counting():
             expected = exchange_narrow_message(workers)
         assert traffic.as_all_reduces == expected
         assert traffic.sent == traffic.received == 2 * (workers - 1) * expected / workers
+        assert exchange.exchange_parts is before
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch):
     carry_nothing(monkeypatch, workers)
     tensor, traffic = torch.zeros(ELEMENTS), Traffic()
-    with counting(traffic.note):
+    with traffic.counting():
         dist.all_reduce(tensor)
         assert traffic.as_all_reduces == (4 * ELEMENTS if workers > 1 else 0)
         assert traffic.sent == traffic.received == 2 * (workers - 1) * 4 * ELEMENTS // workers
@@ -145,7 +147,7 @@ def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch
     assert traffic.sent == traffic.received == traffic.as_all_reduces == 0
     # A reduce-scatter like a whole all-reduce, since what gathers the parameters is not named.
     named = Traffic({"reduce_scatter_tensor": 2})
-    with counting(named.note):
+    with named.counting():
         dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
         assert named.sent == 0
         dist.reduce_scatter_tensor(torch.zeros(ELEMENTS), torch.zeros(workers * ELEMENTS))
