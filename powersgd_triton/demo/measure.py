@@ -72,15 +72,16 @@ def counting(note: Callable[[Call], object]) -> Iterator[None]:
 
     DeepSpeed looks some of them up when it starts, so that the block must begin before.
     """
+    # Older versions of torch lack some of them.
+    originals = {name: getattr(dist, name) for name in COUNTED if hasattr(dist, name)}
 
-    def counted(original: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(name: str, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")
         note(Call.of(name, args, kwargs, dist.get_world_size(group), dist.get_rank(group)))
-        return original(*args, **kwargs)
+        return originals[name](*args, **kwargs)
 
-    # Older versions of torch lack some of them.
-    names = [name for name in COUNTED if hasattr(dist, name)]
-    with mock.patch.multiple(dist, **{name: functools.partial(counted, getattr(dist, name), name) for name in names}):
+    stand_ins: dict[str, Any] = {name: functools.partial(counted, name) for name in originals}
+    with mock.patch.multiple(dist, **stand_ins):
         yield
 
 
