@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
             # Workers of a node have a GPU each.
             device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-        for name in ("bandwidth", "inside", "latency"):
-            value = getattr(arguments, name)
-            if not (math.isfinite(value) and value > 0):
+        for name in ("step-ms", "bandwidth", "inside", "latency"):
+            value = getattr(arguments, name.replace("-", "_"))
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"--{name} must be a positive number; got {value}")
         tensors, step = load(arguments.model, arguments.step_ms, device)
         config = PowerSGDConfig(compression=1, max_overhead=arguments.max_overhead)
@@ -124,8 +124,6 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
     Raises:
         ValueError: The model is not known, or the time of its step is neither given nor can be measured.
     """
-    if step_ms is not None and not (math.isfinite(step_ms) and step_ms > 0):
-        raise ValueError(f"--step-ms must be a positive number; got {step_ms}")
     if model in MODELS:
         if step_ms is None:
             raise ValueError(f"--step-ms is missing: it cannot be measured for {model}, of which only shapes are known")
