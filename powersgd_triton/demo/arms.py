@@ -23,13 +23,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from powersgd_triton.config import AUTO, PowerSGDConfig
+from powersgd_triton.config import AUTO
 from powersgd_triton.demo.measure import Hook, HookTimer
 from powersgd_triton.demo.model import GPT, Block
 from powersgd_triton.demo.train import REPLICAS, WEIGHT_DECAY, Prepared, Settings, learning_rate_factor, stepping
 from powersgd_triton.integrations import ddp as ours
-from powersgd_triton.integrations import fsdp1
-from powersgd_triton.integrations.fsdp2 import apply_powersgd
+from powersgd_triton.integrations.attach import attach
 
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 PARALLELISMS = {
@@ -112,7 +111,9 @@ def distribute(
         state, hook = communication(arm, model)
         replica.register_comm_hook(state, timer.timed(hook))
     else:
-        replica = shard(model, settings.parallelism, arm.options)
+        replica = shard(model, settings.parallelism)
+        if arm.options is not None:
+            attach(replica, **arm.options)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
     return replica, stepping(optimizer, settings)
 
@@ -137,24 +138,18 @@ def communication(arm: Arm, model: nn.Module) -> tuple[Any, Hook]:
     return ours.PowerSGDState(None, start_powerSGD_iter=0, module=model, **options), ours.powerSGD_hook
 
 
-def shard(model: GPT, parallelism: str, options: dict[str, Any] | None) -> nn.Module:
-    """Shard the model by FSDP or HSDP. Compress its gradients with the configuration fields in ``options``."""
-    config = None if options is None else PowerSGDConfig(**options)
+def shard(model: GPT, parallelism: str) -> nn.Module:
+    """Shard the model by FSDP or HSDP."""
     device, workers = model.positions.device, dist.get_world_size()
     if parallelism == "fsdp1":
         policy = ModuleWrapPolicy({Block})
-        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
-        if config is not None:
-            wrapped.register_comm_hook(fsdp1.PowerSGDState(wrapped, config), fsdp1.powerSGD_hook)
-        return wrapped
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
     if parallelism == "fsdp2":
         mesh = init_device_mesh(device.type, (workers,))
     else:
         mesh = init_device_mesh(device.type, (REPLICAS, workers // REPLICAS), mesh_dim_names=("replicate", "shard"))
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh)
-    if config is not None:
-        apply_powersgd(model, config)
     return model
 
 
