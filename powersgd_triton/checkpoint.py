@@ -42,13 +42,8 @@ def save(state_dict: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         OSError: The file cannot be written.
     """
     path = Path(path)
-    matrices: Mapping[str, Mapping[str, Tensor]] = state_dict.get("matrices", {})
-    tensors = {
-        f"{name}/{part}": tensor.detach().cpu().contiguous()
-        for name, parts in matrices.items()
-        for part, tensor in parts.items()
-    }
-    text = json.dumps({**state_dict, "matrices": list(matrices)})
+    tensors, rest = flatten(state_dict)
+    text = json.dumps(rest)
     checksum = str(_checksum(tensors, text))
     if path.suffix == SAFETENSORS:
         from safetensors.torch import save as to_bytes
@@ -89,6 +84,17 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     # A damaged file can make the readers raise anything.
     except Exception as error:
         raise ValueError(f"{path} is not a saved PowerSGD state, or it is damaged: {error!r}") from error
+
+
+def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split a saved state into its tensors, {"name/part": tensor}, and all other values, as JSON can express them."""
+    matrices: Mapping[str, Mapping[str, Tensor]] = state_dict.get("matrices", {})
+    tensors = {
+        f"{name}/{part}": tensor.detach().cpu().contiguous()
+        for name, parts in matrices.items()
+        for part, tensor in parts.items()
+    }
+    return tensors, json.loads(json.dumps({**state_dict, "matrices": list(matrices)}))
 
 
 def unpickled(content: bytes) -> Any:
