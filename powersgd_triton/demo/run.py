@@ -78,11 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_requirements(parallelism: str) -> None:
-    needed = {
-        "matplotlib": "demo",
-        "tqdm": "demo",
-        **({"deepspeed": "deepspeed"} if parallelism in ZERO_STAGES else {}),
-    }
+    needed = {"matplotlib": "demo", "tqdm": "demo"}
+    if parallelism in ZERO_STAGES:
+        needed["deepspeed"] = "deepspeed"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         extras = ",".join(sorted({needed[name] for name in missing}))
