@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import rivals
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.demo import run, train
+from powersgd_triton.demo import arms as gradient_arms
+from powersgd_triton.demo import train
 from powersgd_triton.demo.measure import HookTimer
 from powersgd_triton.demo.model import GPT
 from powersgd_triton.integrations.local_steps import LocalSteps
@@ -83,9 +84,10 @@ class Arm:
         return ", ".join(f"{method}:({form}){options[method]}" if form else method for method, form in MESSAGES.items())
 
 
-def of_demo(arm: str) -> train.Arm | None:
+def of_demo(arm: str) -> gradient_arms.Arm | None:
     """Parse an arm that averages gradients in a way of the demo. None for other arms."""
-    return train.Arm.parse(arm, DEFAULT_RANK) if re.split("[:+]", arm)[0] in train.METHODS else None
+    ours = re.split("[:+]", arm)[0] in ("allreduce", "torch", "ours")
+    return gradient_arms.Arm.parse(arm, DEFAULT_RANK) if ours else None
 
 
 def check(arm: str) -> None:
@@ -96,23 +98,29 @@ def check(arm: str) -> None:
 
 def train_text(settings: train.Settings, arm: str) -> train.Result:
     """Train the demo's model in an arm's way, in new processes."""
-    return run.train(settings, arm, functools.partial(prepare, arm=arm))
+    return train.train(settings, arm, functools.partial(prepare, arm=arm))
 
 
-def prepare(
-    model: GPT, settings: train.Settings, device: torch.device, timer: HookTimer, arm: str
-) -> train.Prepared:  # fmt: skip
-    """Make the demo's model ready for training in an arm's way, as ``train_worker`` wants it."""
+def prepare(model: GPT, settings: train.Settings, timer: HookTimer, arm: str) -> train.Prepared:
+    """Make the demo's model ready for training in an arm's way, as ``train.train`` wants it."""
     gradients = of_demo(arm)
     if gradients is not None:
-        return train.distribute(model, settings, device, timer, gradients)
+        return gradient_arms.distribute(model, settings, timer, gradients)
     one = Arm.parse(arm)
     if one.method == "demo":
         rate, decay = one.options["rate"], one.options["decay"]
         demo = rivals.DeMo(list(model.parameters()), rate, int(one.message), decay, train.WEIGHT_DECAY)
-        return model, model, train.stepping(demo, settings)
+        return model, train.stepping(demo, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=train.WEIGHT_DECAY)
-    return model, model, train.stepping(optimizer, settings, between_steps(model, one, settings.steps))
+    step, then = train.stepping(optimizer, settings), between_steps(model, one, settings.steps)
+    done = itertools.count(1)
+
+    def update(loss: Tensor) -> None:
+        step(loss)
+        if then is not None:
+            then(next(done))
+
+    return model, update
 
 
 def between_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None] | None:

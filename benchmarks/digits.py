@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import arms
+from powersgd_triton.demo.arms import communication
 from powersgd_triton.demo.measure import Traffic
-from powersgd_triton.demo.train import communication
-from powersgd_triton.demo.workers import process_group, run_workers
+from powersgd_triton.demo.train import run_workers
 
 WIDTHS = (64, 256, 256, 256, 256, 10)
 BATCH_PER_WORKER = 32
@@ -52,15 +52,12 @@ def train_arms(chosen: Sequence[str], seed: int, steps: int, workers: int) -> li
         TimeoutError: the workers did not finish in a generous time.
         torch.multiprocessing.ProcessException: a worker failed.
     """
-    task = functools.partial(_train_all, chosen=chosen, seed=seed, steps=steps, workers=workers)
+    task = functools.partial(_train_all, chosen=chosen, seed=seed, steps=steps)
     return run_workers(task, workers, timeout=900 + 0.5 * steps * len(chosen))[0]
 
 
-def _train_all(
-    worker: int, chosen: Sequence[str], seed: int, steps: int, workers: int, store_path: str
-) -> list[Figures]:  # fmt: skip
-    with process_group(worker, workers, torch.device("cpu"), store_path):
-        return [_train(worker, arm, seed, steps) for arm in chosen]
+def _train_all(worker: int, chosen: Sequence[str], seed: int, steps: int) -> list[Figures]:
+    return [_train(worker, arm, seed, steps) for arm in chosen]
 
 
 def _train(worker: int, arm: str, seed: int, steps: int) -> Figures:

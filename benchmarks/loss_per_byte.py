@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from benchmarks.trainings import RESULTS, Point, Train, front, points, read, run, table, train_digits, train_text
 from powersgd_triton.config import PLANNED_WIRE_DTYPE
-from powersgd_triton.demo.train import MODES, Arm, budget_text
+from powersgd_triton.demo.arms import MODES, Arm
 
 FILE, PICTURE = RESULTS / "loss-per-byte.json", RESULTS / "loss-per-byte.png"
 DEFAULT_RANK = 16
@@ -123,7 +123,7 @@ def label(arm: str) -> str:
     """Rank or budget, as short as it can be; empty for all-reduce."""
     one = Arm.parse(arm, DEFAULT_RANK)
     if one.compression is not None:
-        return budget_text(one.compression, "×")
+        return f"{one.compression:g}×" if isinstance(one.compression, float) else one.compression
     return "" if one.rank is None else str(one.rank)
 
 

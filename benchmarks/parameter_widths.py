@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import digits
 from benchmarks.markdown import markdown_table
 from powersgd_triton.demo import train as demo
+from powersgd_triton.demo.arms import Arm, communication
 from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
-from powersgd_triton.demo.workers import process_group, run_workers
 from powersgd_triton.layout.wire_format import DIFFERENCES
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 
@@ -88,21 +88,20 @@ class Copies:
             first += parameter.numel()
 
 
-def train_all(worker: int, runs: Sequence[Record], store_path: str) -> None:
+def train_all(worker: int, runs: Sequence[Record]) -> None:
     """Train one after the other, and record each."""
-    with process_group(worker, WORKERS, torch.device("cpu"), store_path):
-        for key in runs:
-            record = {**key, **TRAINING[key["model"]](worker, **{k: v for k, v in key.items() if k != "model"})}
-            record["torch"] = torch.__version__
-            if worker == 0:
-                FILE.write_text(json.dumps([*read(), record], indent=1) + "\n")
-                print(", ".join(f"{key} {value}" for key, value in record.items()), flush=True)
+    for key in runs:
+        record = {**key, **TRAINING[key["model"]](worker, **{k: v for k, v in key.items() if k != "model"})}
+        record["torch"] = torch.__version__
+        if worker == 0:
+            FILE.write_text(json.dumps([*read(), record], indent=1) + "\n")
+            print(", ".join(f"{key} {value}" for key, value in record.items()), flush=True)
 
 
 def train_text(worker: int, seed: int, copies: str, gradients: str, width: str, steps: int) -> Record:
     """Return the validation loss of the copies, in nats per character."""
     torch.manual_seed(seed)
-    corpus, model = read_corpus(), GPT()
+    (training, validation), model = read_corpus(), GPT()
     own = Copies(model, COPIES[copies], width)
     replica = replicate(model, gradients)
     generator = torch.Generator().manual_seed(seed + 1 + worker)
@@ -110,10 +109,10 @@ def train_text(worker: int, seed: int, copies: str, gradients: str, width: str, 
     factor = functools.partial(demo.learning_rate_factor, steps=steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     for _ in range(steps):
-        loss = next_token_loss(replica, *sample_batch(corpus.training, demo.BATCH_PER_WORKER, CONTEXT, generator))
+        loss = next_token_loss(replica, *sample_batch(training, demo.BATCH_PER_WORKER, CONTEXT, generator))
         own.step(loss, optimizer)
         schedule.step()
-    return {"loss": demo.validation_loss(model, corpus, torch.device("cpu"))}
+    return {"loss": demo.validation_loss(model, validation, torch.device("cpu"))}
 
 
 def train_digits(worker: int, seed: int, copies: str, gradients: str, width: str, steps: int) -> Record:
@@ -137,7 +136,7 @@ def train_digits(worker: int, seed: int, copies: str, gradients: str, width: str
 def replicate(model: nn.Module, gradients: str) -> nn.Module:
     """Return DDP's replica of a model whose gradients are averaged as an arm of the demo says."""
     replica = DistributedDataParallel(model, bucket_cap_mb=1024)
-    replica.register_comm_hook(*demo.communication(demo.Arm.parse(gradients, 16), model))
+    replica.register_comm_hook(*communication(Arm.parse(gradients, 16), model))
     return replica
 
 
@@ -160,7 +159,7 @@ def run(
         if not any(key.items() <= record.items() for record in read()):
             missing.append(key)
     if missing:
-        run_workers(functools.partial(train_all, runs=missing), WORKERS, timeout=600 * len(missing))
+        demo.run_workers(functools.partial(train_all, runs=missing), WORKERS, timeout=600 * len(missing))
 
 
 def table(model: str) -> str:

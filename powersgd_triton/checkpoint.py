@@ -75,42 +75,32 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         _check_sizes(tensors.values(), len(content))
         if values["checksum"] != str(_checksum(tensors, values[FORMAT])):
             raise ValueError("its checksum does not match its content")
-        return unflatten(tensors, json.loads(values[FORMAT]))
+        state: dict[str, Any] = json.loads(values[FORMAT])
+        state["matrices"] = {name: {} for name in state["matrices"]}
+        for key, tensor in tensors.items():
+            name, _, part = key.rpartition("/")
+            state["matrices"][name][part] = tensor
+        return state
     # A damaged file can make the readers raise anything.
     except Exception as error:
         raise ValueError(f"{path} is not a saved PowerSGD state, or it is damaged: {error!r}") from error
 
 
 def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a saved state into its tensors, {"name/part": tensor}, and all other values, as JSON can express them.
-
-    Raises:
-        TypeError: A value is neither.
-    """
+    """Split a saved state into its tensors, {"name/part": tensor}, and all other values, as JSON can express them."""
     matrices: Mapping[str, Mapping[str, Tensor]] = state_dict.get("matrices", {})
     tensors = {
         f"{name}/{part}": tensor.detach().cpu().contiguous()
         for name, parts in matrices.items()
         for part, tensor in parts.items()
     }
-    rest = {key: value for key, value in state_dict.items() if key != "matrices"}
-    return tensors, json.loads(json.dumps({**rest, "matrices": list(matrices)}))
-
-
-def unflatten(tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Join what ``flatten`` split."""
-    matrices: dict[str, dict[str, Tensor]] = {name: {} for name in rest["matrices"]}
-    for key, tensor in tensors.items():
-        name, _, part = key.rpartition("/")
-        matrices[name][part] = tensor
-    return {**rest, "matrices": matrices}
+    return tensors, json.loads(json.dumps({**state_dict, "matrices": list(matrices)}))
 
 
 def unpickled(content: bytes) -> Any:
-    """Return what ``torch.save`` wrote, on the CPU, without executing anything. Takes about the memory of ``content``.
+    """Return what ``torch.save`` wrote, on the CPU, without executing anything.
 
-    Raises:
-        ValueError: It is not the result of ``torch.save``, or its tensors claim more memory than it has bytes.
+    Raises ValueError if its tensors claim more memory than it has bytes, or if ``torch.save`` did not write it.
     """
     # torch.load() allocates what the file claims, also for compressed entries and in its older formats.
     with zipfile.ZipFile(io.BytesIO(content)) as archive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.loading import load
-from powersgd_triton.core.saved_state import LoadReport
+from powersgd_triton.core.saved_state import LoadReport, Size
 from powersgd_triton.core.scheme import Average
 from powersgd_triton.handle import Handle
 from powersgd_triton.layout.layout import Layout, sizes
@@ -115,14 +116,11 @@ class Compressor(Handle):
         return self._layout(self._engine.tensors())
 
     def compress(self, gradients: Gradients) -> Compressed:
-        """Average this step's gradients over the workers, in compressed form. Collective.
+        """Average this step's gradients over the workers, and return them in compressed form. Collective.
 
         Args:
             gradients: {name: tensor}, a sequence in the order of the names, or one flat buffer with all gradients.
                 They are not changed.
-
-        Returns:
-            The factors and the means of the bypass tensors, equal on all workers. Valid until the next call.
 
         Raises:
             TypeError, ValueError: The gradients do not match the compressor's tensors. Nothing was changed.
@@ -132,9 +130,8 @@ class Compressor(Handle):
         kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in named.items()}
         # A flat buffer does not show which tensors are complex.
         self._kinds = kinds | self._kinds if isinstance(gradients, Tensor) else kinds
-        engine, step = self._engine, self._step
+        engine, step, compress = self._engine, self._step, self._engine.compressing
         device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
-        compress = engine.compressing
         bucket = engine.begin(compress, lambda: self._exact.shapes, device, last=True, compress=compress)
         if not bucket.layout.segments:
             engine.end_step()
@@ -147,16 +144,12 @@ class Compressor(Handle):
             assert isinstance(average, LowRankAverage)
             found.append(Compressed(average.backend, step.iteration + 1, step.verdict(device)))
 
-        engine.average(
-            bucket,
-            {name: as_real(tensor.detach()) for name, tensor in named.items()},
-            write=keep,
-        )
+        engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
         self._written = False
         return found[0]
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:
-        """Write the averaged gradients Ĝ.
+        """Write the averaged gradients Ĝ, and return ``out``, or the new tensors.
 
         If an average does not fit its dtype, it becomes infinite. If a loss scale is attached, ``compressed.verdict``
         then becomes 0 and the error keeps the whole step; do not apply it. Only the first call sets the verdict.
@@ -166,25 +159,15 @@ class Compressor(Handle):
             out: Tensors to write to, of any float dtype, in any of the forms that ``compress`` takes. None creates new
                 tensors {name: tensor} with the gradients' dtypes.
 
-        Returns:
-            ``out``, or the new tensors.
-
         Raises:
             RuntimeError: ``compressed`` belongs to an earlier step.
             TypeError, ValueError: ``out`` does not have the compressor's shapes and device. Nothing was changed.
         """
         self._check_valid(compressed)
         if out is None:
-            dtype, device = compressed.backend.bucket.message_P.dtype, compressed.verdict.device
-            out = together(
-                {
-                    segment.name: self._kinds.get(segment.name, (torch.Size(segment.shape), dtype, device))
-                    for segment in self._exact.segments
-                }
-            )
-        named = {name: tensor.detach() for name, tensor in self._named(out, same_dtype=False).items()}
-        for name, tensor in named.items():
-            check_writable(name, tensor)
+            kind, shapes = (compressed.backend.bucket.message_P.dtype, compressed.verdict.device), self._exact.shapes
+            out = together({name: self._kinds.get(name, (torch.Size(shapes[name]), *kind)) for name in shapes})
+        named = self._writable(out, same_dtype=False)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
             decides = self._step.loss_scale is not None and not self._written
@@ -211,12 +194,10 @@ class Compressor(Handle):
                 no worker has errors of its own. Nothing was changed.
         """
         self._check_valid(compressed)
-        if compressed.backend.bucket.shared:
-            raise ValueError("leave_error needs errors of each worker, and with node_group a node has them together")
-        named = {name: tensor.detach() for name, tensor in self._named(gradients).items()}
-        for name, tensor in named.items():
-            check_writable(name, tensor)
         bucket, verdict = compressed.backend.bucket, compressed.verdict
+        if bucket.shared:
+            raise ValueError("leave_error needs errors of each worker, and with node_group a node has them together")
+        named = self._writable(gradients)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         for matrices, (P, Q) in zip(bucket.matrices(contiguous), bucket.joined(bucket.product), strict=True):
             subtract_product_reference(matrices, P, Q, verdict)
@@ -236,10 +217,8 @@ class Compressor(Handle):
 
     def _check_valid(self, compressed: Compressed) -> None:
         if compressed.iteration != self._step.iteration:
-            raise RuntimeError(
-                f"factors are valid until the next compress; these belong to step {compressed.iteration}, "
-                f"but the last step was {self._step.iteration}"
-            )
+            steps = f"step {compressed.iteration}, but the last step was {self._step.iteration}"
+            raise RuntimeError(f"factors are valid until the next compress; these belong to {steps}")
 
     def error(self) -> dict[str, Tensor]:
         """Return copies {name: E} of this worker's errors, with the gradients' shapes and without the loss scale.
@@ -252,73 +231,70 @@ class Compressor(Handle):
     def load_state_dict(
         self, state_dict: StateDict, *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> LoadReport:
-        """Continue from a saved state of any world size and rank. Collective: call it on all workers.
+        """Continue from a saved state of any world size and rank, and return what was used of it. Collective.
 
         When a tensor is no longer compressed, its remaining error is added to its next gradient.
 
         Args:
-            state_dict: Result of ``state_dict``, or the path of a file that ``checkpoint.save`` has written. With a
-                path, a file that one worker cannot read is an error on all workers.
-            strict: Refuse a state that has matrices of other tensors, or lacks matrices of these. Otherwise load what
-                fits.
+            state_dict: Result of ``state_dict``, or the path of a file that ``checkpoint.save`` has written. A file
+                that one worker cannot read is an error on all workers.
+            strict: Refuse a state that has other matrices or lacks some. Otherwise load what fits.
             rename: {name in the state: name here}.
-
-        Returns:
-            What was used of the state, and what was not.
 
         Raises:
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-        return load(
-            self._engine,
-            lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)),
-            strict=strict,
-            rename=rename,
-        )
+
+        def read() -> tuple[Any, Mapping[str, Size]]:
+            return opened(state_dict), sizes(self._engine.tensors(), self.config)
+
+        return load(self._engine, read, strict=strict, rename=rename)
+
+    def _writable(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
+        """Return what ``_named`` does, detached. Check also that it can be written."""
+        named = {name: tensor.detach() for name, tensor in self._named(gradients, same_dtype=same_dtype).items()}
+        for name, tensor in named.items():
+            check_writable(name, tensor)
+        return named
 
     def _named(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
         """Return gradients by name. Check their names, shapes, device and, with ``same_dtype``, their dtypes."""
         layout, flat = self._exact, isinstance(gradients, Tensor)
+        names = list(layout.shapes)
         if isinstance(gradients, Tensor):
             if not gradients.is_contiguous() or gradients.is_conj() or gradients.is_neg():
                 raise ValueError(f"a flat buffer must be contiguous and not lazy; got stride {gradients.stride()}")
             buffer = as_real(gradients)
             if gradients.dim() != 1 or buffer.numel() != layout.numel:
-                raise ValueError(
-                    f"a flat buffer must be one-dimensional with {layout.numel} real elements; "
-                    f"got {gradients.dtype} {tuple(gradients.shape)}"
-                )
+                got = f"{gradients.dtype} {tuple(gradients.shape)}"
+                raise ValueError(f"a flat buffer must be one-dimensional with {layout.numel} real elements; got {got}")
             named = {s.name: buffer[s.offset : s.offset + s.numel].view(s.shape) for s in layout.segments}
         elif isinstance(gradients, Mapping):
-            missing = [segment.name for segment in layout.segments if segment.name not in gradients]
+            missing = [name for name in names if name not in gradients]
             if missing:
-                raise ValueError(f"gradients lack {missing[0]!r} ({len(missing)} of {len(layout.segments)} missing)")
-            if len(gradients) > len(layout.segments):
-                known = {segment.name for segment in layout.segments}
-                raise ValueError(
-                    f"gradients have unknown names; the first is {next(n for n in gradients if n not in known)!r}"
-                )
-            named = {segment.name: gradients[segment.name] for segment in layout.segments}
+                raise ValueError(f"gradients lack {missing[0]!r} ({len(missing)} of {len(names)} missing)")
+            unknown = [name for name in gradients if name not in layout.shapes]
+            if unknown:
+                raise ValueError(f"gradients have unknown names; the first is {unknown[0]!r}")
+            named = {name: gradients[name] for name in names}
         else:
-            if len(gradients) != len(layout.segments):
-                raise ValueError(f"expected {len(layout.segments)} gradients; got {len(gradients)}")
-            named = {segment.name: tensor for segment, tensor in zip(layout.segments, gradients, strict=True)}
+            if len(gradients) != len(names):
+                raise ValueError(f"expected {len(names)} gradients; got {len(gradients)}")
+            named = dict(zip(names, gradients, strict=True))
         device = None
-        for segment in layout.segments:
-            tensor = named[segment.name]
-            check_dense(segment.name, tensor)
-            kind = self._kinds.get(segment.name)
+        for name, shape in layout.shapes.items():
+            tensor = named[name]
+            check_dense(name, tensor)
+            kind = self._kinds.get(name)
             if kind is not None:
                 dtype = kind[1].to_real() if flat else kind[1]
                 if tensor.dtype != dtype and (same_dtype or tensor.is_complex() != dtype.is_complex):
-                    raise TypeError(f"{segment.name!r} must have dtype {dtype}; got {tensor.dtype}")
-            if real_shape(tensor.shape, tensor.dtype) != segment.shape:
-                count = " real numbers" if tensor.is_complex() else ""
-                raise ValueError(
-                    f"{segment.name!r} must have shape {segment.shape}{count}; got {tensor.dtype} {tuple(tensor.shape)}"
-                )
+                    raise TypeError(f"{name!r} must have dtype {dtype}; got {tensor.dtype}")
+            if real_shape(tensor.shape, tensor.dtype) != shape:
+                wanted = f"{shape} real numbers" if tensor.is_complex() else shape
+                raise ValueError(f"{name!r} must have shape {wanted}; got {tensor.dtype} {tuple(tensor.shape)}")
             device = device or (kind[2] if kind is not None else tensor.device)
             if tensor.device != device:
-                raise ValueError(f"{segment.name!r} must be on {device}; got {tensor.device}")
+                raise ValueError(f"{name!r} must be on {device}; got {tensor.device}")
         return named

@@ -53,9 +53,11 @@ def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") 
     return number
 
 
-def _check_number(name: str, value: Any, kind: str = "a number") -> None:
+def _check_number(name: str, value: Any, minimum: int, kind: str = "a number") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}; got {value!r}")
+    if not (math.isfinite(value) and value >= minimum):
+        raise ValueError(f"{name} must be finite and at least {minimum}; got {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,9 @@ class PowerSGDConfig:
     Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``codes``.
 
     Args:
-        rank: Rank of the approximation: the number of columns of the factors P and Q. An n × m matrix uses
-            min(rank, n, m). It may be a function (name, shape) → rank, which must be the same on all workers; 0 means
-            that the matrix is averaged exactly. Default: 4, or planned ranks if a budget is given.
+        rank: Number of columns of the factors P and Q. An n × m matrix uses min(rank, n, m). It may be a function
+            (name, shape) → rank, which must be the same on all workers; 0 means that the matrix is averaged exactly.
+            Default: 4, or planned ranks if a budget is given.
         compression: A byte budget in place of a rank: how many times fewer bytes than fp32 gradients a step sends,
             counting all tensors of the model. Ranks are planned for each matrix. "auto" measures step and network
             during the first steps, which are exact, and chooses a budget and ``wire_dtype``, or no compression.
@@ -76,13 +78,11 @@ class PowerSGDConfig:
             one step.
         codes: Send whole tensors in few bits in place of factors, as "ternary" (−s, 0 and s; 1.7 bits an element),
             "int2", "int4" or "int8", each with one bf16 scale for 128 elements. For ``integrations.local_steps`` only:
-            for a gradient in each step, factors lose less for the same bytes. Fields of factors and ranks, such as
-            ``algorithm``, ``iterations``, ``warm_start``, ``min_compression_rate`` and ``replan_every``, then have no
+            for a gradient in each step, factors lose less for the same bytes. Fields of factors and ranks then have no
             effect.
-        replan_every: Number of steps between two plans, counted from ``start_iter``. A plan is measured at the end of a
-            step and takes effect after the next step. 0 keeps the first plan, which gives all matrices about the same
-            rank.
-        max_rank: Largest planned rank. It limits the compute of a step, whatever the budget allows. Default: 64.
+        replan_every: Steps between two plans, counted from ``start_iter``. A plan is measured at the end of a step and
+            takes effect after the next one. 0 keeps the first plan, which gives all matrices about the same rank.
+        max_rank: Largest planned rank, which limits the compute of a step. Default: 64.
         max_overhead: Largest share of a step that compression may compute, for example 0.05. The first steps are
             measured, and ``max_rank`` is lowered if necessary. It then stays, also in saved states. Plans therefore
             depend on the machine.
@@ -92,30 +92,27 @@ class PowerSGDConfig:
         error_feedback: Keep what a step did not send and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
         warm_start: Start each step from the last step's Q. Otherwise each step starts from a new random Q (section 3 of
             the paper).
-        explore_every: Number of steps after which one column of a warm-started basis is replaced by a direction that
-            the basis does not see. Otherwise, a gradient that noise hides from the basis may never be sent
-            (arXiv:2509.11254). 0 never explores, as in the paper. Without error feedback, and in the alternating
-            algorithm, nothing is explored.
+        explore_every: Steps after which one column of a warm-started basis is replaced by a direction that the basis
+            does not see. Otherwise, a gradient that noise hides from the basis may never be sent (arXiv:2509.11254).
+            0 never explores, as in the paper. It needs error feedback and the standard algorithm.
         algorithm: "standard" is the paper's Algorithm 1: P = M Q and Q = Mᵀ P̂, with two all-reduces a step.
-            "alternating" multiplies from the left and from the right by turns, with one product and one all-reduce a
-            step (Vogels et al. 2020, "Practical Low-Rank Communication Compression in Decentralized Deep Learning",
-            and the authors' reference implementation). It requires ``warm_start``.
+            "alternating" computes one of them in a step, by turns, with one all-reduce (Vogels et al. 2020, "Practical
+            Low-Rank Communication Compression in Decentralized Deep Learning"). It requires ``warm_start``.
         iterations: Number of times that a step repeats the algorithm, each time on what is left over.
         orthogonalization_epsilon: A column is replaced by a random direction if, after projecting out the columns
             before it, at most max(epsilon, 2⁻²²) of its norm is left.
         wire_dtype: Width of the factors in messages, as a torch.dtype or its name: fp32 (fp64 for fp64 gradients),
-            bf16, fp16, int8 or int4. Default: fp32, or int4 if ranks are planned. Factors narrower than fp32 are
-            summed in fp32 by one worker, rounded, and sent back. fp16 and integers have one bf16 scale for each 128
-            entries of a column. What rounding loses stays in the error.
+            bf16, fp16, int8 or int4. Default: fp32, or int4 if ranks are planned. Narrower factors than fp32 are summed
+            in fp32 by one worker, rounded, and sent back. fp16 and integers have one bf16 scale for each 128 entries of
+            a column. What rounding loses stays in the error.
         error_dtype: Dtype of the error buffer between steps, as a torch.dtype or its name. Default: fp32 (fp64 for fp64
-            gradients). bf16 halves the memory of the buffer.
+            gradients). bf16 halves its memory.
         seed: Seed of the first Q and of replacement directions, used together with the parameter's name.
         batch_by_shape: Use batched operations for matrices of equal shape. Results change by rounding only.
-        check_every: Number of steps after which workers compare configuration, step and factors, and raise a
-            ``DisagreementError`` if they differ. The host waits for the device in such a step. 0 compares only before
-            the first step.
-        backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it and
-            plain torch elsewhere.
+        check_every: Steps after which workers compare configuration, step and factors, and raise a
+            ``DisagreementError`` if they differ. The host then waits for the device. 0 compares only before the first
+            step.
+        backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -152,10 +149,7 @@ class PowerSGDConfig:
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
-            value = getattr(self, name)
-            _check_number(name, value)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and at least 0; got {value}")
+            _check_number(name, getattr(self, name), 0)
         if self.orthogonalization_epsilon >= 1:
             raise ValueError(
                 f"orthogonalization_epsilon is relative to a column's norm and must be below 1; "
@@ -184,12 +178,10 @@ class PowerSGDConfig:
         object.__setattr__(self, name, value)
 
     def _check_codes(self) -> None:
-        if self.codes is None:
-            return
-        if self.codes not in CODES:
+        if self.codes not in (None, *CODES):
             raise ValueError(f"codes must be None or one of {', '.join(CODES)}; got {self.codes!r}")
         for name in NOT_WITH_CODES:
-            if getattr(self, name) is not None:
+            if self.codes is not None and getattr(self, name) is not None:
                 raise ValueError(
                     f"codes send whole tensors, so {name} has no use beside them; got codes={self.codes!r} and "
                     f"{name}={getattr(self, name)!r}"
@@ -201,14 +193,10 @@ class PowerSGDConfig:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in given)
             raise ValueError(f"expected one of rank, compression and bytes_per_step; got {values}")
         if self.compression is not None and self.compression != AUTO:
-            _check_number("compression", self.compression, f"a number or {AUTO!r}")
-            assert isinstance(self.compression, (int, float))
-            if not (math.isfinite(self.compression) and self.compression >= 1):
-                raise ValueError(f"compression must be finite and at least 1; got {self.compression}")
-        if self.bytes_per_step is not None:
-            self._set("bytes_per_step", whole_number("bytes_per_step", self.bytes_per_step, 1))
-        if self.max_rank is not None:
-            self._set("max_rank", whole_number("max_rank", self.max_rank, 1))
+            _check_number("compression", self.compression, 1, f"a number or {AUTO!r}")
+        for name in ("bytes_per_step", "max_rank"):
+            if getattr(self, name) is not None:
+                self._set(name, whole_number(name, getattr(self, name), 1))
         if not given and self.codes is None:
             self._set("rank", DEFAULT_RANK)
         if self.planned and self.max_rank is None:
@@ -218,7 +206,7 @@ class PowerSGDConfig:
                 got = f"rank={self.rank!r}" if self.codes is None else f"codes={self.codes!r}"
                 raise ValueError(f"{name} limits planned ranks: give it with compression or bytes_per_step; got {got}")
         if self.max_overhead is not None:
-            _check_number("max_overhead", self.max_overhead)
+            _check_number("max_overhead", self.max_overhead, 0)
             if not 0 < self.max_overhead < 1:
                 raise ValueError(f"max_overhead is a share of a step between 0 and 1; got {self.max_overhead}")
         if self.planned and not self.error_feedback:
@@ -257,5 +245,7 @@ class PowerSGDConfig:
 
         A rank function is represented by its name, which ``from_dict`` refuses.
         """
-        name = getattr(self.rank, "__qualname__", type(self.rank).__qualname__)
-        return {**dataclasses.asdict(self), **({"rank": f"function {name}"} if callable(self.rank) else {})}
+        fields = dataclasses.asdict(self)
+        if callable(self.rank):
+            fields["rank"] = f"function {getattr(self.rank, '__qualname__', type(self.rank).__qualname__)}"
+        return fields

@@ -8,7 +8,6 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,8 @@ from powersgd_triton.ops.backends import select_backend
 STEPS = 8
 SHAPES = {"weight": (64, 48), "bias": (64,)}
 CONFIG = PowerSGDConfig(rank=4)
-PASSED = """\
-All checks passed (one process, small matrices).
+CPU = torch.device("cpu")
+PASSED = """All checks passed (one process, small matrices).
 Not checked: communication between workers, the adapters, and speed."""
 # "undefined" is a placeholder, and "fake" sends nothing: torch's own tests use it.
 HIDDEN_BACKENDS = ("undefined", "fake")
@@ -31,12 +30,8 @@ ORTHONORMAL_TOLERANCE = 1e-5
 CONSERVATION_TOLERANCE = 8 * STEPS * torch.finfo(torch.float32).eps
 
 
-class Check(NamedTuple):
-    """Result of one check: its name, whether it passed, and the figure that it measured."""
-
-    name: str
-    passed: bool
-    detail: str
+Check = tuple[str, bool, str]
+"""Result of one check: its name, whether it passed, and the figure that it measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,17 +46,16 @@ def run(arguments: argparse.Namespace) -> int:  # noqa: ARG001
         print(f"  {name:<16} {version}")
         broken += not fine
     print("\nDevices")
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-    for device in devices:
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in [CPU, *gpus]:
         print(f"  {device!s:<16} {_describe(device)}")
     print(f"\nDistributed backends\n  {', '.join(distributed_backends()) or 'none'}")
     # One device of each type is enough, since the backend depends on the type only.
-    kinds = [device for device in devices if device.index in (None, 0)]
-    for device in kinds:
+    for device in [CPU, *gpus[:1]]:
         print(f"\nBackend and self-test on {device}")
-        for check in checks(device):
-            print(f"  {'ok' if check.passed else 'FAILED':<7} {check.name}: {check.detail}")
-            broken += not check.passed
+        for name, passed, detail in checks(device):
+            print(f"  {'ok' if passed else 'FAILED':<7} {name}: {detail}")
+            broken += not passed
     print(f"\n{f'{broken} failed; see above.' if broken else PASSED}")
     return int(broken > 0)
 
@@ -73,14 +67,14 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     yield "python", python, sys.version_info >= (3, 10)
     cuda = torch.version.cuda or torch.version.hip
     yield "torch", f"{torch.__version__}{f' (built for {cuda})' if cuda else ''}", True
-    for package in ("numpy", "triton"):
-        yield package, *_imported(package)
+    yield "numpy", *_imported("numpy", needed=True)
+    yield "triton", *_imported("triton", needed=False)
     # DeepSpeed is not imported, since that takes seconds and prints messages. Only the adapter needs it.
     yield "deepspeed", _installed("deepspeed") or "not installed", True
 
 
 def distributed_backends() -> list[str]:
-    """Return the names of the backends that this build of torch.distributed supports."""
+    """Return those that this build of torch.distributed supports."""
     known = dist.Backend.backend_list if dist.is_available() else []
     return [name for name in known if name not in HIDDEN_BACKENDS and dist.is_backend_available(name)]
 
@@ -91,12 +85,12 @@ def checks(device: torch.device) -> Iterator[Check]:
         try:
             yield from check(device)
         except Exception as error:
-            yield Check(check.__name__.strip("_").replace("_", " "), False, f"{type(error).__name__}: {error}")
+            yield check.__name__.strip("_").replace("_", " "), False, f"{type(error).__name__}: {error}"
 
 
 def _backend(device: torch.device) -> Iterator[Check]:
     name, reason = select_backend(CONFIG, device)
-    yield Check("backend 'auto'", True, f"{name}: {reason}")
+    yield "backend 'auto'", True, f"{name}: {reason}"
 
 
 def _ordinary_steps(device: torch.device) -> Iterator[Check]:
@@ -115,10 +109,10 @@ def _ordinary_steps(device: torch.device) -> Iterator[Check]:
         skew = max(skew, _largest(P_hat.T @ P_hat - torch.eye(P_hat.shape[1], dtype=P_hat.dtype, device=device)))
         exact_off = max(exact_off, _largest(averaged["bias"] - gradients["bias"]))
     lost = _largest(average_sum + error - gradient_sum) / scale
-    yield Check("orthonormal factors", skew <= ORTHONORMAL_TOLERANCE, f"max|PᵀP − I| = {skew:.1e} in {STEPS} steps")
-    yield Check("nothing lost", lost <= CONSERVATION_TOLERANCE, f"max|ΣĜ + E − ΣG| = {lost:.1e} of max|M|")
+    yield "orthonormal factors", skew <= ORTHONORMAL_TOLERANCE, f"max|PᵀP − I| = {skew:.1e} in {STEPS} steps"
+    yield "nothing lost", lost <= CONSERVATION_TOLERANCE, f"max|ΣĜ + E − ΣG| = {lost:.1e} of max|M|"
     exact = "exact average of tensors that are not compressed"
-    yield Check(exact, exact_off == 0, f"max|difference| = {exact_off:.1e}")
+    yield exact, exact_off == 0, f"max|difference| = {exact_off:.1e}"
 
 
 def _zero_gradient(device: torch.device) -> Iterator[Check]:
@@ -129,7 +123,7 @@ def _zero_gradient(device: torch.device) -> Iterator[Check]:
     after = _step(compressor, _gradients(0, device))[0]
     fine = all(not averaged["weight"].any() for averaged in during) and _finite(after) and bool(after["weight"].any())
     seen = "zeros, and gradients after it" if fine else "nonzero, or no gradient after it, or NaN"
-    yield Check("zero gradient", fine, seen)
+    yield "zero gradient", fine, seen
 
 
 def _non_finite_gradient(device: torch.device) -> Iterator[Check]:
@@ -138,11 +132,10 @@ def _non_finite_gradient(device: torch.device) -> Iterator[Check]:
     _step(compressor, _gradients(0, device))
     infinite = _gradients(1, device)
     infinite["weight"][3, 5] = torch.inf
-    averaged = _step(compressor, infinite)[0]
-    seen = bool(averaged["weight"].isnan().all())
+    seen = bool(_step(compressor, infinite)[0]["weight"].isnan().all())
     recovered = _finite(_step(compressor, _gradients(2, device))[0])
-    yield Check("non-finite gradient", seen, "reaches the optimizer as NaN" if seen else "is hidden from the optimizer")
-    yield Check("step after it", recovered, "finite" if recovered else "not finite")
+    yield "non-finite gradient", seen, "reaches the optimizer as NaN" if seen else "is hidden from the optimizer"
+    yield "step after it", recovered, "finite" if recovered else "not finite"
 
 
 def _step(compressor: Compressor, gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -168,12 +161,11 @@ def _finite(gradients: dict[str, Tensor]) -> bool:
 
 
 def _describe(device: torch.device) -> str:
-    if device.type == "cpu":
+    if device == CPU:
         threads = torch.get_num_threads()
         return f"{threads} thread{'s' if threads > 1 else ''}"
-    properties = torch.cuda.get_device_properties(device)
-    memory = properties.total_memory / 2**30
-    return f"{properties.name}, {memory:.0f} GiB, compute capability {properties.major}.{properties.minor}"
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
 
 def _installed(package: str) -> str | None:
@@ -183,11 +175,11 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _imported(package: str) -> tuple[str, bool]:
-    """Return (version, True), or the problem and whether this package works without the other one."""
+def _imported(package: str, *, needed: bool) -> tuple[str, bool]:
+    """Return (version or problem, whether it is fine)."""
     version = _installed(package)
     if version is None:
-        return "not installed", package == "triton"
+        return "not installed", not needed
     try:
         importlib.import_module(package)
     except Exception as error:

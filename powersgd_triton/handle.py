@@ -165,12 +165,7 @@ class Handle:
         return save(self._engine)
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
-        """Continue from a saved state of any number of workers and any rank, or from a file. Collective.
-
-        Raises:
-            ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
-            DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
-        """
+        """Continue from a saved state, as ``Compressor.load_state_dict`` without its options. Collective."""
         return load(self._engine, lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)))
 
     def save(self, folder: Folder) -> None:

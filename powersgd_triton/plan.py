@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 8
 """Steps of a model whose time is measured, after two that are not."""
 
-Step = Callable[[], object]
+Rows = list[tuple[str, Prediction]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
             # Workers of a node have a GPU each.
             device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-        for name in ("bandwidth", "inside", "latency"):
-            value = getattr(arguments, name)
-            if not (math.isfinite(value) and value > 0):
+        for name in ("step-ms", "bandwidth", "inside", "latency"):
+            value = getattr(arguments, name.replace("-", "_"))
+            if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"--{name} must be a positive number; got {value}")
         tensors, step = load(arguments.model, arguments.step_ms, device)
         config = PowerSGDConfig(compression=1, max_overhead=arguments.max_overhead)
@@ -107,13 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
         cap = best_cap(seconds)
         advice = "leave bucket_cap_mb out" if cap == DEFAULT_CAP else f"bucket_cap_mb={cap}"
         print(f"DDP: {advice}. Milliseconds of a step without own compute, by MB: {tried}.")
-        print(f"\n{report(job, chosen)}")
-    if ds_config is not None and chosen.config is None:
+        layout = Layout.build(job.tensors, chosen.config).with_ranks(lambda segment: chosen.ranks.get(segment.name, 0))
+        print(f"\n{RankReport.of(layout, chosen.config, {})}")
+        if ds_config is not None:
+            ds_config["powersgd"] = section(chosen.config)
+            arguments.write.write_text(json.dumps(ds_config, indent=2) + "\n")
+            print(f"\nwritten to {arguments.write}: {json.dumps({'powersgd': ds_config['powersgd']})}")
+    elif ds_config is not None:
         print(f"\n{arguments.write} is left as it is")
-    elif ds_config is not None and chosen.config is not None:
-        ds_config["powersgd"] = section(chosen.config)
-        arguments.write.write_text(json.dumps(ds_config, indent=2) + "\n")
-        print(f"\nwritten to {arguments.write}: {json.dumps({'powersgd': ds_config['powersgd']})}")
     return 0
 
 
@@ -123,8 +124,6 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
     Raises:
         ValueError: The model is not known, or the time of its step is neither given nor can be measured.
     """
-    if step_ms is not None and not (math.isfinite(step_ms) and step_ms > 0):
-        raise ValueError(f"--step-ms must be a positive number; got {step_ms}")
     if model in MODELS:
         if step_ms is None:
             raise ValueError(f"--step-ms is missing: it cannot be measured for {model}, of which only shapes are known")
@@ -134,12 +133,10 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
         raise ValueError(f"expected {', '.join(MODELS)} or package.module:function; got {model!r}")
     sys.path.insert(0, "")
     made = getattr(importlib.import_module(module), name)()
-    step: Step | None
     found, step = made if isinstance(made, tuple) else (made, None)
     if not isinstance(found, nn.Module):
         raise ValueError(f"{model} must return a torch.nn.Module or (module, step); got {type(found).__name__}")
-    trained = [(name, tuple(p.shape)) for name, p in found.named_parameters() if p.requires_grad]
-    tensors = dict(reversed(trained))
+    tensors = {name: tuple(p.shape) for name, p in reversed([*found.named_parameters()]) if p.requires_grad}
     if step_ms is not None:
         return tensors, step_ms / 1e3
     if step is None:
@@ -212,11 +209,9 @@ def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
     return measure_network(Communicator(), device)
 
 
-def predictions(
-    job: Job, config: PowerSGDConfig, device: torch.device
-) -> tuple[list[tuple[str, Prediction]], Prediction]:
+def predictions(job: Job, config: PowerSGDConfig, device: torch.device) -> tuple[Rows, Prediction]:
     """Return named predictions, and the recommended one. What compression computes is measured on ``device``."""
-    rows = [("all-reduce, fp32", job.exact(4)), ("all-reduce, bf16", job.exact(2))]
+    rows: Rows = [("all-reduce, fp32", job.exact(4)), ("all-reduce, bf16", job.exact(2))]
     times: dict[str, ComputeTime] = {}
     for width in (*WIDTHS, "int8"):
         fixed = PowerSGDConfig(rank=4, wire_dtype=width)
@@ -238,43 +233,37 @@ def _describe(network: Network) -> str:
     return f"{where}, {network.card * 8e-9:.4g} Gbit/s a node, {network.latency * 1e6:.4g} µs"
 
 
-def table(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:
+def table(rows: Rows, chosen: Prediction) -> str:
     """Return the predictions as text. The recommended one has a mark."""
     exact = rows[0][1]
     lines = [("", "bytes a step", "largest rank", "ms a step", "as fast as fp32", "own compute")]
     for name, row in rows:
         mark = " *" if row.config is not None and row.config == chosen.config else ""
-        rank = str(max(row.ranks.values(), default="")) if row.config is not None else ""
+        rank = "" if row.config is None else str(max(row.ranks.values(), default=""))
         ratios = f"{exact.seconds / row.seconds:.2f}x", f"{row.overhead:.0%}"
         lines.append((name + mark, f"{row.bytes_per_step:,.0f}", rank, f"{row.seconds * 1e3:,.4g}", *ratios))
     return "\n".join(aligned(lines, "<>>>>>"))
 
 
-def recommendation(rows: Sequence[tuple[str, Prediction]], chosen: Prediction) -> str:
+def recommendation(rows: Rows, chosen: Prediction) -> str:
     """Return one or two sentences."""
-    exact, half = rows[0][1], rows[1][1]
     if chosen.config is None:
-        than = f"more than {TOLERANCE:.0%} faster than the all-reduce in bf16"
-        return f"Recommended: do not compress. No budget is {than}."
+        return (
+            f"Recommended: do not compress. No budget is more than {TOLERANCE:.0%} faster than the all-reduce in bf16."
+        )
     options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
+    exact, half = (row.seconds / chosen.seconds for _, row in rows[:2])
     return (
-        f"Recommended: PowerSGDConfig({options}). A step is predicted to be {exact.seconds / chosen.seconds:.1f}x as "
-        f"fast as with an all-reduce in fp32, and {half.seconds / chosen.seconds:.1f}x as fast as in bf16."
+        f"Recommended: PowerSGDConfig({options}). A step is predicted to be {exact:.1f}x as fast as with an all-reduce "
+        f"in fp32, and {half:.1f}x as fast as in bf16."
     )
 
 
 def section(config: PowerSGDConfig) -> dict[str, Any]:
     """Return the fields of a budget that differ from the defaults."""
     default = PowerSGDConfig(compression=config.compression).to_dict()
-    fields = {name: value for name, value in config.to_dict().items() if value != default[name]}
-    return {"compression": config.compression, **fields}
-
-
-def report(job: Job, chosen: Prediction) -> RankReport:
-    """Return the report of a budget's ranks."""
-    assert chosen.config is not None
-    layout = Layout.build(job.tensors, chosen.config).with_ranks(lambda segment: chosen.ranks.get(segment.name, 0))
-    return RankReport.of(layout, chosen.config, {})
+    changed = {name: value for name, value in config.to_dict().items() if value != default[name]}
+    return {"compression": config.compression, **changed}
 
 
 def positive(text: str) -> int:

@@ -40,9 +40,10 @@ from benchmarks.network import links_report, programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.demo.arms import ONE_BUCKET_MB, Arm, distribute
 from powersgd_triton.demo.measure import HookTimer
-from powersgd_triton.demo.model import CONTEXT, GPT, Corpus, next_token_loss, read_corpus, sample_batch
-from powersgd_triton.demo.train import BATCH_PER_WORKER, ONE_BUCKET_MB, Arm, Settings, distribute
+from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
+from powersgd_triton.demo.train import BATCH_PER_WORKER, Settings
 from powersgd_triton.plan import ddp_buckets
 from powersgd_triton.planning.cost import ComputeTime, Job
 from powersgd_triton.planning.trial import measure_network, time_compute
@@ -114,12 +115,12 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Train all arms as one worker. Return bytes of its host and times of its steps. Runs inside a host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    corpus = read_corpus()
+    training, _ = read_corpus()
     network = measure_network(Communicator(), torch.device("cpu"))
     figures: list[dict[str, Any]] = []
     for name in task["models"]:
         times = _compute_times(MODELS[name][0])
-        arms = {arm: _training(arm, *MODELS[name], corpus) for arm in task["arms"]}
+        arms = {arm: _training(arm, *MODELS[name], training) for arm in task["arms"]}
         # Steps without communication are measured as those of local steps, to compare them.
         rounds = dict.fromkeys((ALONE, *LOCAL), EVERY) if any(arm in LOCAL for arm in arms) else {}
         found = turns.take_turns(name, arms, task["turns"], task["limit"], rounds)
@@ -165,26 +166,25 @@ def predict(arm: str, job: Job, times: Mapping[tuple[str | None, str], ComputeTi
     return None if config is None else job.compressed(config, times[_kind(config)]).seconds
 
 
-def _training(name: str, width: int, batch: int, corpus: Corpus) -> Callable[[], None]:
+def _training(name: str, width: int, batch: int, tokens: torch.Tensor) -> Callable[[], None]:
     """Return a function that trains one step. All arms begin with the same model and see the same data."""
     parallelism, text = ("ddp", FP32) if name == ALONE else name.split() if " " in name else ("ddp", name)
     # The schedule of the learning rate must not end.
     settings = Settings(10**6, WORKERS, "cpu", parallelism=parallelism, width=width, batch=batch)
     torch.manual_seed(settings.seed)
-    device = torch.device(settings.device)
-    model, timer = GPT(width), HookTimer(device)
+    model, timer = GPT(width), HookTimer(torch.device(settings.device))
     replica: Any
     if name in LOCAL:
-        replica, _, update = prepare(model, settings, device, timer, name)
+        replica, update = prepare(model, settings, timer, name)
     else:
         arm = Arm.parse(text, RANK)
         bucket_mb = ONE_BUCKET_MB if arm.method == "torch" else None
-        replica, _, update = distribute(model, settings, device, timer, arm, bucket_mb)
+        replica, update = distribute(model, settings, timer, arm, bucket_mb)
     context = replica.no_sync if name == ALONE else contextlib.nullcontext
     generator = torch.Generator().manual_seed(settings.seed + 1 + dist.get_rank())
 
     def step() -> None:
-        inputs, targets = sample_batch(corpus.training, batch, CONTEXT, generator)
+        inputs, targets = sample_batch(tokens, batch, CONTEXT, generator)
         with context():
             update(next_token_loss(replica, inputs, targets))
 

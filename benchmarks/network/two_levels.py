@@ -25,8 +25,8 @@ from benchmarks.markdown import markdown_table
 from benchmarks.network import programs, turns
 from benchmarks.network.turns import Row
 from powersgd_triton.demo import model as text_model
-from powersgd_triton.demo.model import Corpus, read_corpus, sample_batch
-from powersgd_triton.demo.train import Arm, communication
+from powersgd_triton.demo.arms import Arm, communication
+from powersgd_triton.demo.model import read_corpus, sample_batch
 from powersgd_triton.integrations.ddp import PowerSGDState, powerSGD_hook
 
 NODES, WORKERS_PER_NODE = 2, 2
@@ -80,16 +80,16 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Train all arms as one worker. Return bytes of its node and times of its steps. Runs inside a node."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    corpus = read_corpus()
+    training, _ = read_corpus()
     figures: list[dict[str, Any]] = []
     for name in task["models"]:
-        arms = {arm: _training(arm, MODELS[name], corpus) for arm in task["arms"]}
+        arms = {arm: _training(arm, MODELS[name], training) for arm in task["arms"]}
         figures += turns.take_turns(name, arms, task["turns"])
     dist.destroy_process_group()
     return figures
 
 
-def _training(arm: str, width: int, corpus: Corpus) -> Callable[[], None]:
+def _training(arm: str, width: int, tokens: torch.Tensor) -> Callable[[], None]:
     """Return a function that trains one step. All arms begin with the same model and see the same data."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(text_model.GPT(width))
@@ -102,7 +102,7 @@ def _training(arm: str, width: int, corpus: Corpus) -> Callable[[], None]:
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
     def step() -> None:
-        inputs, targets = sample_batch(corpus.training, BATCH, text_model.CONTEXT, generator)
+        inputs, targets = sample_batch(tokens, BATCH, text_model.CONTEXT, generator)
         optimizer.zero_grad()
         text_model.next_token_loss(ddp, inputs, targets).backward()
         optimizer.step()

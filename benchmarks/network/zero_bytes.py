@@ -113,17 +113,17 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
     import torch.distributed as dist
     from deepspeed.comm.comm import comms_logger
 
+    from powersgd_triton.demo.arms import make_engine
     from powersgd_triton.demo.model import CONTEXT, GPT, next_token_loss, read_corpus, sample_batch
-    from powersgd_triton.demo.parallelism import make_engine
 
     torch.manual_seed(0)
-    corpus = read_corpus()
+    training, _ = read_corpus()
     engine = make_engine(GPT(), configuration(stage, ARMS[arm]), torch.device("cpu"), lambda _: 1.0)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
 
     def train(number: int) -> None:
         for _ in range(number):
-            inputs, targets = sample_batch(corpus.training, BATCH, CONTEXT, generator)
+            inputs, targets = sample_batch(training, BATCH, CONTEXT, generator)
             engine.backward(next_token_loss(engine, inputs, targets))
             engine.step()
 
@@ -150,10 +150,10 @@ def _train(arm: str, stage: int, steps: int, sent: Any) -> Row:
 
 def _logged_bytes(logged: Mapping[str, Mapping[int, list[Any]]]) -> float:
     """Return the bytes in the dictionary of DeepSpeed's logger, {collective: {bytes of its message: [times, …]}}."""
-    from powersgd_triton.demo.measure import RING
+    from powersgd_triton.demo.measure import COUNTED, ring_factor
 
     sizes = {name: sum(size * record[0] for size, record in records.items()) for name, records in logged.items()}
-    return float(sum(round(size * RING[name][2](WORKERS)) for name, size in sizes.items() if name in RING))
+    return float(sum(round(size * ring_factor(name, WORKERS)) for name, size in sizes.items() if name in COUNTED))
 
 
 def configuration(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 logger = logging.getLogger("powersgd_triton")
 
 Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
-"""Returns a saved state, and the size of every tensor, or None if not all are known."""
-
+"""Returns a saved state, and the size of every tensor. None stands for the tensors seen so far."""
 Loaded = tuple[SavedState, LoadReport]
 """What ``adopt`` takes."""
 
@@ -41,22 +40,10 @@ def settle(engine: Engine) -> None:
 
 
 def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> LoadReport:
-    """Continue from a saved state. Collective. Unless all workers load the same, none of them does.
+    """Continue from a saved state, whose rank may differ. Collective. Unless all workers load the same, none does.
 
-    Args:
-        engine: Engine whose state is replaced.
-        read: Returns a saved state, whose rank may differ, and the size of every tensor. If not all are known, the
-            sizes are None, and the tensors seen so far are used. What it raises on one worker is an error on all.
-        strict: Whether the state and this model must have the same matrices.
-        rename: {saved name: name here}.
-
-    Returns:
-        What was used of the state, and what was not.
-
-    Raises:
-        ValueError: A worker's state has another format, or belongs to another configuration or model. Nothing was
-            changed.
-        DisagreementError: Workers have read different states, or do not all load one. Nothing was changed.
+    Options, result and errors are those of ``Compressor.load_state_dict``. What ``read`` raises on one worker is an
+    error on all.
     """
     return adopt(engine, *compared(engine, read, strict=strict, rename=rename))
 

@@ -85,15 +85,11 @@ class SavedState:
 
     @classmethod
     def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> SavedState:
-        """Check a saved state and convert it.
-
-        Args:
-            state: Result of ``to_dict``.
-            needs_errors: Whether compressed matrices must have errors.
-            rename: {saved name: name in this model}.
+        """Check the result of ``to_dict`` and convert it. ``rename`` is {saved name: name in this model}.
 
         Raises:
-            ValueError: It is not a saved state, or it is inconsistent, or it lacks a name in ``rename``.
+            ValueError: It is not a saved state, it is inconsistent, it lacks a name in ``rename``, or, with
+                ``needs_errors``, the error of a compressed matrix.
         """
         keys = {"format_version", "iteration", "tensors", "matrices"}
         if not isinstance(state, Mapping) or "format_version" not in state:
@@ -119,31 +115,26 @@ class SavedState:
             _check_sizes(name, tuple(tensors[name]), parts, needed | ({"error"} if needs_errors else set()))
         for name, parts in matrices.items():
             _check_values(name, parts)
-        renamed = _renaming(rename or {}, tensors)
+        names = rename or {}
+        _check_renaming(names, tensors)
         plan = checked_plan(state.get("plan", {}))
         return cls(
             iteration,
-            {renamed(name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
-            {renamed(name): dict(parts) for name, parts in matrices.items()},
-            {key: {renamed(name): value for name, value in part.items()} for key, part in plan.items()},
+            {names.get(name, name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
+            {names.get(name, name): dict(parts) for name, parts in matrices.items()},
+            {key: {names.get(name, name): value for name, value in part.items()} for key, part in plan.items()},
         )
 
     def compare(self, tensors: Mapping[str, Size], *, complete: bool, strict: bool, feedback: bool) -> LoadReport:
-        """Return how a model would use this state.
+        """Return how a model with these tensors would use this state. Raise ValueError if it does not fit.
 
-        Args:
-            tensors: {name: size} of the model's tensors.
-            complete: Whether these are all of its tensors.
-            strict: Whether the state and the model must have the same matrices.
-            feedback: Whether the model uses error feedback.
-
-        Raises:
-            ValueError: The state does not fit the model.
+        ``complete`` says whether these are all tensors of the model, ``strict`` whether the state and the model must
+        have the same matrices, and ``feedback`` whether the model uses error feedback.
         """
         known = {name: self.tensors[name] for name in tensors.keys() & self.tensors.keys()}
         other = {name for name, size in known.items() if size[:2] != tensors[name][:2]}
-        for name in sorted(other):
-            if strict and (name in self.matrices or tensors[name][2]):
+        for name in sorted(other) if strict else ():
+            if name in self.matrices or tensors[name][2]:
                 (n, m, _), (saved_n, saved_m, _) = tensors[name], known[name]
                 raise ValueError(f"matrix {name!r} is {n} × {m}, but {saved_n} × {saved_m} in the saved state")
         fitting = {name for name in known if name in self.matrices} - other
@@ -252,16 +243,10 @@ def _check_values(name: str, parts: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
 
 
-def _renaming(rename: Mapping[str, str], tensors: Mapping[str, Any]) -> Any:
-    """Return a function from saved names to new names.
-
-    Raises:
-        ValueError: A name is not in the saved state, or two tensors would have the same name.
-    """
+def _check_renaming(rename: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
     absent = rename.keys() - tensors.keys()
     if absent:
         raise ValueError(f"rename has names that the saved state does not have: {listing(absent)}")
     names = [rename.get(name, name) for name in tensors]
     if len(set(names)) < len(names):
         raise ValueError(f"with rename={dict(rename)!r} two tensors of the saved state would have the same name")
-    return lambda name: rename.get(name, name)

@@ -1,14 +1,14 @@
-"""What a training costs: bytes that a worker sends, as a ring sends them, time in the hook, and its progress."""
+"""What a training costs: bytes that a worker sends, as a ring sends them, and the time in the hook."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import contextlib
 import dataclasses
 import functools
 import statistics
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,37 +19,27 @@ from powersgd_triton.comm import exchange
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
-
-def _part_of_others(workers: int) -> float:
-    return (workers - 1) / workers
-
-
-# {collective: (position and name of the argument counted, bytes sent for each of its bytes by W workers)}. Of reduce
-# and broadcast a worker sends at most that much.
-RING: dict[str, tuple[int, str, Callable[[int], float]]] = {
-    "all_reduce": (0, "tensor", lambda workers: 2 * (workers - 1) / workers),
-    "all_gather": (1, "tensor", lambda workers: workers - 1),
-    "all_gather_into_tensor": (1, "input_tensor", lambda workers: workers - 1),
-    "all_gather_single": (1, "input_tensor", lambda workers: workers - 1),
-    "all_to_all": (1, "input_tensor_list", _part_of_others),
-    "all_to_all_single": (1, "input", _part_of_others),
-    "reduce_scatter": (1, "input_list", _part_of_others),
-    "reduce_scatter_tensor": (1, "input", _part_of_others),
-    "reduce_scatter_single": (1, "input", _part_of_others),
-    "reduce": (0, "tensor", lambda workers: float(workers > 1)),
-    "broadcast": (0, "tensor", lambda workers: float(workers > 1)),
+COUNTED: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(("all_reduce", "reduce", "broadcast"), (0, "tensor")),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), (1, "input_tensor")),
+    **dict.fromkeys(("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single"), (1, "input")),
+    **{"all_gather": (1, "tensor"), "all_to_all": (1, "input_tensor_list"), "reduce_scatter": (1, "input_list")},
 }
+"""{collective: position and name of the argument whose bytes are counted}."""
+
+
+def ring_factor(name: str, workers: int) -> float:
+    """Return the bytes that one of W workers sends for each byte counted. Of reduce and broadcast, at most that."""
+    if name in ("reduce", "broadcast"):
+        return float(workers > 1)
+    if name.startswith("all_gather"):
+        return workers - 1
+    return (2 if name == "all_reduce" else 1) * (workers - 1) / workers
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one worker sends and receives in a collective.
-
-    Attributes:
-        name: Name of the collective in ``torch.distributed``.
-        workers: Number of workers of the group.
-        sent, received: Bytes.
-    """
+    """Bytes that one worker of a group of so many sends and receives in a collective of ``torch.distributed``."""
 
     name: str
     workers: int
@@ -59,20 +49,21 @@ class Call:
     @property
     def as_all_reduce(self) -> float:
         """Return B if it takes as many bytes as an all-reduce of B bytes. Of one worker, 0."""
-        return max(self.sent, self.received) / RING["all_reduce"][2](self.workers) if self.workers > 1 else 0.0
+        return max(self.sent, self.received) / ring_factor("all_reduce", self.workers) if self.workers > 1 else 0.0
 
     @classmethod
     def of(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], workers: int, index: int) -> "Call":
-        """Count a call of a collective in ``RING``, made by worker ``index`` of a group of so many workers."""
-        position, keyword, factor = RING[name]
+        """Count a call of a collective in ``COUNTED``, made by worker ``index`` of a group of so many workers."""
+        position, keyword = COUNTED[name]
         argument = kwargs[keyword] if keyword in kwargs else args[position]
         if kwargs.get("input_split_sizes"):
             # An all_to_all_single with rows of several lengths.
             sizes = [kwargs[f"{which}_split_sizes"] for which in ("input", "output")]
             sent, received = ((sum(rows) - rows[index]) * argument.element_size() for rows in sizes)
-            return cls(name, workers, sent, received)
-        size = sum(tensor.nbytes for tensor in ([argument] if isinstance(argument, Tensor) else argument))
-        return cls(name, workers, round(size * factor(workers)), round(size * factor(workers)))
+        else:
+            size = sum(tensor.nbytes for tensor in ([argument] if isinstance(argument, Tensor) else argument))
+            sent = received = round(size * ring_factor(name, workers))
+        return cls(name, workers, sent, received)
 
 
 @contextlib.contextmanager
@@ -82,76 +73,55 @@ def counting(note: Callable[[Call], object]) -> Iterator[None]:
     DeepSpeed looks some of them up when it starts, so that the block must begin before.
     """
     # Older versions of torch lack some of them.
-    originals = {name: getattr(dist, name) for name in RING if hasattr(dist, name)}
+    originals = {name: getattr(dist, name) for name in COUNTED if hasattr(dist, name)}
 
     def counted(name: str, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group")
         note(Call.of(name, args, kwargs, dist.get_world_size(group), dist.get_rank(group)))
         return originals[name](*args, **kwargs)
 
-    for name in originals:
-        setattr(dist, name, functools.partial(counted, name))
-    try:
+    stand_ins: dict[str, Any] = {name: functools.partial(counted, name) for name in originals}
+    with mock.patch.multiple(dist, **stand_ins):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 class Traffic:
-    """Counts the bytes that this process sends and receives in collectives, each as a ring sends it.
+    """Bytes of collectives; also on a scale on which an all-reduce of B bytes counts B on any number of workers.
 
-    Args:
-        names: Names of the collectives to count besides those of narrow messages. Default: all. The caller names
-            reduce-scatters without the all-gathers after them, which carry parameters, so a reduce-scatter counts
-            like a whole all-reduce then.
-
-    Attributes:
-        sent, received: Bytes.
-        as_all_reduces: Bytes on a scale on which an all-reduce of B bytes counts B on any number of workers.
+    ``weights`` says how often to count which collectives, besides those of narrow messages. None counts all once.
     """
 
-    def __init__(self, names: Collection[str] | None = None) -> None:
-        self._names = names
-        self._in_exchange = False
-        self.reset()
+    def __init__(self, weights: Mapping[str, int] | None = None) -> None:
+        self._weights, self._in_exchange = weights, False
+        self.clear()
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         self.sent = self.received = 0
         self.as_all_reduces = 0.0
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count calls of the functions of ``torch.distributed`` inside this block."""
+        """Count the collectives that this worker starts inside this block."""
         exchange_parts = exchange.exchange_parts
 
         def marked(*args: Any) -> exchange.Collectives:
-            schedule = exchange_parts(*args)
-            while True:
-                # Only while it starts a collective: other ones may start before the next part of the exchange.
-                self._in_exchange = True
-                try:
-                    work = next(schedule)
-                except StopIteration:
-                    return
-                finally:
-                    self._in_exchange = False
+            # Not while the exchange waits: other collectives may start before its next part.
+            self._in_exchange = True
+            for work in exchange_parts(*args):
+                self._in_exchange = False
                 yield work
+                self._in_exchange = True
+            self._in_exchange = False
 
-        setattr(exchange, "exchange_parts", marked)  # noqa: B010
-        try:
-            with counting(self._note):
-                yield
-        finally:
-            setattr(exchange, "exchange_parts", exchange_parts)  # noqa: B010
+        with mock.patch.object(exchange, "exchange_parts", marked), counting(self._note):
+            yield
 
     def _note(self, call: Call) -> None:
-        if self._names is not None and call.name not in self._names and not self._in_exchange:
-            return
-        halves = 2 if self._names is not None and call.name.startswith("reduce_scatter") else 1
-        self.sent += call.sent
-        self.received += call.received
-        self.as_all_reduces += halves * call.as_all_reduce
+        weight = 1 if self._weights is None or self._in_exchange else self._weights.get(call.name, 0)
+        if weight:
+            self.sent += call.sent
+            self.received += call.received
+            self.as_all_reduces += weight * call.as_all_reduce
 
 
 class HookTimer:
@@ -161,7 +131,7 @@ class HookTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._now = _cuda_now if device.type == "cuda" else time.perf_counter
+        self._on_cuda = device.type == "cuda"
         self._steps: list[tuple[Any, list[Any]]] = []
 
     def timed(self, hook: Hook) -> Hook:
@@ -180,48 +150,18 @@ class HookTimer:
 
     def median_ms(self) -> float | None:
         """Return the median over steps. None if the hook was not called."""
-        times = [max(_elapsed_ms(start, end) for end in ends) for start, ends in self._steps if ends]
+        times = [max(self._ms(start, end) for end in ends) for start, ends in self._steps if ends]
         return statistics.median(times) if times else None
 
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-def _cuda_now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _elapsed_ms(start: Any, end: Any) -> float:
-    if isinstance(start, torch.cuda.Event):
+    def _ms(self, start: Any, end: Any) -> float:
+        if not self._on_cuda:
+            return float(end - start) * 1e3
         end.synchronize()
         return float(start.elapsed_time(end))
-    return float(end - start) * 1e3
-
-
-@contextlib.contextmanager
-def progress(title: str, steps: int, *, shown: bool) -> Iterator[Callable[[float, float], None]]:
-    """Show the progress of a training on this worker if ``shown``: a bar on a terminal, and ten lines elsewhere.
-
-    Yields a function to call with (loss, bytes sent so far) after each step.
-    """
-    bar: Any = None
-    if shown and sys.stderr.isatty():
-        from tqdm import tqdm
-
-        bar = tqdm(total=steps, desc=f"{title:<16}", unit="step", mininterval=0.5)
-    done = 0
-
-    def update(loss: float, bytes_sent: float) -> None:
-        nonlocal done
-        done += 1
-        figures = f"loss {loss:.3f}, {bytes_sent / 1e6:.1f} MB sent"
-        if bar is not None:
-            bar.set_postfix_str(figures, refresh=False)
-            bar.update()
-        elif shown and done * 10 // steps > (done - 1) * 10 // steps:
-            print(f"{title:<16} step {done}/{steps}: {figures}", file=sys.stderr, flush=True)
-
-    try:
-        yield update
-    finally:
-        if bar is not None:
-            bar.close()

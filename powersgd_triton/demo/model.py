@@ -1,11 +1,7 @@
-"""The demo's training: a character-level GPT, of 0.8 M parameters at its default width, and the text that it learns.
-
-The text: sources of Python's standard library and the topics of its help, one token for each byte.
-"""
+"""The demo's model and text: a character-level GPT, of 0.8 M parameters at its default width, and sources of Python."""
 
 from __future__ import annotations
 
-import dataclasses
 import sysconfig
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -40,9 +36,8 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width))
-        self.perceptron = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        hidden = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.perceptron = nn.Sequential(nn.LayerNorm(width), *hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
@@ -73,16 +68,11 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Tokens (ASCII codes, int64) for training and for validation."""
+def read_corpus() -> tuple[Tensor, Tensor]:
+    """Return tokens (ASCII codes, int64) for training and for validation.
 
-    training: Tensor
-    validation: Tensor
-
-
-def read_corpus() -> Corpus:
-    """Read the text, ordered by file name. All workers of one Python installation get the same text.
+    They are the sources of Python's standard library and the topics of its help, ordered by file name. All workers of
+    one Python installation get the same text.
 
     Raises:
         RuntimeError: This Python installation lacks the sources of its library.
@@ -96,7 +86,7 @@ def read_corpus() -> Corpus:
         raise RuntimeError(f"expected at least 1 MB of Python sources in the standard library; found {len(text)} bytes")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp_(max=VOCABULARY - 1)
     boundary = int(len(tokens) * TRAINING_SHARE)
-    return Corpus(tokens[:boundary], tokens[boundary:])
+    return tokens[:boundary], tokens[boundary:]
 
 
 def sample_batch(tokens: Tensor, size: int, context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -6,21 +6,25 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import statistics
+import itertools
+import json
+import platform
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from powersgd_triton.demo import report
-from powersgd_triton.demo.parallelism import PARALLELISMS, ZERO_STAGES, check_workers
-from powersgd_triton.demo.train import MODES, Arm, Prepare, Result, Settings, distribute, train_worker
-from powersgd_triton.demo.workers import run_workers
+import powersgd_triton
+from powersgd_triton.demo.arms import MODES, PARALLELISMS, ZERO_STAGES, Arm, distribute
+from powersgd_triton.demo.train import REPLICAS, Result, Settings, train
 from powersgd_triton.plan import positive
+from powersgd_triton.ranks.report import aligned
 
 BUDGETED = "ours:20x"
 """About the bytes of rank 4 in fp32."""
+SMOOTHING = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,54 +58,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train all arms one after the other and report the results."""
+    parallelism, output = arguments.parallelism, arguments.output
     try:
-        _check_requirements(arguments.parallelism)
+        _check_requirements(parallelism)
         device = _device(arguments.device, arguments.workers)
-        settings = Settings(arguments.steps, arguments.workers, device, arguments.seed, arguments.parallelism)
-        arms = _arms(arguments, settings)
+        arms = _arms(arguments.arms, arguments.rank, parallelism, arguments.workers)
     except (ValueError, RuntimeError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    backend = "NCCL" if settings.device == "cuda" else "gloo"
-    where = f"{settings.workers} workers on {settings.device} ({backend}), {PARALLELISMS[settings.parallelism]}"
-    print(f"{where}, {settings.steps} steps", flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    settings = Settings(arguments.steps, arguments.workers, device, arguments.seed, parallelism)
+    where = f"{settings.workers} workers on {device} ({'NCCL' if device == 'cuda' else 'gloo'})"
+    print(f"{where}, {PARALLELISMS[parallelism]}, {settings.steps} steps", flush=True)
     results = {arm: train(settings, str(arm), functools.partial(distribute, arm=arm)) for arm in arms}
-    report.write_json(arguments.output / "results.json", settings, results)
-    report.draw(arguments.output / "loss.png", results)
-    print(f"\n{report.table(results)}\n\nwritten: {arguments.output / 'loss.png'}, {arguments.output / 'results.json'}")
+    _write_json(output / "results.json", settings, results)
+    _draw(output / "loss.png", results)
+    print(f"\n{_table(results)}\n\nwritten: {output / 'loss.png'}, {output / 'results.json'}")
     return 0
-
-
-def train(settings: Settings, title: str, prepare: Prepare) -> Result:
-    """Train in new processes. Losses are averaged over workers, other figures are those of worker 0.
-
-    The arguments are those of ``train_worker``; ``prepare`` is pickled. Raises the errors of ``run_workers``.
-    """
-    task = functools.partial(train_worker, settings=settings, title=title, prepare=prepare)
-    results = run_workers(task, settings.workers, timeout=900 + 3 * settings.steps)
-    losses = [statistics.fmean(step) for step in zip(*(result.losses for result in results), strict=True)]
-    return dataclasses.replace(results[0], losses=losses)
-
-
-def _arms(arguments: argparse.Namespace, settings: Settings) -> list[Arm]:
-    check_workers(settings.parallelism, settings.workers)
-    everything = ["allreduce", "torch", "ours", BUDGETED] if settings.parallelism == "ddp" else ["allreduce", "ours"]
-    arms = [Arm.parse(text, arguments.rank) for text in dict.fromkeys(arguments.arms or everything)]
-    hooks = [arm for arm in arms if arm.method == "torch" or (arm.method == "allreduce" and arm.modes)]
-    if settings.parallelism != "ddp" and hooks:
-        raise ValueError(f"torch's hooks work with DistributedDataParallel only, not with {settings.parallelism}")
-    return arms
-
-
-def _device(choice: str, workers: int) -> str:
-    """Return 'cpu' or 'cuda'."""
-    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
-    if choice == "cuda" and gpus < workers:
-        raise ValueError(f"--device cuda needs NCCL and a GPU for each of {workers} workers; found {gpus}")
-    if choice == "auto":
-        return "cuda" if gpus >= max(workers, 2) else "cpu"
-    return choice
 
 
 def _check_requirements(parallelism: str) -> None:
@@ -112,3 +85,78 @@ def _check_requirements(parallelism: str) -> None:
     if missing:
         extras = ",".join(sorted({needed[name] for name in missing}))
         raise RuntimeError(f"{' and '.join(missing)} not installed; run pip install 'powersgd_triton[{extras}]'")
+
+
+def _device(choice: str, workers: int) -> str:
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if choice == "cuda" and gpus < workers:
+        raise ValueError(f"--device cuda needs NCCL and a GPU for each of {workers} workers; found {gpus}")
+    if choice == "auto":
+        return "cuda" if gpus >= max(workers, 2) else "cpu"
+    return choice
+
+
+def _arms(given: Sequence[str] | None, rank: int, parallelism: str, workers: int) -> list[Arm]:
+    if parallelism == "hsdp" and workers % REPLICAS:
+        raise ValueError(f"hsdp arranges workers in {REPLICAS} replicas; {workers} is not a multiple of {REPLICAS}")
+    everything = ["allreduce", "torch", "ours", BUDGETED] if parallelism == "ddp" else ["allreduce", "ours"]
+    arms = [Arm.parse(text, rank) for text in dict.fromkeys(given or everything)]
+    if parallelism != "ddp" and any(arm.method == "torch" or (arm.method == "allreduce" and arm.modes) for arm in arms):
+        raise ValueError(f"torch's hooks work with DistributedDataParallel only, not with {parallelism}")
+    return arms
+
+
+def _table(results: Mapping[Arm, Result]) -> str:
+    """Return a table with one row of figures for each arm."""
+    rows = [["arm", "validation loss", "bytes/step/worker", "compression", "hook ms/step", "step ms"]]
+    for arm, result in results.items():
+        hook = "–" if result.hook_ms is None else f"{result.hook_ms:.1f}"
+        figures = f"{result.validation_loss:.4f}", f"{result.bytes_per_step:,.0f}", f"{result.compression:.1f}x"
+        rows.append([str(arm), *figures, hook, f"{result.step_ms:.1f}"])
+    head, *lines = aligned(rows, "<>>>>>")
+    return "\n".join([head, "-" * len(head), *lines])
+
+
+def _write_json(path: Path, settings: Settings, results: Mapping[Arm, Result]) -> None:
+    """Write all measurements, with the versions, device and settings."""
+    versions = {"powersgd_triton": powersgd_triton.__version__, "torch": torch.__version__}
+    arms = []
+    for arm, result in results.items():
+        derived = {"bytes_per_step": result.bytes_per_step, "compression": result.compression}
+        arms.append({**dataclasses.asdict(arm), **derived, **dataclasses.asdict(result)})
+    record = {
+        "versions": {**versions, "python": platform.python_version()},
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else platform.machine(),
+        "settings": dataclasses.asdict(settings),
+        "arms": arms,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _draw(path: Path, results: Mapping[Arm, Result]) -> None:
+    """Plot the smoothed training loss against steps and against bytes sent."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    for arm, result in results.items():
+        losses = _smoothed(result.losses)
+        label = f"{arm} ({result.validation_loss:.3f}, {result.compression:.1f}x)"
+        by_step.plot(range(1, len(losses) + 1), losses, label=label)
+        by_bytes.plot([sent / 1e6 for sent in result.bytes_sent], losses)
+    by_step.set(xlabel="step", ylabel="training loss, nats per character (smoothed)")
+    by_bytes.set(xlabel="MB sent by each worker", xscale="log")
+    by_step.legend(title="arm (validation loss, compression)")
+    for axes in (by_step, by_bytes):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Return the exponential moving average, without a bias towards its start."""
+    sums = itertools.accumulate(values, lambda total, value: SMOOTHING * total + value)
+    weights = itertools.accumulate([1.0] * len(values), lambda total, one: SMOOTHING * total + one)
+    return [total / weight for total, weight in zip(sums, weights, strict=True)]

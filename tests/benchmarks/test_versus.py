@@ -15,8 +15,7 @@ from torch import nn
 from benchmarks import arms, loss_per_byte, packing, rivals, trainings, versus
 from benchmarks.network import links
 from benchmarks.network.links_report import crossover, steps_to
-from powersgd_triton.demo import train
-from powersgd_triton.demo.parallelism import PARALLELISMS
+from powersgd_triton.demo.arms import PARALLELISMS, Arm
 
 CHUNKS, N = 5, rivals.SIDE**2
 
@@ -122,11 +121,11 @@ def test_arms_are_parsed() -> None:
             arms.check(arm)
     for model in loss_per_byte.MODELS.values():
         for text in model.arms:
-            train.Arm.parse(text, loss_per_byte.DEFAULT_RANK)
+            Arm.parse(text, loss_per_byte.DEFAULT_RANK)
     for text in [*links.TRAINED, *links.SHARDED]:
         *parallelism, name = text.split()
         assert {*parallelism} <= PARALLELISMS.keys()
-        train.Arm.parse(name, 1)
+        Arm.parse(name, 1)
     for text in ("local:exact", "local:exact+every5+rate2", "diloko:fp32+every5", "demo", "diloco:int4+every5"):
         with pytest.raises(ValueError, match=r"expected .*got "):
             arms.check(text)

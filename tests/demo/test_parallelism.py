@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from powersgd_triton.__main__ import main
 from powersgd_triton.comm import exchange
-from powersgd_triton.demo import parallelism as parallelisms
-from powersgd_triton.demo import train
+from powersgd_triton.demo import arms, train
 from powersgd_triton.demo.measure import Traffic
 from powersgd_triton.layout.wire_format import FORMATS, WirePlan
 
@@ -62,14 +61,14 @@ def test_every_parallelism_trains_with_fewer_bytes(parallelism: str, tmp_path: P
 
 def test_deepspeeds_configuration_is_that_of_the_other_demos() -> None:
     for stage in range(4):
-        made = parallelisms.configuration(stage, {"rank": 4, "algorithm": "alternating"})
+        made = arms.ds_config(stage, {"rank": 4, "algorithm": "alternating"})
         assert made["zero_optimization"] == {"stage": stage}
         assert made["powersgd"] == {"enabled": True, "rank": 4, "algorithm": "alternating"}
         assert made["train_micro_batch_size_per_gpu"] == train.BATCH_PER_WORKER
         assert made["optimizer"]["params"]["lr"] == train.LEARNING_RATE
         assert made["optimizer"]["params"]["weight_decay"] == train.WEIGHT_DECAY
         assert not made["gradient_clipping"]
-    assert not parallelisms.configuration(0, None)["powersgd"]["enabled"]
+    assert not arms.ds_config(0, None)["powersgd"]["enabled"]
 
 
 def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -82,10 +81,10 @@ def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPa
 def test_arms() -> None:
     for text in ("torch:4+bf16", "torch:20x", "allreduce:4", "allreduce+int8", "allreduce+bf16+bf16"):
         with pytest.raises(ValueError, match=rf"expected allreduce, allreduce\+bf16, .*; got '{re.escape(text)}'"):
-            train.Arm.parse(text, 4)
-    assert train.Arm.parse("allreduce+bf16", 4).options is None
+            arms.Arm.parse(text, 4)
+    assert arms.Arm.parse("allreduce+bf16", 4).options is None
     for text in ("ours", "ours:4", "ours:20x", "ours:4+alternating"):
-        state, _ = train.communication(train.Arm.parse(text, 2), torch.nn.Linear(256, 256))
+        state, _ = arms.communication(arms.Arm.parse(text, 2), torch.nn.Linear(256, 256))
         assert state.config.planned == ("20x" in text)
 
 
@@ -126,7 +125,7 @@ def test_a_narrow_message_counts_like_one_all_reduce(workers: int, monkeypatch: 
     """Whether it takes one all-gather of two workers, or an all-to-all and an all-gather."""
     carry_nothing(monkeypatch, workers)
     before = exchange.exchange_parts
-    for traffic in (Traffic(), Traffic(["reduce_scatter_tensor"])):
+    for traffic in (Traffic(), Traffic({"reduce_scatter_tensor": 2})):
         with traffic.counting():
             expected = exchange_narrow_message(workers)
         assert traffic.as_all_reduces == expected
@@ -144,10 +143,10 @@ def test_bytes_are_those_of_a_ring(workers: int, monkeypatch: pytest.MonkeyPatch
         assert traffic.sent == traffic.received == 2 * (workers - 1) * 4 * ELEMENTS // workers
         dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
     assert traffic.as_all_reduces == (4 * ELEMENTS * (1 + workers / 2) if workers > 1 else 0)
-    traffic.reset()
+    traffic.clear()
     assert traffic.sent == traffic.received == traffic.as_all_reduces == 0
     # A reduce-scatter like a whole all-reduce, since what gathers the parameters is not named.
-    named = Traffic(["reduce_scatter_tensor"])
+    named = Traffic({"reduce_scatter_tensor": 2})
     with named.counting():
         dist.all_gather_into_tensor(torch.zeros(workers * ELEMENTS), tensor)
         assert named.sent == 0

@@ -24,7 +24,7 @@ def main() -> None:
     model = GPT()
     engine, *_ = deepspeed.initialize(args=arguments, model=model, model_parameters=list(model.parameters()))
     worker = torch.distributed.get_rank()
-    text, generator = read_corpus().training, torch.Generator().manual_seed(1 + worker)
+    text, generator = read_corpus()[0], torch.Generator().manual_seed(1 + worker)
     for step in range(1, arguments.steps + 1):
         batch = sample_batch(text, engine.train_micro_batch_size_per_gpu(), CONTEXT, generator)
         inputs, targets = (tokens.to(engine.device) for tokens in batch)
