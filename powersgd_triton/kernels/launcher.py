@@ -1,7 +1,7 @@
 """Launching kernels with little work on the host.
 
-In each launch, Triton inspects all arguments to find out whether the kernel is compiled for such. For the kernels of
-this package, that follows from their constants and from the dtypes of tensors.
+In each launch, Triton inspects all arguments to find out whether the kernel is compiled for such. Here, that follows
+from the constants and from the dtypes of tensors.
 """
 
 from __future__ import annotations

@@ -11,16 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from powersgd_triton.kernels.addresses import known_multiple
-from powersgd_triton.kernels.columns import WireRow
-from powersgd_triton.kernels.table_device import indices
-from powersgd_triton.kernels.wire_table import ITEMSIZE
+from powersgd_triton.kernels.table_device import WireRow, indices, known_multiple
 from powersgd_triton.layout import constants
 from powersgd_triton.layout.wire_format import SCALE_BYTES
 
 WIRE, WIRE_CHUNK, WIRE_ELEMENT, WIRE_ROWS, WIRE_COLUMNS, WIRE_RANK, WIRE_SCALES, WIRE_CODES = indices(WireRow)
 
-EXACT_BYTES = tl.constexpr(ITEMSIZE)
+EXACT_BYTES = tl.constexpr(4)
+"""Bytes of an element of messages, which are fp32."""
+
 SCALE = tl.constexpr(SCALE_BYTES)
 BF16_NAN = tl.constexpr(constants.BF16_NAN)
 INTEGERS = tl.constexpr(12582912.0)

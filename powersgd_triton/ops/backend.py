@@ -69,4 +69,4 @@ class Backend(Protocol):
         """Make the bases orthonormal. With ``redraw``, draw new ones as a function of the keys and the step."""
 
     def wire(self, plan: WirePlan) -> Wire:
-        """Return the object that encodes, sums and decodes messages with factors narrower than fp32."""
+        """Return a new object that encodes, sums and decodes messages with factors narrower than fp32."""

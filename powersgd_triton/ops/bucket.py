@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from powersgd_triton.layout.layout import Layout, RowPartition, ShapeGroup, wire
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.step import Step
+from powersgd_triton.ops.wire import Wire
 
 Product = Sequence[tuple[Tensor, Tensor]]
 """Σ L Rᵀ of all matrices, as pairs of flat factors: one pair for each repetition of a step."""
@@ -85,7 +86,7 @@ class Bucket:
         self.bypass_means = self.message_P[layout.p_numel :]
         self.scale: Tensor | None = None
         self.zeroed = [torch.zeros((), dtype=torch.int64, device=device)]
-        self._wire_plans: dict[tuple[int, bool, int, int], WirePlan] = {}
+        self._wires: dict[tuple[int, bool, int, int], Wire] = {}
 
     def rescale(self, step: Step) -> Tensor | None:
         """Note that M gets this step's loss scale. Return the factor by which that multiplies M. None for 1."""
@@ -164,18 +165,18 @@ class Bucket:
             if self.scale is not None:
                 error.div_(self.scale)
 
-    def wire_plan(self, numel: int, *, left: bool, owners: int, part: int = 0) -> WirePlan:
-        """Return the byte format of a message of ``numel`` elements, or of the part that this worker of a node sends.
+    def wire(self, new: Callable[[WirePlan], Wire], numel: int, *, left: bool, owners: int, part: int) -> Wire:
+        """Return what ``new`` makes for a message of ``numel`` elements, or for this worker's part of a node's.
 
         ``left`` says whether its factors are left factors. Each of ``owners`` workers sums a chunk of the part.
         """
         key = numel, left, owners, part
-        if key not in self._wire_plans:
+        if key not in self._wires:
             bypass, parts = numel - (self.layout.p_numel if left else self.layout.q_numel), self.partition.workers
             shapes, itemsize = self.layout.factor_shapes(left=left), self.message_P.element_size()
             plan = WirePlan.build(wire_format(self.config), shapes, bypass, itemsize, parts * owners)
-            self._wire_plans[key] = plan.part(part, parts)
-        return self._wire_plans[key]
+            self._wires[key] = new(plan.part(part, parts))
+        return self._wires[key]
 
     def left(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, n, r] of flat left factors, for all groups of the layout or for those given."""

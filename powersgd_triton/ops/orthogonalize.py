@@ -24,6 +24,29 @@ LARGEST_FIRST_GROWTH = 1e7
 add up and they are not, the second pass sees that, and Householder QR takes its place."""
 
 
+def orthogonalize_reference(
+    A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor
+) -> Tensor:
+    """out = orthonormal basis of A's columns, in their order: Gram–Schmidt as Householder QR in fp64.
+
+    Dead columns are replaced first, see ``replace_dead_columns``. A finite A gives a finite, orthonormal result, whose
+    span contains A's columns up to what is dead. A non-finite A gives a finite result.
+
+    Args:
+        A: [B, n, r] with r ≤ n, fp32 or fp64.
+        keys: [B] int64, a number for each matrix.
+        step: Number of the step, also as an int64 scalar on the device.
+        epsilon: Share of its norm up to which a column is dead, if that is more than 2⁻²².
+        out: [B, n, r]. It may be A.
+
+    Returns:
+        Number of columns that are zero since they would not be orthonormal, an int64 scalar.
+    """
+    basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
+    out.copy_(basis)
+    return zeroed
+
+
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
     """Return Q with X = Q R, for X [B, n, r] in fp64 and R with a positive diagonal, and how many of its columns are 0.
 
@@ -119,9 +142,7 @@ def orthogonalize_groups(
         if A.device.type == "cpu" and A.dtype == torch.float32:
             ranks.setdefault(A.shape[-1], []).append(i)
         else:
-            basis, more = householder_qr(replace_dead_columns(A, keys=keys[i], step=step, epsilon=epsilon))
-            out[i].copy_(basis)
-            zeroed += more
+            zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
     for group in ranks.values():
         # The vectors are rows instead of columns, which makes the products below twice as fast.
         Xts = [sources[i].mT.to(torch.float64, memory_format=torch.contiguous_format) for i in group]
