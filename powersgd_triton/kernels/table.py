@@ -121,10 +121,9 @@ class BucketTable:
         self._captured: list[tuple[Tensor, Tensor]] = []
 
         (rows, width_block), (height_block, columns) = row_tile, column_tile
-        left = [(x.n, x.m, x.r, x.p_offset, x.key) for x in matrices]
-        right = [(x.m, x.n, x.r, x.q_offset, x.key) for x in matrices]
-        widths, p_parts, self.p_parts_numel, sums_P = self._split(left, rows, width_block)
-        heights, q_parts, self.q_parts_numel, sums_Q = self._split(right, columns, height_block)
+        transposed = [Matrix(x.m, x.n, x.r, x.q_offset, x.p_offset, x.key) for x in matrices]
+        widths, p_parts, self.p_parts_numel, sums_P = self._split(matrices, rows, width_block)
+        heights, q_parts, self.q_parts_numel, sums_Q = self._split(transposed, columns, height_block)
         records = [
             MatrixRow(x.n, x.m, x.r, P=x.p_offset, Q=x.q_offset, P_parts=p, Q_parts=q)
             for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
@@ -159,7 +158,7 @@ class BucketTable:
             for start in range(0, x.n * x.m, ROLLBACK_BLOCK)
         ]
         self.rollback = self._tensor(RollbackRow, blocks)
-        self.P, self.Q = self._factors(left), self._factors(right)
+        self.P, self.Q = self._factors(matrices), self._factors(transposed)
 
     def pointers(self, tensors: Sequence[Tensor], *, bypass: bool = True) -> Pointers:
         """Return where the matrices (and, with ``bypass``, the bypass tensors) lie now.
@@ -212,19 +211,16 @@ class BucketTable:
         return host.to(self.device, non_blocking=True), host
 
     def _split(
-        self, factors: Sequence[tuple[int, int, int, int, int]], tile: int, block: int
+        self, matrices: Sequence[Matrix], tile: int, block: int
     ) -> tuple[list[int], list[int], int, list[PackRow]]:
-        """Return lengths of parts, places of the first parts, elements of all parts, and rows of a pack table.
-
-        The factors [rows, r] are given as (rows, terms of a sum, r, offset, key).
-        """
-        lengths = part_lengths([(-(-x[0] // tile), x[1], x[2]) for x in factors], block, multiprocessors(self.device))
-        counts = [-(-x[1] // length) for x, length in zip(factors, lengths, strict=True)]
-        sizes = [x[0] * x[2] for x in factors]
+        """Return lengths of parts of P, places of the first ones, elements of all, and rows of a pack table."""
+        lengths = part_lengths([(-(-x.n // tile), x.m, x.r) for x in matrices], block, multiprocessors(self.device))
+        counts = [-(-x.m // length) for x, length in zip(matrices, lengths, strict=True)]
+        sizes = [x.n * x.r for x in matrices]
         *places, end = itertools.accumulate((n * count for n, count in zip(sizes, counts, strict=True)), initial=0)
         rows = [
-            PackRow(place + start, numel, count, x[3] + start, min(COPY_BLOCK, numel - start), tensor=0)
-            for x, numel, place, count in zip(factors, sizes, places, counts, strict=True)
+            PackRow(place + start, numel, count, x.p_offset + start, min(COPY_BLOCK, numel - start), tensor=0)
+            for x, numel, place, count in zip(matrices, sizes, places, counts, strict=True)
             for start in range(0, numel, COPY_BLOCK)
         ]
         return lengths, places, end, rows
@@ -237,15 +233,16 @@ class BucketTable:
             for start in range(0, numel, COPY_BLOCK)
         ]
 
-    def _factors(self, factors: Sequence[tuple[int, int, int, int, int]]) -> FactorTable:
+    def _factors(self, matrices: Sequence[Matrix]) -> FactorTable:
+        """Return the table of the factors P."""
         records: list[FactorRow] = []
         chunks: list[ChunkRow] = []
         highest = 0
-        for index, (rows, _, r, offset, key) in enumerate(factors):
-            height = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
+        for index, x in enumerate(matrices):
+            height = max(CHUNK_ROWS, -(-x.n // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
             highest = max(highest, height)
-            mine = [ChunkRow(index, row, min(rows, row + height)) for row in range(0, rows, height)]
-            records.append(FactorRow(rows, r, offset, key, first_chunk=len(chunks), chunks=len(mine)))
+            mine = [ChunkRow(index, row, min(x.n, row + height)) for row in range(0, x.n, height)]
+            records.append(FactorRow(x.n, x.r, x.p_offset, x.key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
         progress = torch.zeros(len(records), PROGRESS.value, dtype=torch.int32, device=self.device)
         shares = min(MAX_SHARES, max(1, highest // CHUNK_ROWS))

@@ -22,26 +22,20 @@ ARRIVALS = MAX_RANK // 32
 """Sums of one factor that are made at once: one for each panel of its columns."""
 
 MatrixRow = namedtuple("MatrixRow", "n m r P Q P_parts Q_parts")
-"""One n × m matrix of rank r, in ``BucketTable.records``.
-
-``P`` and ``Q`` say where its factors [n, r] and [m, r] start among those of all matrices, ``P_parts`` and ``Q_parts``
-where the first part of each starts in the workspace. Part k follows after k · n · r or k · m · r.
-"""
+"""One n × m matrix of rank r, in ``BucketTable.records``: where its P and Q start among those of all matrices, and the
+first part of each in the workspace. Part k follows after k · n · r or k · m · r."""
 
 TileRow = namedtuple("TileRow", "matrix first start end split")
-"""One program's share of a product, in ``BucketTable.row_tiles`` and ``BucketTable.column_tiles``.
+"""One program's share of a product: part number ``split`` of its sums.
 
-A program of ``row_tiles`` computes rows of P from ``first`` on and sums over columns ``start`` to ``end``. A program of
-``column_tiles`` computes rows of Q, that is columns of M, and sums over rows ``start`` to ``end``. Both write the sum's
-part number ``split``.
+A program of ``BucketTable.row_tiles`` computes rows of P from ``first`` on and sums over columns ``start`` to ``end``,
+one of ``BucketTable.column_tiles`` computes rows of Q, that is columns of M, and sums over rows.
 """
 
 PackRow = namedtuple("PackRow", "source distance splits target numel tensor")
-"""One block of a message, in ``BucketTable.pack_P``, ``pack_Q`` and ``pack_left``.
-
-It is the sum of ``splits`` parts, which are ``distance`` apart and of which the first is at ``source``. With 0 splits,
-it is a piece of a bypass tensor from ``source`` on: number ``tensor`` of the pointers, in which matrices come first.
-"""
+"""One block of a message, in ``BucketTable.pack_P``, ``pack_Q`` and ``pack_left``: the sum of ``splits`` parts from
+``source`` on, ``distance`` apart. With 0 splits, it is a piece of bypass tensor number ``tensor`` of the pointers, in
+which matrices come first."""
 
 RollbackRow = namedtuple("RollbackRow", "matrix start end")
 """One block of an error buffer that loses its gradient again after a step that was not finite."""
@@ -55,9 +49,8 @@ ChunkRow = namedtuple("ChunkRow", "matrix start end")
 ProgressRow = namedtuple("ProgressRow", "passes finished zeroed arrived")
 """How far the orthogonalization of one factor is, in ``FactorTable.progress``. Kernels write it.
 
-``finished`` is 1 if the ``passes`` done are enough. ``zeroed`` counts columns that were set to 0, because no pass had
-made them orthonormal. ``arrived`` is the first of ``ARRIVALS`` counters of programs that have written their parts of a
-sum. They are 0 between launches.
+``finished`` is 1 if the ``passes`` done are enough. ``zeroed`` counts columns set to 0, since no pass made them
+orthonormal. ``arrived`` is the first of ``ARRIVALS`` counters of programs that have written their parts of a sum.
 """
 
 WireRow = namedtuple("WireRow", "chunk element rows columns rank scales codes")
@@ -70,10 +63,7 @@ chunk, in bytes.
 
 
 def indices(row: Any) -> list[tl.constexpr]:
-    """Return the number of columns of a table of such rows, and the number of each of them in their order.
-
-    Kernels may only use globals that are constexpr.
-    """
+    """Return the number of columns of a table and their indices, as constexprs: kernels use no other globals."""
     fields = len(row._fields)
     return [tl.constexpr(fields), *map(tl.constexpr, range(fields))]
 
@@ -100,10 +90,7 @@ def known_multiple(x, VEC: tl.constexpr):
 
 @triton.jit
 def rows_are_aligned(addresses, m, VEC: tl.constexpr):
-    """Whether all rows of m elements start at multiples of 16 bytes and hold whole vectors of VEC elements.
-
-    ``addresses`` are those of the matrices in question, combined by ``|``.
-    """
+    """Whether rows of m elements are whole vectors of VEC elements at multiples of 16 bytes; addresses joined by |."""
     return (addresses % WIDEST == 0) & (m % VEC == 0)
 
 

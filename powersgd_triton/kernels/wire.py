@@ -24,7 +24,9 @@ from powersgd_triton.kernels.wire_device import (
     WIRE,
     WIRE_COLUMNS,
     exact_slice,
+    load_tile,
     read_tile,
+    store_tile,
     tile_is_aligned,
     tile_offsets,
     tile_places,
@@ -57,16 +59,12 @@ def _encode_tile(
     message, own, scales, codes, entry, chunk, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, offsets, distance, low_ok, high_ok, col_ok = tile_offsets(entry, VEC, C, HALF)
+    element, tile = tile_offsets(entry, VEC, C, HALF)
     scale, code = tile_places(entry, chunk, VEC, BITS)
-    low = tl.load(message + element + offsets, low_ok, 0.0)
-    high = tl.load(message + element + distance + offsets, high_ok, 0.0)
-    low, high = write_tile(
-        low, high, scales + scale, codes + code, offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C
-    )
+    low, high = load_tile(message + element, tile)
+    low, high = write_tile(low, high, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
-        tl.store(own + element + offsets, low, low_ok)
-        tl.store(own + element + distance + offsets, high, high_ok)
+        store_tile(own + element, low, high, tile)
 
 
 @triton.jit(do_not_specialize=["size", "first", "workers", "has_own"])
@@ -98,27 +96,22 @@ def _reduce_tile(
     received, own, scales, codes, entry, size, workers, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, offsets, distance, low_ok, high_ok, col_ok = tile_offsets(entry, VEC, C, HALF)
+    element, tile = tile_offsets(entry, VEC, C, HALF)
     scale, code = tile_places(entry, 0, VEC, BITS)
     low_sum = tl.zeros([HALF, C], tl.float32)
     high_sum = tl.zeros([HALF, C], tl.float32)
     # In the order of the workers, as in the reference: the same bits.
     for worker in range(workers):
         views = views_of(received + worker * size, BITS, LEVELS)
-        low, high = read_tile(
-            views[1] + scale, views[2] + code,
-            offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C,
-        )  # fmt: skip
+        low, high = read_tile(views[1] + scale, views[2] + code, tile, BITS, LEVELS, C)
         low_sum += low
         high_sum += high
-    low, high = write_tile(
-        low_sum, high_sum, scales + scale, codes + code, offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C
-    )
+    low, high = write_tile(low_sum, high_sum, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
         # This worker counts what rounding the sum lost as not contributed by itself, so it stays in its error buffer.
         own += element
-        low_own = tl.load(own + offsets, low_ok, 0.0)
-        high_own = tl.load(own + distance + offsets, high_ok, 0.0)
+        offsets, distance, low_ok, high_ok, _ = tile
+        low_own, high_own = load_tile(own, tile)
         tl.store(own + offsets, low_own - (low_sum - low), low_ok)
         tl.store(own + distance + offsets, high_own - (high_sum - high), high_ok)
 
@@ -145,13 +138,10 @@ def _decode_tile(
     scales, codes, out, entry, chunk,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, offsets, distance, low_ok, high_ok, col_ok = tile_offsets(entry, VEC, C, HALF)
+    element, tile = tile_offsets(entry, VEC, C, HALF)
     scale, code = tile_places(entry, chunk, VEC, BITS)
-    low, high = read_tile(
-        scales + scale, codes + code, offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C
-    )  # fmt: skip
-    tl.store(out + element + offsets, low, low_ok)
-    tl.store(out + element + distance + offsets, high, high_ok)
+    low, high = read_tile(scales + scale, codes + code, tile, BITS, LEVELS, C)
+    store_tile(out + element, low, high, tile)
 
 
 class TritonWire:

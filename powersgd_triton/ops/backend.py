@@ -16,13 +16,10 @@ from powersgd_triton.ops.wire import Wire
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A message to be summed over the workers in place.
+    """A message to be summed over the workers in place: [left or right factors | bypass tensors of a first message].
 
-    Attributes:
-        content: [factors | bypass tensors]. Only the first message of a step contains bypass tensors.
-        left: Whether the factors are left factors.
-        own: This worker's factors, as the average contains them: the wire corrects them if it rounds. None if only the
-            span of the sum is used.
+    ``own`` are this worker's factors, as the average contains them: the wire corrects them if it rounds. None if only
+    the span of the sum is used.
     """
 
     content: Tensor

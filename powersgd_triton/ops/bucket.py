@@ -30,8 +30,7 @@ class Bucket:
     Args:
         dtype: Dtype of factors and messages, fp32 or fp64.
         errors: {name: error buffer} of the rows that this worker compresses. None without error feedback.
-        partition: The rows that each worker of this node compresses. None if every worker compresses all.
-        worker: Index of this worker in its node.
+        partition, worker: The rows that each worker of this node compresses, and this one's index. None for all rows.
 
     Attributes:
         own: The rows that this worker multiplies, as matrices with their places in the factors. M belongs to them.
@@ -43,7 +42,7 @@ class Bucket:
         M: Error buffers, B of [n, m] for each group of ``own``. None without error feedback.
         keys: Seeds of the matrices' random directions, [B] int64 on the device for each group.
         product: This worker's contribution to the last step.
-        applied: Scalar, 0 if the last step is not applied. None if there is no product to subtract from M.
+        applied: Scalar, 0 if the last step is not applied. None if M has no product to subtract, as after M ← G + E.
         average: The averaged gradient Ĝ = Σ L Rᵀ.
         bypass_means: Means of the bypass tensors, flat.
         scale: Scalar, the loss scale contained in M. None for 1.
@@ -96,10 +95,6 @@ class Bucket:
         self.scale = step.loss_scale.current(device)
         return step.loss_scale.growth(before, device)
 
-    def compensated(self) -> None:
-        """Note that M is G + E: the last step's product is subtracted, and this step's does not exist yet."""
-        self.applied = None
-
     def commit(self, product: Product, average: Product, bypass_means: Tensor, verdict: Tensor) -> None:
         """Note what the step sent. The next step subtracts it from M, unless ``verdict`` is 0 by then."""
         self.product, self.average, self.bypass_means = product, average, bypass_means
@@ -132,10 +127,9 @@ class Bucket:
             self.applied = self.scale = None
 
     def errors(self, step: Step, *, wide: bool = False) -> dict[str, Tensor]:
-        """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Nothing changes.
+        """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Other workers' rows are zero.
 
-        Rows that other workers of this node compress are zero. The product of an open step is not subtracted, since it
-        is not known yet whether the step is applied.
+        The product of an open step is not subtracted, since it is not known yet whether the step is applied.
         """
         if self.M is None:
             return {}

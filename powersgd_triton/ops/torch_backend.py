@@ -153,7 +153,7 @@ class TorchBackend:
             pending = [(P, Q, bucket.applied) for P, Q in bucket.joined(bucket.product, bucket.own)]
         for g, m, before, basis, result in zip(G, M, pending, bases, out, strict=True):
             compensate(g, m, before, basis, growth=growth, out=result)
-        bucket.compensated()
+        bucket.applied = None
 
     def _leave_out(self, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
         """Compute out −= product · basis, or productᵀ · basis, for the product that this step has already sent."""
@@ -195,8 +195,8 @@ class TorchBackend:
 def reconstruct_ranges(bucket: Bucket, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
     """Write elements [start, start + numel) of the flat Ĝ = L Rᵀ, or of a bypass tensor's mean.
 
-    ``out`` is {name: (start, flat tensor of any float dtype)} for some of the tensors. Only rows that overlap with a
-    range are computed. ``overflow`` is a scalar that becomes 0 if an element written by this worker is not finite.
+    ``out`` is {name: (start, flat tensor of any float dtype)} for some of the tensors: a worker's shard. Only rows that
+    overlap with it are computed. ``overflow`` is a scalar that becomes 0 if an element written is not finite.
     """
     for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
         for index, segment in enumerate(group.segments):
@@ -211,14 +211,12 @@ def reconstruct_ranges(bucket: Bucket, out: Mapping[str, tuple[int, Tensor]], ov
                     target.copy_(product(P, Q.mT).view(-1)[skipped : skipped + target.numel()])
                 if overflow is not None and may_overflow(P, Q, target.dtype):
                     note_overflow(target, overflow)
-    offset = 0
-    for segment in bucket.layout.bypass:
+    for segment, mean in zip(bucket.layout.bypass, bucket.split_bypass(bucket.bypass_means), strict=True):
         if segment.name in out:
             start, target = out[segment.name]
-            target.copy_(bucket.bypass_means[offset + start : offset + start + target.numel()])
-            if overflow is not None and target.dtype != bucket.bypass_means.dtype:
+            target.copy_(mean[start : start + target.numel()])
+            if overflow is not None and target.dtype != mean.dtype:
                 note_overflow(target, overflow)
-        offset += segment.numel
 
 
 def _orthogonalize(

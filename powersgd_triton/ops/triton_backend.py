@@ -79,7 +79,7 @@ class TritonBackend:
             table, G, M, *self._pending(step), bucket.basis, launches.compensate_project, out=parts
         )
         pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
-        bucket.compensated()
+        bucket.applied = None
         return Message(bucket.message_P, left=True, own=own)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
@@ -93,7 +93,7 @@ class TritonBackend:
                 launches.compensate_backproject, launches.backproject, out=parts,
             )  # fmt: skip
             pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
-            bucket.compensated()
+            bucket.applied = None
         else:
             self._orthogonalize(self._table.P, bucket.message_P, step, out=bucket.P_hat)
             G, M = self._places
@@ -179,10 +179,7 @@ class TritonBackend:
         )  # fmt: skip
 
     def _locate(self, gradients: Mapping[str, Tensor]) -> tuple[Pointers, Pointers | None]:
-        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are.
-
-        Called by the first product of a step.
-        """
+        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are now."""
         errors = [M for group in self.bucket.M or [] for M in group]
         G = self._own.pointers([gradients[name] for name in self._own_names])
         self._places = G, self._own.pointers(errors, bypass=False) if errors else None
@@ -204,10 +201,7 @@ class TritonBackend:
 
 
 def largest_rank(bucket: Bucket) -> int:
-    """Return the largest rank that matrices may have in this bucket, or in others of the model, also in later plans.
-
-    Kernels are chosen for it, so that all buckets share them and new ranks need no others.
-    """
+    """Return the largest rank in the model's buckets, also in later plans: kernels for it serve all of them."""
     config = bucket.config
     bound = config.max_rank if config.planned else config.rank
     ranks = [group.rank for group in bucket.layout.groups]
