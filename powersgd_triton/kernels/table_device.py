@@ -118,13 +118,8 @@ def tile_of(tiles, program, FIRST: tl.constexpr, START: tl.constexpr):
     """
     tile = tiles + program * TILE
     start = known_multiple(tl.load(tile + TILE_START), START)
-    return (
-        tl.load(tile + TILE_MATRIX),
-        known_multiple(tl.load(tile + TILE_FIRST), FIRST),
-        start,
-        tl.load(tile + TILE_END),
-        tl.load(tile + TILE_SPLIT),
-    )
+    matrix, first = tl.load(tile + TILE_MATRIX), known_multiple(tl.load(tile + TILE_FIRST), FIRST)
+    return matrix, first, start, tl.load(tile + TILE_END), tl.load(tile + TILE_SPLIT)
 
 
 @triton.jit
@@ -163,14 +158,9 @@ def part_of_Q(records, matrix, split, row, r):
 def pack_entry(entries, program):
     """(source, distance of the parts, their number, target, elements, tensor) of a block of a message."""
     entry = entries + program * PACK
-    return (
-        tl.load(entry + PACK_SOURCE),
-        tl.load(entry + PACK_DISTANCE),
-        tl.load(entry + PACK_SPLITS),
-        tl.load(entry + PACK_TARGET),
-        tl.load(entry + PACK_NUMEL),
-        tl.load(entry + PACK_TENSOR),
-    )
+    source, distance = tl.load(entry + PACK_SOURCE), tl.load(entry + PACK_DISTANCE)
+    splits, target = tl.load(entry + PACK_SPLITS), tl.load(entry + PACK_TARGET)
+    return source, distance, splits, target, tl.load(entry + PACK_NUMEL), tl.load(entry + PACK_TENSOR)
 
 
 @triton.jit
@@ -186,13 +176,8 @@ def factor_chunk(records, chunks, chunk):
     row = chunks + chunk * CHUNK
     matrix = tl.load(row + CHUNK_MATRIX)
     record = records + matrix * FACTOR
-    return (
-        matrix,
-        tl.load(row + CHUNK_START),
-        tl.load(row + CHUNK_END),
-        tl.load(record + FACTOR_R).to(tl.int32),
-        tl.load(record + FACTOR_OFFSET),
-    )
+    start, end = tl.load(row + CHUNK_START), tl.load(row + CHUNK_END)
+    return matrix, start, end, tl.load(record + FACTOR_R).to(tl.int32), tl.load(record + FACTOR_OFFSET)
 
 
 @triton.jit

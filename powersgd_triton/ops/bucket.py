@@ -33,6 +33,8 @@ class Bucket:
         partition, worker: The rows that each worker of this node compresses, and this one's index. None for all rows.
 
     Attributes:
+        share: (index of this worker in its node, workers of the node that share the matrices).
+        shared: Whether other workers of this node compress a part of the matrices.
         own: The rows that this worker multiplies, as matrices with their places in the factors. M belongs to them.
         message_P: [P of all groups | bypass tensors] of this worker, and after a collective the sum over workers.
         message_Q: [Q of all groups]. In the alternating algorithm [Q of all groups | bypass tensors].
@@ -65,7 +67,8 @@ class Bucket:
         alternating = config.algorithm == "alternating"
         self.layout, self.config = layout, config
         self.partition = partition or RowPartition.build(layout, 1)
-        self.worker = worker
+        workers = self.partition.workers
+        self.worker, self.share, self.shared = worker, (worker, workers), workers > 1
         self.own = self.partition.groups(worker)
         self.message_P = new(layout.p_numel + layout.bypass_numel)
         self.message_Q = new(layout.q_numel + (layout.bypass_numel if alternating else 0))
@@ -195,16 +198,6 @@ class Bucket:
         """Return the compressed tensors of {name: contiguous tensor} as matrices, group by group."""
         groups = self.layout.groups if groups is None else groups
         return [[tensors[segment.name].view(group.n, group.m) for segment in group.segments] for group in groups]
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """(index of this worker in its node, workers of the node that share the matrices)."""
-        return self.worker, self.partition.workers
-
-    @property
-    def shared(self) -> bool:
-        """Whether other workers of this node compress a part of the matrices."""
-        return self.partition.workers > 1
 
     def bypass(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the bypass tensors of {name: contiguous tensor}, flat."""
