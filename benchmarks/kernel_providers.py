@@ -13,12 +13,8 @@ from benchmarks.buckets import FilledBucket
 from benchmarks.launches import Launch, Problem, record_step
 from benchmarks.timing import Work
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.reference import (
-    backproject_reference,
-    compensate_project_reference,
-    orthogonalize_reference,
-    reconstruct_reference,
-)
+from powersgd_triton.ops.orthogonalize import orthogonalize_reference
+from powersgd_triton.ops.reference import backproject_reference, compensate_project_reference, reconstruct_reference
 
 REFERENCES: dict[str, Any] = {
     "compensate_project": compensate_project_reference,
@@ -77,7 +73,7 @@ class Prepared:
 
         def compensate_project() -> None:
             for M, _, G, P, P_hat, Q, basis, _ in parts:
-                function(G, M, P_hat, Q, bucket.applied, basis, out=P)
+                function(G, M, None if bucket.applied is None else (P_hat, Q, bucket.applied), basis, out=P)
 
         def orthogonalize() -> None:
             for _, keys, _, P, P_hat, *_ in parts:

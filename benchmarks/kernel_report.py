@@ -33,7 +33,6 @@ from benchmarks.shapes import GRADIENT_SETS
 from powersgd_triton.kernels import (
     backproject,
     commit,
-    compensate_backproject,
     compensate_project,
     differences,
     explore,
@@ -97,19 +96,19 @@ def _launches(
     wide = torch.zeros(64 * 1024, dtype=torch.float64)
     flag, scalar = torch.ones((), dtype=torch.int32), torch.ones(())
     verdict, count = torch.ones(2, dtype=torch.int64).unbind()
+    pending = factor, factor, verdict
     names = [str(t).removeprefix("torch.") for t in (G_dtype, M_dtype)]
     label = f"rank {rank}, {names[0]}/{names[1]}"
     with recording(run=False) as recorded:
         compensate_project.compensate_project_triton(
-            table, G, M, factor, factor, verdict, scalar, factor, launches.compensate_project, out=factor
+            table, G, M, pending, scalar, factor, launches.compensate_project, out=factor
         )
-        compensate_backproject.compensate_backproject_triton(
-            table, G, M, factor, factor, verdict, scalar, factor,
-            launches.compensate_backproject, launches.backproject, out=factor,
-        )  # fmt: skip
+        backproject.compensate_backproject_triton(
+            table, G, M, pending, scalar, factor, launches.compensate_backproject, launches.backproject, out=factor
+        )
         if M_dtype == torch.float32:
             compensate_project.compensate_project_triton(
-                table, G, None, factor, factor, verdict, scalar, factor, launches.compensate_project, out=factor
+                table, G, None, pending, scalar, factor, launches.compensate_project, out=factor
             )
             reconstruct.reconstruct_triton(
                 table, factor, factor, factor, table.pack_P, launches.reconstruct, out=G, verdict=verdict
@@ -119,17 +118,15 @@ def _launches(
         if G_dtype == torch.float32:
             backproject.backproject_triton(table, M, factor, launches.backproject, out=factor)
         commit.commit_triton(
-            table, G, M, factor, 2, flag, largest=2.0**110, basis=factor, message=factor, verdict=verdict
+            table, G, M, factor, 2, flag, basis=factor, message=factor, verdict=verdict
         )  # fmt: skip
         if factors_too:
-            pack.pack_and_average_triton(table, factor, G, factor, 2, flag, own=factor, message=factor)
+            pack.average_triton(table, table.pack_Q, factor, G, factor, 2, flag, own=factor, message=factor)
             orthogonalize.orthogonalize_triton(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=wide, finite=flag, out=factor,
             )  # fmt: skip
-            explore.explore_triton(
-                table, count, flag, rank, every=16, other=4, carry=0.05, smallest=2**-8, out=factor
-            )  # fmt: skip
+            explore.explore_triton(table, count, flag, rank, 16, out=factor)
     yield from _different(recorded, label)
 
 

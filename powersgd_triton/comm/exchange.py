@@ -81,7 +81,7 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
             yield inside.all_reduce(content)
         return
     owners = 1 if kind == ALL_GATHER else across.world_size
-    wire = backend.wire(bucket.wire_plan(content.numel(), left=message.left, owners=owners, part=part))
+    wire = bucket.wire(backend.wire, content.numel(), left=message.left, owners=owners, part=part)
     if inside is None:
         yield from exchange_parts(wire, content, own, content, across)
         return

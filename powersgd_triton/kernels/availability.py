@@ -9,7 +9,10 @@ from collections.abc import Collection
 
 import torch
 
-from powersgd_triton.kernels.table import DTYPES, MAX_RANK
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that the kernels take."""
+
+MAX_RANK = 256
 
 OLDEST_TRITON = (3, 5)
 """Before, tl.dot refuses fp64, in which Gram matrices are summed."""

@@ -1,4 +1,7 @@
-"""Q = Mᵀ P̂, in one pass over M. A program holds the sums for some columns of M and walks down the rows."""
+"""Q = Mᵀ P, in one pass over M; in the alternating algorithm also M ← G + growth · (M − P_prev Q_prevᵀ).
+
+A program holds the sums for some columns of M and walks down the rows.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +9,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
+from powersgd_triton.kernels.compensate_project import (
+    Pending,
+    add_gradient,
+    launch_product,
+    load_pending,
+    subtract_further_panels,
+)
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import column_tile, factor_offsets, matrix_sizes, part_of_Q
+from powersgd_triton.kernels.table_device import (
+    factor_offsets,
+    known_multiple,
+    matrix_sizes,
+    part_of_Q,
+    pointer_to,
+    rows_are_aligned,
+    tensor_address,
+    tile_of,
+)
 
 
-@triton.jit(do_not_specialize=["M_base", "first_panel", "panels"])
+@triton.jit(do_not_specialize=["G_base", "M_base", "applied", "growth", "first_panel", "panels"])
 def _backproject_kernel(
-    M_base: tl.int64, M_at, P_hat, parts, records, tiles, first_panel, panels,
-    M_TYPE: tl.constexpr, VEC: tl.constexpr, C: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+    G_base: tl.int64, G_at, M_base: tl.int64, M_at, P_prev, Q_prev, applied, growth, basis, parts, records, tiles,
+    first_panel, panels,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr,
+    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Parts of Q [m, r]. Grid: for each column tile, ``panels`` of C columns of P̂."""
+    """Parts of Q [m, r], and M [n, m] in place. Grid: for each column tile, ``panels`` of C columns of the basis."""
     # Programs of the same tile of M run at the same time, so that they read it from memory once.
-    matrix, col, start, end, split = column_tile(tiles, tl.program_id(0) // panels, BLOCK_COLS)
+    matrix, col, start, end, split = tile_of(tiles, tl.program_id(0) // panels, BLOCK_COLS, 1)
     _, m, r = matrix_sizes(records, matrix)
     # The grid has the panels of the largest rank; this matrix may have fewer.
     panel = (first_panel + tl.program_id(0) % panels) * C
     if panel >= r:
         return
+    P_at, Q_at = factor_offsets(records, matrix)
+    G = tensor_address(G_base, G_at, matrix)
     M = tensor_address(M_base, M_at, matrix)
-    P_at, _ = factor_offsets(records, matrix)
-    P_hat += P_at + panel
+    P_prev += P_at
+    basis += P_at + panel
+    Q_prev += Q_at + tl.cast(col, tl.int64) * r
     parts += part_of_Q(records, matrix, split, col, r) + panel
-    if rows_are_aligned(M, m, VEC):
+    pending = tl.load(applied)
+    scale = tl.load(growth)
+    if rows_are_aligned(G | M, m, VEC):
         _walk_down_rows(
-            M, P_hat, parts, known_multiple(m, VEC), r, panel, col, start, end,
-            M_TYPE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+            G, M, P_prev, Q_prev, pending, scale, basis, parts, known_multiple(m, VEC), r, panel, col, start, end,
+            G_TYPE, M_TYPE, COMPENSATE, WIDE, VEC, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
         )  # fmt: skip
     else:
-        _walk_down_rows(M, P_hat, parts, m, r, panel, col, start, end, M_TYPE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION)
+        _walk_down_rows(
+            G, M, P_prev, Q_prev, pending, scale, basis, parts, m, r, panel, col, start, end,
+            G_TYPE, M_TYPE, COMPENSATE, WIDE, 1, C, BLOCK_ROWS, BLOCK_COLS, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
 def _walk_down_rows(
-    M, P_hat, parts, m, r, panel, col, start, end,
-    M_TYPE: tl.constexpr, VEC: tl.constexpr, C: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+    G, M, P_prev, Q_prev, pending, scale, basis, parts, m, r, panel, col, start, end,
+    G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, COMPENSATE: tl.constexpr, WIDE: tl.constexpr, VEC: tl.constexpr,
+    C: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The kernel's work, where all rows of the matrix at address M start at multiples of VEC elements."""
+    """The kernel's work, where all rows of the matrices at addresses G and M start at multiples of VEC elements."""
+    G = pointer_to(G, G_TYPE, VEC) + col
     M = pointer_to(M, M_TYPE, VEC) + col
     rows = tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_COLS)
@@ -55,30 +82,48 @@ def _walk_down_rows(
     col_ok = col + cols < m
     # Offsets within a tile fit 32 bits, which halves their registers; ``first`` takes what does not.
     tile = rows[:, None] * m + cols[None, :]
+    left = rows[:, None] * r + ranks[None, :]  # [rows, C]
     left_t = ranks[:, None] + rows[None, :] * r  # [C, rows]
-    # Transposed, P̂ᵀ M, so that the tiles of M are operands as they were loaded.
+    right_t = ranks[:, None] + cols[None, :] * r  # [C, cols]
+    if COMPENSATE:
+        # The first panel's tile of Q is the same for all rows.
+        Q_tile = load_pending(Q_prev + right_t, (ranks < r)[:, None] & col_ok[None, :], pending)
+    # Transposed, Pᵀ M, so that the tiles of M are operands as they were loaded.
     total = tl.zeros([C, BLOCK_COLS], tl.float32)
     # Blocks in the order of their rows: on every worker the same sums in the same order, hence the same bits.
     for row in range(start, end, BLOCK_ROWS):
         row_ok = row + rows < end
+        ok = row_ok[:, None] & col_ok[None, :]
         first = tl.cast(row, tl.int64)
-        P_tile = tl.load(P_hat + first * r + left_t, rank_ok[:, None] & row_ok[None, :], 0.0)
-        value = tl.load(M + first * m + tile, row_ok[:, None] & col_ok[None, :], 0.0).to(tl.float32)
-        total += tl.dot(P_tile, value, input_precision=PRECISION)
-    tl.store(parts + ranks[:, None] + cols[None, :] * r, total, rank_ok[:, None] & col_ok[None, :])
+        value = tl.load(M + first * m + tile, ok, 0.0).to(tl.float32)
+        if COMPENSATE:
+            gradient = tl.load(G + first * m + tile, ok, 0.0).to(tl.float32)
+            P_tile = load_pending(P_prev + first * r + left, row_ok[:, None] & (ranks < r)[None, :], pending)
+            value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
+            if WIDE:
+                value = subtract_further_panels(
+                    value, P_prev + first * r, Q_prev, left, right_t, row_ok, col_ok, ranks, r, pending, C, PRECISION
+                )
+            value = add_gradient(value, gradient, scale, M + first * m + tile, ok)
+        # Q is the product with M in fp32, before M was rounded to its dtype.
+        basis_tile = tl.load(basis + first * r + left_t, rank_ok[:, None] & row_ok[None, :], 0.0)
+        total += tl.dot(basis_tile, value, input_precision=PRECISION)
+    tl.store(parts + right_t, total, rank_ok[:, None] & col_ok[None, :])
 
 
-def backproject_triton(
-    table: BucketTable, M: Pointers, P: Tensor, launch: Launch, *, out: Tensor, first_panel: int = 0
-) -> None:
-    """Write each split's part of each Q = Mᵀ P [m, r] to ``out`` [``table.q_parts_numel``], fp32.
+def compensate_backproject_triton(
+    table: BucketTable, G: Pointers, M: Pointers | None, pending: Pending, growth: Tensor, P: Tensor, launch: Launch,
+    launch_backproject: Launch, *, out: Tensor,
+) -> None:  # fmt: skip
+    """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of Q = Mᵀ P, see ``compensate_backproject_reference``.
 
-    M is in fp32, bf16 or fp16. P holds the factors of all matrices, fp32 and flat, of which panels of columns from
-    ``first_panel`` on are multiplied.
+    ``launch_backproject`` is for columns of P beyond the first panel. ``out`` has ``table.q_parts_numel`` elements.
     """
-    panels = -(-table.rank // launch.panel) - first_panel
-    if panels > 0:
-        tiles = table.column_tiles
-        arguments = M.base, M.distances, P, out, table.records, tiles, first_panel, panels
-        kind, vector = ELEMENTS[M.dtype], vector_of(M.dtype)
-        run(_backproject_kernel, (panels * len(tiles),), launch.of_tiles, *arguments, M_TYPE=kind, VEC=vector)
+    launches = launch, launch_backproject
+    launch_product(_backproject_kernel, table, table.column_tiles, G, M, pending, growth, P, launches, out=out)
+
+
+def backproject_triton(table: BucketTable, M: Pointers, P: Tensor, launch: Launch, *, out: Tensor) -> None:
+    """Write each split's part of each Q = Mᵀ P [m, r] to ``out``, with M in fp32, bf16 or fp16."""
+    unread = P, P, P
+    launch_product(_backproject_kernel, table, table.column_tiles, M, None, unread, P, P, (launch, launch), out=out)

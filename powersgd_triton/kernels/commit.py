@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.addresses import pointer_to, tensor_address
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.launcher import ELEMENTS, run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import rollback_block
+from powersgd_triton.kernels.table_device import pointer_to, rollback_block, tensor_address
+from powersgd_triton.layout.constants import HEADROOM
 
 
 @triton.jit(do_not_specialize=["G_base", "M_base", "verdict", "factor_programs", "numel", "workers"])
@@ -53,19 +54,12 @@ def _commit_kernel(
 
 def commit_triton(
     table: BucketTable, G: Pointers, M: Pointers | None, following: Tensor | None, workers: int, finite: Tensor, *,
-    largest: float, basis: Tensor, message: Tensor, verdict: Tensor,
+    basis: Tensor, message: Tensor, verdict: Tensor,
 ) -> None:  # fmt: skip
     """If finite: message ← message / workers, basis ← following. Else: message ← NaN, M ← M − G, verdict ← 0.
 
-    Args:
-        table: The bucket's table.
-        G: Gradients.
-        M: Error buffers in fp32 or bf16. None without error feedback.
-        following: Orthonormal bases of the message's columns. None if the bases stay.
-        workers: Number of workers whose factors the message sums.
-        finite, verdict: Scalars on the device, the former int32.
-        largest: Largest element that an error may keep after a step that was not finite, see ``rollback_reference``.
-        basis, message: Factors of all matrices, fp32, flat, as is ``following``.
+    ``M`` is None without error feedback, and ``following`` if the bases stay. These, ``basis`` and ``message`` are
+    factors of all matrices, fp32, flat. ``finite``, int32, and ``verdict`` are scalars on the device.
     """
     numel, feedback = message.numel(), M is not None and bool(table.matrices)
     errors = G if M is None else M
@@ -76,5 +70,5 @@ def commit_triton(
     run(
         _commit_kernel, (max(1, programs),), NUMERICS, G.base, G.distances, errors.base, errors.distances, *arguments,
         G_TYPE=ELEMENTS[G.dtype], M_TYPE=ELEMENTS[errors.dtype], ADVANCE=following is not None, FEEDBACK=feedback,
-        LARGEST=largest, BLOCK=COPY_BLOCK,
+        LARGEST=HEADROOM * torch.finfo(torch.float32).max, BLOCK=COPY_BLOCK,
     )  # fmt: skip

@@ -7,15 +7,28 @@ of M. It writes each tile of M and multiplies it by the basis while the tile is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import BucketTable, Pointers
-from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, part_of_P, row_tile
+from powersgd_triton.kernels.table_device import (
+    factor_offsets,
+    known_multiple,
+    matrix_sizes,
+    part_of_P,
+    pointer_to,
+    rows_are_aligned,
+    tensor_address,
+    tile_of,
+)
+
+Pending = tuple[Tensor, Tensor, Tensor]
+"""A product P Qᵀ still to be subtracted from M: P and Q of all matrices, fp32, flat, and a scalar, 0 if it is not."""
 
 
 @triton.jit
@@ -31,10 +44,7 @@ def load_pending(factor, ok, pending):
 def subtract_further_panels(
     value, P, Q, left, right_t, row_ok, col_ok, ranks, r, pending, C: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """value − P Qᵀ, of the columns of P [rows, r] and Q [cols, r] behind their first C.
-
-    ``left`` [rows, C] and ``right_t`` [C, cols] are offsets of the first C columns from the tile's first rows P and Q.
-    """
+    """value − P Qᵀ, of the columns of P [rows, r] and Q [cols, r] behind their first C at ``left`` and ``right_t``."""
     # Panel by panel into ``value``, in this order: another one would round differently.
     for k in range(C, r, C):
         more = k + ranks < r
@@ -66,7 +76,7 @@ def _compensate_project_kernel(
 ):  # fmt: skip
     """Parts of P [n, r], and M [n, m] in place. Grid: for each row tile, ``panels`` of C columns of the basis."""
     # Programs of the same tile of M run at the same time, so that they read it from memory once.
-    matrix, row, start, end, split = row_tile(tiles, tl.program_id(0) // panels, BLOCK_COLS)
+    matrix, row, start, end, split = tile_of(tiles, tl.program_id(0) // panels, 1, BLOCK_COLS)
     n, m, r = matrix_sizes(records, matrix)
     # The grid has the panels of the largest rank; this matrix may have fewer.
     panel = (first_panel + tl.program_id(0) % panels) * C
@@ -139,38 +149,41 @@ def _walk_along_columns(
 
 
 def compensate_project_triton(
-    table: BucketTable, G: Pointers, M: Pointers | None, P_prev: Tensor, Q_prev: Tensor, applied: Tensor,
-    growth: Tensor, Q: Tensor, launch: Launch, *, out: Tensor,
+    table: BucketTable, G: Pointers, M: Pointers | None, pending: Pending, growth: Tensor, Q: Tensor, launch: Launch, *,
+    out: Tensor,
 ) -> None:  # fmt: skip
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = parts of P = M Q, see ``compensate_project_reference``.
 
-    Args:
-        table: The bucket's table.
-        G: Gradients in fp32, bf16 or fp16.
-        M: Error buffers in fp32 or bf16, updated. None for M = G.
-        P_prev, Q_prev, Q: Factors of all matrices, fp32, flat.
-        applied, growth: Scalars on the device, the latter fp32.
-        launch: Tile, warps and stages.
-        out: fp32 [``table.p_parts_numel``], each split's part of each P [n, r].
+    G is in fp32, bf16 or fp16, M in fp32 or bf16, or None for M = G. ``growth`` is an fp32 scalar on the device. Q has
+    the bases of all matrices, fp32, flat, and ``out`` has ``table.p_parts_numel`` elements in fp32.
     """
+    launches = launch, launch
+    launch_product(_compensate_project_kernel, table, table.row_tiles, G, M, pending, growth, Q, launches, out=out)
+
+
+def launch_product(
+    kernel: Any, table: BucketTable, tiles: Tensor, G: Pointers, M: Pointers | None, pending: Pending, growth: Tensor,
+    basis: Tensor, launches: tuple[Launch, Launch], *, out: Tensor,
+) -> None:  # fmt: skip
+    """Launch a kernel that compensates M and multiplies it by the first panel of a basis, then by the other panels.
+
+    Programs of the other panels read M as it was stored. The second of the ``launches`` is for them, and for M = G.
+    """
+
+    def panels(G: Pointers, M: Pointers, launch: Launch, first: int, count: int, *, compensate: bool) -> None:
+        if count > 0:
+            run(
+                kernel, (count * len(tiles),), launch.of_tiles, G.base, G.distances, M.base, M.distances, *pending,
+                growth, basis, out, table.records, tiles, first, count, G_TYPE=ELEMENTS[G.dtype],
+                M_TYPE=ELEMENTS[M.dtype], COMPENSATE=compensate, WIDE=launch.wide, VEC=vector_of(G.dtype, M.dtype),
+            )  # fmt: skip
+
     if not table.matrices:
         return
-    panels, tiles = -(-table.rank // launch.panel), table.row_tiles
-    source = G if M is None else M
-
-    def launch_panels(first_panel: int, count: int, compensate: bool) -> None:
-        gradient = G if compensate else source
-        run(
-            _compensate_project_kernel, (count * len(tiles),), launch.of_tiles, gradient.base, gradient.distances,
-            source.base, source.distances, P_prev, Q_prev, applied, growth, Q, out, table.records, tiles, first_panel,
-            count, G_TYPE=ELEMENTS[gradient.dtype], M_TYPE=ELEMENTS[source.dtype], COMPENSATE=compensate,
-            WIDE=launch.wide, VEC=vector_of(gradient.dtype, source.dtype),
-        )  # fmt: skip
-
+    compensating, multiplying = launches
+    count = -(-table.rank // multiplying.panel)
     if M is None:
-        launch_panels(0, panels, compensate=False)
-        return
-    # Only the first panel's programs may change M. The others follow in a launch of their own, which reads M as stored.
-    launch_panels(0, 1, compensate=True)
-    if panels > 1:
-        launch_panels(1, panels - 1, compensate=False)
+        panels(G, G, multiplying, 0, count, compensate=False)
+    else:
+        panels(G, M, compensating, 0, 1, compensate=True)
+        panels(M, M, multiplying, 1, count - 1, compensate=False)

@@ -13,21 +13,16 @@ from powersgd_triton.layout.wire_format import BLOCK
 NUMERICS = {"enable_fp_fusion": False}
 """Triton's options that decide what kernels compute. Every launch passes them.
 
-If products and sums may be fused, the compiler chooses which. Workers with other versions of Triton, or other
-environment variables, would then compute other bits.
+Else the compiler would choose which products and sums to fuse, and workers might compute different bits.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched.
+    """How a kernel is launched: on tiles of ``rows`` and ``columns``, with Triton's options.
 
-    Attributes:
-        rows, columns: Size of a tile of a matrix.
-        panel: Columns of the factors that one program multiplies by. 16 is the least for tl.dot.
-        num_warps, num_stages: Options of Triton.
-        precision: Triton's ``input_precision`` of products of fp32 values.
-        wide: Whether factors may have more columns than a panel.
+    A program multiplies by ``panel`` columns of the factors. 16 is the least for tl.dot. If ``wide``, factors may have
+    more. ``precision`` is Triton's ``input_precision`` of products of fp32 values.
     """
 
     rows: int

@@ -1,8 +1,7 @@
 """Differences between a flat tensor and its copies, in few bits an element, as ``ops/differences.py`` defines.
 
-A program works on some groups of 128-element blocks that share bytes: one block, or five with ternary codes. It works
-on one block of each group at a time, as [groups, parts, elements of a part]. The parts of a block share bytes too: byte
-j of a group holds element j of each part.
+A program works on groups of 128-element blocks that share bytes: one block, or five in ternary codes. It takes a block
+of each at a time, [groups, parts, elements]. Byte j of a group holds element j of each part of each block.
 """
 
 from __future__ import annotations

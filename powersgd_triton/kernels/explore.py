@@ -11,6 +11,7 @@ from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.random_device import random_values, stream_of
 from powersgd_triton.kernels.table import BucketTable
 from powersgd_triton.kernels.table_device import factor_offsets, key_of, matrix_sizes
+from powersgd_triton.layout.constants import CARRY, OTHER_KEY, SMALLEST_REST
 
 BLOCK = 2048
 """Elements of a basis that a program holds at a time."""
@@ -56,18 +57,15 @@ def _explore_kernel(
         tl.store(basis + start + rows.to(tl.int64) * r + r - 1, explored, rows < m)
 
 
-def explore_triton(
-    table: BucketTable, number: Tensor, finite: Tensor, rank: int, *, every: int, other: int, carry: float,
-    smallest: float, out: Tensor,
-) -> None:  # fmt: skip
+def explore_triton(table: BucketTable, number: Tensor, finite: Tensor, rank: int, every: int, *, out: Tensor) -> None:
     """Replace the last columns of the right bases ``out`` [fp32, flat], as ``explore_reference`` does.
 
     ``number`` (int64) and ``finite`` (int32) are scalars on the device, and ``rank`` is the largest that may occur.
-    ``ops.explore`` describes the others. ``other`` is added to the keys.
     """
     if not table.matrices:
         return
     columns = triton.next_power_of_2(rank)
-    arguments = out, finite, number, table.records, table.Q.records, every, other, carry, smallest
+    constants = every, OTHER_KEY, CARRY, SMALLEST_REST
+    arguments = out, finite, number, table.records, table.Q.records, *constants
     rows = max(1, BLOCK // columns)
     run(_explore_kernel, (len(table.matrices),), NUMERICS, *arguments, C=columns, ROWS=rows)

@@ -1,7 +1,7 @@
 """Launching kernels with little work on the host.
 
-In each launch, Triton inspects all arguments to find out whether the kernel is compiled for such. For the kernels of
-this package, that follows from their constants and from the dtypes of tensors.
+In each launch, Triton inspects all arguments to find out whether the kernel is compiled for such. Here, that follows
+from the constants and from the dtypes of tensors.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ def vector_of(*dtypes: torch.dtype) -> int:
 
 
 class _Known(NamedTuple):
-    """What was found out in the first launch of a kernel with some constants.
+    """What was found out in the first launch of a kernel: all of its constants, in the order of its parameters.
 
-    ``pointers`` are indices of tensors among the arguments that start at multiples of 16 bytes. ``scalars`` are those
-    of the other tensors, which may start anywhere. ``constants`` are all of the kernel's, in its parameters' order.
+    ``pointers`` are indices of arguments that are tensors at multiples of 16 bytes, ``scalars`` those of other tensors.
     """
 
     compiled: Any
@@ -61,12 +60,11 @@ def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *argumen
     versions other than 3.6 to 3.9. What its knobs say about compiling counts when a kernel is launched first.
 
     Args:
-        kernel: Function of ``triton.jit`` whose parameters are the arguments and then the constants. Numbers among the
-            arguments, and tensors that may start anywhere, are named in ``do_not_specialize``.
+        kernel: Function whose parameters are the arguments and then the constants. Numbers among the arguments, and
+            tensors that may start anywhere, are named in ``do_not_specialize``. Integers of 64 bits are annotated.
         grid: Number of programs, along one or two axes.
         options: Triton's options, and constants. The same object for the same values.
-        arguments: Tensors and numbers. An integer of more than 32 bits is annotated as such in the kernel.
-        constants: The kernel's constants that are not among the options, in the same order in all launches.
+        constants: The other constants, in the same order in all launches.
 
     Raises:
         TypeError: Triton would compile the kernel for the value of a number.

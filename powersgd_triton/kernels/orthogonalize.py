@@ -11,9 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
-from powersgd_triton.kernels.gram import gram_triton
+from powersgd_triton.kernels.gram import PASSES, gram_triton, panel_of_rows, squares_of
 from powersgd_triton.kernels.launcher import run
-from powersgd_triton.kernels.panels import PASSES, inner_products_triton, panel_of_rows, squares_of
 from powersgd_triton.kernels.table import FactorTable
 from powersgd_triton.kernels.table_device import PROGRESS, PROGRESS_PASSES, factor_chunk
 
@@ -54,9 +53,7 @@ def orthogonalize_triton(
         factors: Table of one side's factors, of which ``rank`` is the largest rank.
         A, out: Factors, fp32, flat. ``out`` may be A.
         number: int64 scalar on the device, the step's number, on which random directions depend.
-        launch_gram, launch: Rows of a block, columns of a panel.
-        X: fp64 workspace of A's size. For ranks within one panel it is not used, and may be empty.
-        grams: fp64 workspace [``grams_numel``].
+        X, grams: fp64 workspaces of A's size and of ``grams_numel``. X may be empty for ranks within one panel.
         finite: int32 scalar on the device that becomes 0 if A is not finite.
     """
     if not len(factors.chunks):
@@ -66,10 +63,6 @@ def orthogonalize_triton(
     for panel in range(panels):
         source = A
         for attempt in range(2):
-            if panel > 0:
-                inner_products_triton(
-                    factors, source, number, attempt, panel, panels, launch_gram, X=X, parts=parts, squares=squares
-                )
             gram_triton(
                 factors, source, number, epsilon, attempt, panel, panels, launch_gram,
                 X=X, parts=parts, squares=squares, finite=finite,

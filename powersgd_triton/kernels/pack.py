@@ -6,11 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.addresses import pointer_to, tensor_address
 from powersgd_triton.kernels.configurations import NUMERICS
 from powersgd_triton.kernels.launcher import ELEMENTS, run
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import pack_entry
+from powersgd_triton.kernels.table_device import pack_entry, pointer_to, tensor_address
 
 
 @triton.jit(do_not_specialize=["G_base", "has_own", "averages", "workers"])
@@ -61,23 +60,19 @@ def pack_triton(
         finite.fill_(1)
 
 
-def pack_and_average_triton(
-    table: BucketTable, parts: Tensor, G: Pointers, first: Tensor, workers: int, finite: Tensor, *, own: Tensor,
-    message: Tensor,
+def average_triton(
+    table: BucketTable, entries: Tensor, parts: Tensor, G: Pointers, first: Tensor, workers: int, finite: Tensor, *,
+    own: Tensor | None = None, message: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """message = own = the sums of the parts of Q. Bypass tensors in ``first`` become means.
+    """Turn the bypass tensors in ``first`` into means; message = own = the sums of the parts of Q, if given.
 
     ``first`` is the step's first message, summed over so many workers. ``finite`` becomes 0 if the sum of a bypass
     tensor is not finite. ``G`` is not read. Other arguments are those of ``pack_triton``.
     """
-    _launch(table.pack_Q, len(table.pack_Q), parts, G, own, message, first, finite, workers)
-
-
-def average_triton(
-    table: BucketTable, entries: Tensor, G: Pointers, message: Tensor, workers: int, finite: Tensor
-) -> None:
-    """Turn the bypass tensors in a message into means, as ``pack_and_average_triton`` does."""
-    _launch(entries, table.bypass_programs, message, G, None, message, message, finite, workers)
+    if message is None:
+        _launch(entries, table.bypass_programs, parts, G, own, first, first, finite, workers)
+    else:
+        _launch(entries, len(entries), parts, G, own, message, first, finite, workers)
 
 
 def _launch(

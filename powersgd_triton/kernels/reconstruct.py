@@ -6,11 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.addresses import known_multiple, pointer_to, rows_are_aligned, tensor_address
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
-from powersgd_triton.kernels.table_device import factor_offsets, matrix_sizes, pack_entry, row_tile
+from powersgd_triton.kernels.table_device import (
+    factor_offsets,
+    known_multiple,
+    matrix_sizes,
+    pack_entry,
+    pointer_to,
+    rows_are_aligned,
+    tensor_address,
+    tile_of,
+)
 
 
 @triton.jit
@@ -46,7 +54,7 @@ def _reconstruct_kernel(
         place = pointer_to(tensor_address(out_base, out_at, tensor), OUT_TYPE, 1) + source
         _store_noting_overflow(place + i, value, ok, verdict)
         return
-    matrix, row, start, end, _ = row_tile(tiles, program, BLOCK_COLS)
+    matrix, row, start, end, _ = tile_of(tiles, program, 1, BLOCK_COLS)
     n, m, r = matrix_sizes(records, matrix)
     P_at, Q_at = factor_offsets(records, matrix)
     out = tensor_address(out_base, out_at, matrix)

@@ -1,8 +1,4 @@
-"""How the sums behind blocks of P or Q are split into parts, so that a GPU's multiprocessors finish together.
-
-A program writes the sum of its part to a workspace. A later kernel adds the parts in their order. (The order of atomic
-additions differs from run to run, and with it the last bits: the workers would no longer hold equal factors.)
-"""
+"""How the sums behind blocks of P or Q are split into parts, so that a GPU's multiprocessors finish together."""
 
 from __future__ import annotations
 
@@ -33,15 +29,11 @@ class Sums(NamedTuple):
 
 
 def part_lengths(sums: Sequence[tuple[int, int, int]], block: int, multiprocessors: int) -> list[int]:
-    """Return for each matrix the length of its parts, a multiple of ``block``.
+    """Return for each matrix the length of its parts, a multiple of ``block``, the terms that a program adds at a time.
 
-    For each ``length`` elements of M, a part has ``rank`` elements, which are written once and read once. With at least
-    16 · rank elements of M, that is at most an eighth of what is read of M.
-
-    Args:
-        sums: (number of sums, terms of each, rank) of each matrix.
-        block: Number of terms that a program adds at a time.
-        multiprocessors: Number of the GPU's multiprocessors.
+    ``sums`` are (number of sums, terms of each, rank) of each matrix. For each ``length`` elements of M, a part has
+    ``rank`` elements, which are written once and read once. With at least 16 · rank elements of M, that is at most an
+    eighth of what is read of M.
     """
     matrices = [Sums(tiles, -(-size // block), max(1, size // max(block, 16 * rank))) for tiles, size, rank in sums]
     wished, even = _wished(Counter(matrices), -(-FEW_PART // block), multiprocessors)
@@ -58,10 +50,8 @@ def _wished(matrices: Mapping[Sums, int], few: int, multiprocessors: int) -> tup
     """Return the longest parts that keep all multiprocessors busy, in blocks, or else the best ones.
 
     A program that is left alone on a multiprocessor runs up to ``RESIDENT`` times as fast. If it does, multiprocessors
-    count. If it runs as fast as before, slots do. Parts should be good in both cases.
-
-    Both kinds of parts are tried: with ``even`` all parts of a sum are about as long as each other. Otherwise the last
-    takes what is left, and fills what other programs leave of the time.
+    count. If it runs as fast as before, slots do. Parts should be good in both cases. With ``even``, all parts of a sum
+    are about as long as each other. Otherwise the last is short, and fills what other programs leave of the time.
     """
 
     def programs(wished: int, even: bool) -> Counter[int]:
@@ -92,11 +82,7 @@ def _wished(matrices: Mapping[Sums, int], few: int, multiprocessors: int) -> tup
 
 
 def busy_share(programs: Mapping[int, int], slots: int) -> float:
-    """Return the share of the time of ``slots`` in which they run {length: number of programs}, the longest first.
-
-    A GPU starts the next program as soon as one has ended. With programs of one length, the share is their number over
-    the number of whole waves times ``slots``.
-    """
+    """Return the share of the time of ``slots`` in which they run {length: number of programs}, the longest first."""
     # Slots that end at the same time: (time, number of slots).
     ends = [(0, slots)]
     for length in sorted(programs, reverse=True):

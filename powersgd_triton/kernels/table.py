@@ -1,8 +1,7 @@
-"""Tables of integers that tell each program of a kernel which part of which matrix is its own, see ``columns.py``."""
+"""The tables that tell each program of a kernel which part of which matrix is its own."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from powersgd_triton.kernels.columns import (
+from powersgd_triton.kernels.availability import DTYPES, MAX_RANK
+from powersgd_triton.kernels.configurations import multiprocessors
+from powersgd_triton.kernels.splits import part_lengths, parts
+from powersgd_triton.kernels.table_device import (
+    PROGRESS,
     ChunkRow,
     FactorRow,
     MatrixRow,
@@ -19,19 +22,9 @@ from powersgd_triton.kernels.columns import (
     RollbackRow,
     TileRow,
 )
-from powersgd_triton.kernels.configurations import multiprocessors
-from powersgd_triton.kernels.splits import part_lengths, parts
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MAX_COLUMNS = 2**24
 """Kernels compute offsets within a tile of up to 128 rows in 32 bits. All other offsets have 64 bits."""
-
-MAX_RANK = 256
-ARRIVALS = MAX_RANK // 32
-"""Sums of one factor that are made at once: one for each panel of its columns."""
-
-PROGRESS_COLUMNS = len(ProgressRow._fields) - 1 + ARRIVALS
 
 COPY_BLOCK = 1024
 """Elements of a message that one program packs."""
@@ -52,8 +45,7 @@ POINTERS = 8
 """Number of sets of tensors whose places are remembered."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """One n × m matrix of rank r. Its factors start at these elements of all P and Q. The key seeds random numbers."""
 
     n: int
@@ -64,16 +56,8 @@ class Matrix:
     key: int
 
 
-@dataclasses.dataclass(frozen=True)
-class FactorTable:
-    """The factors on one side, for orthogonalization.
-
-    Attributes:
-        records: int64 [matrices, columns of ``FactorRow``].
-        chunks: int32 [programs, columns of ``ChunkRow``].
-        progress: int32 [matrices, columns of ``ProgressRow``, the last of them ``ARRIVALS`` times].
-        shares: Number of programs among which a chunk is divided where nothing is added.
-    """
+class FactorTable(NamedTuple):
+    """The factors on one side, for orthogonalization. ``shares`` programs divide a chunk where nothing is added."""
 
     records: Tensor
     chunks: Tensor
@@ -87,15 +71,10 @@ class FactorTable:
 
 
 class Pointers(NamedTuple):
-    """Where tensors lie, for kernels that reach any number of them.
+    """Where tensors lie: the address of the first one, and on the device the distances from there, int64 [1, number].
 
-    Kernels add a distance to the base and turn the sum into a pointer. The base is a number and not a pointer: for
-    pointers to at most 2 GiB, Triton's AMD backend computes offsets in 32 bits.
-
-    Attributes:
-        dtype: Dtype of the tensors.
-        base: Address of the first tensor, in bytes.
-        distances: Distances of all tensors from there, in bytes, int64 [1, number] on the device.
+    Both count bytes. The base is a number and not a pointer: for pointers to at most 2 GiB, Triton's AMD backend
+    computes offsets in 32 bits.
     """
 
     dtype: torch.dtype
@@ -113,14 +92,11 @@ class BucketTable:
         rows_of_larger: Whether the matrices are rows of larger ones, and may have fewer of them than the rank.
 
     Attributes:
-        records: int64 [matrices, columns of ``MatrixRow``].
-        row_tiles, column_tiles: int32 [programs, columns of ``TileRow``], for kernels that walk along rows or columns.
-        pack_P, pack_Q, pack_left: int64 [programs, columns of ``PackRow``], what one program copies into a message.
-            Bypass tensors come first. In pack_P and pack_Q they belong to the message of P, in pack_left to that of Q.
-        rollback: int64 [programs, columns of ``RollbackRow``].
+        records, row_tiles, column_tiles, rollback: See the rows of ``table_device``.
+        pack_P, pack_Q, pack_left: What one program copies into a message. The first ``bypass_programs`` rows are for
+            bypass tensors. In pack_P and pack_Q they belong to the message of P, in pack_left to that of Q.
         P, Q: Tables of the factors.
         p_parts_numel, q_parts_numel: Elements of the workspaces of the parts.
-        bypass_programs: Number of rows of a pack table that belong to bypass tensors.
 
     Raises:
         ValueError: A matrix is beyond what the kernels can address.
@@ -145,10 +121,9 @@ class BucketTable:
         self._captured: list[tuple[Tensor, Tensor]] = []
 
         (rows, width_block), (height_block, columns) = row_tile, column_tile
-        left = [(x.n, x.m, x.r, x.p_offset, x.key) for x in matrices]
-        right = [(x.m, x.n, x.r, x.q_offset, x.key) for x in matrices]
-        widths, p_parts, self.p_parts_numel, sums_P = self._split(left, rows, width_block)
-        heights, q_parts, self.q_parts_numel, sums_Q = self._split(right, columns, height_block)
+        transposed = [Matrix(x.m, x.n, x.r, x.q_offset, x.p_offset, x.key) for x in matrices]
+        widths, p_parts, self.p_parts_numel, sums_P = self._split(matrices, rows, width_block)
+        heights, q_parts, self.q_parts_numel, sums_Q = self._split(transposed, columns, height_block)
         records = [
             MatrixRow(x.n, x.m, x.r, P=x.p_offset, Q=x.q_offset, P_parts=p, Q_parts=q)
             for x, p, q in zip(matrices, p_parts, q_parts, strict=True)
@@ -183,13 +158,12 @@ class BucketTable:
             for start in range(0, x.n * x.m, ROLLBACK_BLOCK)
         ]
         self.rollback = self._tensor(RollbackRow, blocks)
-        self.P, self.Q = self._factors(left), self._factors(right)
+        self.P, self.Q = self._factors(matrices), self._factors(transposed)
 
     def pointers(self, tensors: Sequence[Tensor], *, bypass: bool = True) -> Pointers:
         """Return where the matrices (and, with ``bypass``, the bypass tensors) lie now.
 
-        The tensors are checked, and their distances uploaded, only the first time that they lie so far apart. Parts of
-        one buffer always do, wherever the buffer is.
+        They are checked, and their distances uploaded, only if these are new. Those of a buffer's parts never change.
 
         Raises:
             TypeError: They are not all of one of the dtypes fp32, bf16, fp16.
@@ -237,19 +211,16 @@ class BucketTable:
         return host.to(self.device, non_blocking=True), host
 
     def _split(
-        self, factors: Sequence[tuple[int, int, int, int, int]], tile: int, block: int
+        self, matrices: Sequence[Matrix], tile: int, block: int
     ) -> tuple[list[int], list[int], int, list[PackRow]]:
-        """Split the sums behind factors [rows, r], given as (rows, terms of a sum, r, offset, key).
-
-        Returns (lengths of parts, places of the first parts, elements of all parts, rows of a pack table).
-        """
-        lengths = part_lengths([(-(-x[0] // tile), x[1], x[2]) for x in factors], block, multiprocessors(self.device))
-        counts = [-(-x[1] // length) for x, length in zip(factors, lengths, strict=True)]
-        sizes = [x[0] * x[2] for x in factors]
+        """Return lengths of parts of P, places of the first ones, elements of all, and rows of a pack table."""
+        lengths = part_lengths([(-(-x.n // tile), x.m, x.r) for x in matrices], block, multiprocessors(self.device))
+        counts = [-(-x.m // length) for x, length in zip(matrices, lengths, strict=True)]
+        sizes = [x.n * x.r for x in matrices]
         *places, end = itertools.accumulate((n * count for n, count in zip(sizes, counts, strict=True)), initial=0)
         rows = [
-            PackRow(place + start, numel, count, x[3] + start, min(COPY_BLOCK, numel - start), tensor=0)
-            for x, numel, place, count in zip(factors, sizes, places, counts, strict=True)
+            PackRow(place + start, numel, count, x.p_offset + start, min(COPY_BLOCK, numel - start), tensor=0)
+            for x, numel, place, count in zip(matrices, sizes, places, counts, strict=True)
             for start in range(0, numel, COPY_BLOCK)
         ]
         return lengths, places, end, rows
@@ -262,17 +233,18 @@ class BucketTable:
             for start in range(0, numel, COPY_BLOCK)
         ]
 
-    def _factors(self, factors: Sequence[tuple[int, int, int, int, int]]) -> FactorTable:
+    def _factors(self, matrices: Sequence[Matrix]) -> FactorTable:
+        """Return the table of the factors P."""
         records: list[FactorRow] = []
         chunks: list[ChunkRow] = []
         highest = 0
-        for index, (rows, _, r, offset, key) in enumerate(factors):
-            height = max(CHUNK_ROWS, -(-rows // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
+        for index, x in enumerate(matrices):
+            height = max(CHUNK_ROWS, -(-x.n // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
             highest = max(highest, height)
-            mine = [ChunkRow(index, row, min(rows, row + height)) for row in range(0, rows, height)]
-            records.append(FactorRow(rows, r, offset, key, first_chunk=len(chunks), chunks=len(mine)))
+            mine = [ChunkRow(index, row, min(x.n, row + height)) for row in range(0, x.n, height)]
+            records.append(FactorRow(x.n, x.r, x.p_offset, x.key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
-        progress = torch.zeros(len(records), PROGRESS_COLUMNS, dtype=torch.int32, device=self.device)
+        progress = torch.zeros(len(records), PROGRESS.value, dtype=torch.int32, device=self.device)
         shares = min(MAX_SHARES, max(1, highest // CHUNK_ROWS))
         return FactorTable(
             self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32), progress, shares

@@ -1,66 +1,125 @@
-"""Device functions that read a program's row of a table: how a program finds its matrix, and its rows or columns.
+"""Tables that tell each program of a kernel which work is its own: their columns, and device functions that read them.
 
-A value that a kernel does not use costs nothing, since the compiler drops its load.
+All of them hold integers. All offsets count elements, unless a column says bytes. A value that a kernel does not use
+costs nothing, since the compiler drops its load.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from powersgd_triton.kernels import columns
-from powersgd_triton.kernels.table import PROGRESS_COLUMNS
+from powersgd_triton.kernels.availability import MAX_RANK
+from powersgd_triton.layout.wire_format import ALIGNMENT
+
+WIDEST = tl.constexpr(ALIGNMENT)
+"""Bytes of the widest memory access."""
+
+ARRIVALS = MAX_RANK // 32
+"""Sums of one factor that are made at once: one for each panel of its columns."""
+
+MatrixRow = namedtuple("MatrixRow", "n m r P Q P_parts Q_parts")
+"""One n × m matrix of rank r, in ``BucketTable.records``: where its P and Q start among those of all matrices, and the
+first part of each in the workspace. Part k follows after k · n · r or k · m · r."""
+
+TileRow = namedtuple("TileRow", "matrix first start end split")
+"""One program's share of a product: part number ``split`` of its sums.
+
+A program of ``BucketTable.row_tiles`` computes rows of P from ``first`` on and sums over columns ``start`` to ``end``,
+one of ``BucketTable.column_tiles`` computes rows of Q, that is columns of M, and sums over rows.
+"""
+
+PackRow = namedtuple("PackRow", "source distance splits target numel tensor")
+"""One block of a message, in ``BucketTable.pack_P``, ``pack_Q`` and ``pack_left``: the sum of ``splits`` parts from
+``source`` on, ``distance`` apart. With 0 splits, it is a piece of bypass tensor number ``tensor`` of the pointers, in
+which matrices come first."""
+
+RollbackRow = namedtuple("RollbackRow", "matrix start end")
+"""One block of an error buffer that loses its gradient again after a step that was not finite."""
+
+FactorRow = namedtuple("FactorRow", "rows r offset key first_chunk chunks")
+"""One matrix's factor on one side, in ``FactorTable.records``. ``key`` is the seed of its random directions."""
+
+ChunkRow = namedtuple("ChunkRow", "matrix start end")
+"""Rows of a factor that one program works on, in ``FactorTable.chunks``."""
+
+ProgressRow = namedtuple("ProgressRow", "passes finished zeroed arrived")
+"""How far the orthogonalization of one factor is, in ``FactorTable.progress``. Kernels write it.
+
+``finished`` is 1 if the ``passes`` done are enough. ``zeroed`` counts columns set to 0, since no pass made them
+orthonormal. ``arrived`` is the first of ``ARRIVALS`` counters of programs that have written their parts of a sum.
+"""
+
+WireRow = namedtuple("WireRow", "chunk element rows columns rank scales codes")
+"""One tile of a factor, or one slice of exact elements, of a narrow message.
+
+``chunk`` is the worker that owns it, ``element`` its offset in the message, and ``rank`` the distance from row to row.
+If ``columns`` is 0, it has ``rows`` exact elements. ``scales`` and ``codes`` (or the exact elements) are offsets in the
+chunk, in bytes.
+"""
 
 
 def indices(row: Any) -> list[tl.constexpr]:
-    """Return the number of columns of a table of such rows, and the number of each of them in their order.
-
-    Kernels may only use globals that are constexpr.
-    """
+    """Return the number of columns of a table and their indices, as constexprs: kernels use no other globals."""
     fields = len(row._fields)
     return [tl.constexpr(fields), *map(tl.constexpr, range(fields))]
 
 
-MATRIX, MATRIX_N, MATRIX_M, MATRIX_R, MATRIX_P, MATRIX_Q, MATRIX_P_PARTS, MATRIX_Q_PARTS = indices(columns.MatrixRow)
-TILE, TILE_MATRIX, TILE_FIRST, TILE_START, TILE_END, TILE_SPLIT = indices(columns.TileRow)
-PACK, PACK_SOURCE, PACK_DISTANCE, PACK_SPLITS, PACK_TARGET, PACK_NUMEL, PACK_TENSOR = indices(columns.PackRow)
-ROLLBACK, ROLLBACK_MATRIX, ROLLBACK_START, ROLLBACK_END = indices(columns.RollbackRow)
-FACTOR, FACTOR_ROWS, FACTOR_R, FACTOR_OFFSET, FACTOR_KEY, FACTOR_FIRST_CHUNK, FACTOR_CHUNKS = indices(columns.FactorRow)
-CHUNK, CHUNK_MATRIX, CHUNK_START, CHUNK_END = indices(columns.ChunkRow)
-_, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = indices(columns.ProgressRow)
-PROGRESS = tl.constexpr(PROGRESS_COLUMNS)
+MATRIX, MATRIX_N, MATRIX_M, MATRIX_R, MATRIX_P, MATRIX_Q, MATRIX_P_PARTS, MATRIX_Q_PARTS = indices(MatrixRow)
+TILE, TILE_MATRIX, TILE_FIRST, TILE_START, TILE_END, TILE_SPLIT = indices(TileRow)
+PACK, PACK_SOURCE, PACK_DISTANCE, PACK_SPLITS, PACK_TARGET, PACK_NUMEL, PACK_TENSOR = indices(PackRow)
+ROLLBACK, ROLLBACK_MATRIX, ROLLBACK_START, ROLLBACK_END = indices(RollbackRow)
+FACTOR, FACTOR_ROWS, FACTOR_R, FACTOR_OFFSET, FACTOR_KEY, FACTOR_FIRST_CHUNK, FACTOR_CHUNKS = indices(FactorRow)
+CHUNK, CHUNK_MATRIX, CHUNK_START, CHUNK_END = indices(ChunkRow)
+_, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = indices(ProgressRow)
+PROGRESS = tl.constexpr(PROGRESS_ARRIVED.value + ARRIVALS)
+
+
+# The compiler knows nothing about integers that it loads. From x // V * V it learns that V divides x. The value is the
+# same, since the host only writes multiples. From this the compiler derives that accesses of 16 bytes are aligned.
 
 
 @triton.jit
-def row_tile(tiles, program, BLOCK_COLS: tl.constexpr):
-    """(matrix, first row, first column, end column, split) of a program that walks along rows."""
-    tile = tiles + program * TILE
-    # A part of the columns starts with a block: loads of a row's block stay aligned.
-    start = tl.load(tile + TILE_START) // BLOCK_COLS * BLOCK_COLS
-    return (
-        tl.load(tile + TILE_MATRIX),
-        tl.load(tile + TILE_FIRST),
-        start,
-        tl.load(tile + TILE_END),
-        tl.load(tile + TILE_SPLIT),
-    )
+def known_multiple(x, VEC: tl.constexpr):
+    """x, in a form from which the compiler sees that VEC divides it."""
+    return x // VEC * VEC
 
 
 @triton.jit
-def column_tile(tiles, program, BLOCK_COLS: tl.constexpr):
-    """(matrix, first column, first row, end row, split) of a program that walks along columns."""
+def rows_are_aligned(addresses, m, VEC: tl.constexpr):
+    """Whether rows of m elements are whole vectors of VEC elements at multiples of 16 bytes; addresses joined by |."""
+    return (addresses % WIDEST == 0) & (m % VEC == 0)
+
+
+@triton.jit
+def tensor_address(base, distances, tensor):
+    """Address of the first element of a matrix or a bypass tensor from ``Pointers``, int64."""
+    return base + tl.load(distances + tensor)
+
+
+@triton.jit
+def pointer_to(address, TYPE: tl.constexpr, VEC: tl.constexpr):
+    """An address as a pointer to elements of a type. It is a multiple of 16 bytes if VEC is not 1."""
+    pointer = address.to(tl.pointer_type(TYPE))
+    if VEC > 1:
+        # The compiler does not see through the cast what divides the address.
+        pointer = tl.multiple_of(pointer, WIDEST)
+    return pointer
+
+
+@triton.jit
+def tile_of(tiles, program, FIRST: tl.constexpr, START: tl.constexpr):
+    """(matrix, first row or column, start, end, split) of a program, see ``TileRow``.
+
+    FIRST and START divide ``first`` and ``start``. Columns start with a block: loads of a row's block stay aligned.
+    """
     tile = tiles + program * TILE
-    # As above; here the block is in each row at the same columns.
-    first = tl.load(tile + TILE_FIRST) // BLOCK_COLS * BLOCK_COLS
-    return (
-        tl.load(tile + TILE_MATRIX),
-        first,
-        tl.load(tile + TILE_START),
-        tl.load(tile + TILE_END),
-        tl.load(tile + TILE_SPLIT),
-    )
+    start = known_multiple(tl.load(tile + TILE_START), START)
+    matrix, first = tl.load(tile + TILE_MATRIX), known_multiple(tl.load(tile + TILE_FIRST), FIRST)
+    return matrix, first, start, tl.load(tile + TILE_END), tl.load(tile + TILE_SPLIT)
 
 
 @triton.jit
@@ -99,14 +158,9 @@ def part_of_Q(records, matrix, split, row, r):
 def pack_entry(entries, program):
     """(source, distance of the parts, their number, target, elements, tensor) of a block of a message."""
     entry = entries + program * PACK
-    return (
-        tl.load(entry + PACK_SOURCE),
-        tl.load(entry + PACK_DISTANCE),
-        tl.load(entry + PACK_SPLITS),
-        tl.load(entry + PACK_TARGET),
-        tl.load(entry + PACK_NUMEL),
-        tl.load(entry + PACK_TENSOR),
-    )
+    source, distance = tl.load(entry + PACK_SOURCE), tl.load(entry + PACK_DISTANCE)
+    splits, target = tl.load(entry + PACK_SPLITS), tl.load(entry + PACK_TARGET)
+    return source, distance, splits, target, tl.load(entry + PACK_NUMEL), tl.load(entry + PACK_TENSOR)
 
 
 @triton.jit
@@ -122,13 +176,8 @@ def factor_chunk(records, chunks, chunk):
     row = chunks + chunk * CHUNK
     matrix = tl.load(row + CHUNK_MATRIX)
     record = records + matrix * FACTOR
-    return (
-        matrix,
-        tl.load(row + CHUNK_START),
-        tl.load(row + CHUNK_END),
-        tl.load(record + FACTOR_R).to(tl.int32),
-        tl.load(record + FACTOR_OFFSET),
-    )
+    start, end = tl.load(row + CHUNK_START), tl.load(row + CHUNK_END)
+    return matrix, start, end, tl.load(record + FACTOR_R).to(tl.int32), tl.load(record + FACTOR_OFFSET)
 
 
 @triton.jit

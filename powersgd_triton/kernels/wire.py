@@ -6,6 +6,8 @@ elements (bypass tensors). ``wire_device.py`` says how a tile is found, rounded 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,14 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels.addresses import known_multiple
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.table import COPY_BLOCK, on_host
+from powersgd_triton.kernels.table_device import WireRow, known_multiple
 from powersgd_triton.kernels.wire_device import (
+    EXACT_BYTES,
     WIRE,
     WIRE_COLUMNS,
     exact_slice,
+    load_tile,
     read_tile,
+    store_tile,
     tile_is_aligned,
     tile_offsets,
     tile_places,
@@ -28,8 +34,7 @@ from powersgd_triton.kernels.wire_device import (
     wire_entry,
     write_tile,
 )
-from powersgd_triton.kernels.wire_table import WireTable
-from powersgd_triton.layout.wire_format import WirePlan
+from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, Chunk, WireFormat, WirePlan
 
 
 @triton.jit(do_not_specialize=["size", "has_own"])
@@ -54,16 +59,12 @@ def _encode_tile(
     message, own, scales, codes, entry, chunk, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, offsets, distance, low_ok, high_ok, col_ok = tile_offsets(entry, VEC, C, HALF)
+    element, tile = tile_offsets(entry, VEC, C, HALF)
     scale, code = tile_places(entry, chunk, VEC, BITS)
-    low = tl.load(message + element + offsets, low_ok, 0.0)
-    high = tl.load(message + element + distance + offsets, high_ok, 0.0)
-    low, high = write_tile(
-        low, high, scales + scale, codes + code, offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C
-    )
+    low, high = load_tile(message + element, tile)
+    low, high = write_tile(low, high, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
-        tl.store(own + element + offsets, low, low_ok)
-        tl.store(own + element + distance + offsets, high, high_ok)
+        store_tile(own + element, low, high, tile)
 
 
 @triton.jit(do_not_specialize=["size", "first", "workers", "has_own"])
@@ -95,27 +96,22 @@ def _reduce_tile(
     received, own, scales, codes, entry, size, workers, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, offsets, distance, low_ok, high_ok, col_ok = tile_offsets(entry, VEC, C, HALF)
+    element, tile = tile_offsets(entry, VEC, C, HALF)
     scale, code = tile_places(entry, 0, VEC, BITS)
     low_sum = tl.zeros([HALF, C], tl.float32)
     high_sum = tl.zeros([HALF, C], tl.float32)
     # In the order of the workers, as in the reference: the same bits.
     for worker in range(workers):
         views = views_of(received + worker * size, BITS, LEVELS)
-        low, high = read_tile(
-            views[1] + scale, views[2] + code,
-            offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C,
-        )  # fmt: skip
+        low, high = read_tile(views[1] + scale, views[2] + code, tile, BITS, LEVELS, C)
         low_sum += low
         high_sum += high
-    low, high = write_tile(
-        low_sum, high_sum, scales + scale, codes + code, offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C
-    )
+    low, high = write_tile(low_sum, high_sum, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
         # This worker counts what rounding the sum lost as not contributed by itself, so it stays in its error buffer.
         own += element
-        low_own = tl.load(own + offsets, low_ok, 0.0)
-        high_own = tl.load(own + distance + offsets, high_ok, 0.0)
+        offsets, distance, low_ok, high_ok, _ = tile
+        low_own, high_own = load_tile(own, tile)
         tl.store(own + offsets, low_own - (low_sum - low), low_ok)
         tl.store(own + distance + offsets, high_own - (high_sum - high), high_ok)
 
@@ -142,13 +138,10 @@ def _decode_tile(
     scales, codes, out, entry, chunk,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, offsets, distance, low_ok, high_ok, col_ok = tile_offsets(entry, VEC, C, HALF)
+    element, tile = tile_offsets(entry, VEC, C, HALF)
     scale, code = tile_places(entry, chunk, VEC, BITS)
-    low, high = read_tile(
-        scales + scale, codes + code, offsets, distance, low_ok, high_ok, col_ok, BITS, LEVELS, C
-    )  # fmt: skip
-    tl.store(out + element + offsets, low, low_ok)
-    tl.store(out + element + distance + offsets, high, high_ok)
+    low, high = read_tile(scales + scale, codes + code, tile, BITS, LEVELS, C)
+    store_tile(out + element, low, high, tile)
 
 
 class TritonWire:
@@ -158,25 +151,57 @@ class TritonWire:
     """
 
     def __init__(self, plan: WirePlan, launch: Launch, rank: int, device: torch.device) -> None:
-        self.plan = plan
-        self._launch = launch
-        self._table = WireTable(plan, min(launch.panel, 1 << (rank - 1).bit_length()), device)
+        self.plan, width = plan, plan.width
+        columns = min(launch.panel, 1 << (rank - 1).bit_length())
+        rows, self._starts = wire_rows(plan, columns)
+        self._table = on_host(rows, len(WireRow._fields), torch.int64, device).to(device, non_blocking=True)
+        levels = width.levels if width.scaled else 0
+        sizes = {"BITS": width.bits, "LEVELS": levels, "C": columns, "HALF": BLOCK // 2, "COPY": COPY_BLOCK}
+        self._options, self._constants = launch.options, sizes
 
     def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
         target, has_own = message if own is None else own, int(own is not None)
-        rows = self._table.rows
-        self._run(_encode_kernel, len(rows), message, target, out, rows, self.plan.size, has_own)
+        self._run(_encode_kernel, len(self._table), message, target, out, self._table, self.plan.size, has_own)
 
     def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None:
-        first, end = self._table.starts[worker : worker + 2]
+        first, end = self._starts[worker : worker + 2]
         # Without ``own``, an argument that is not read: any fp32 tensor.
         target, has_own = out.view(torch.float32) if own is None else own, int(own is not None)
-        arguments = received, target, out, self._table.rows, self.plan.size, first, len(received), has_own
+        arguments = received, target, out, self._table, self.plan.size, first, len(received), has_own
         self._run(_reduce_kernel, end - first, *arguments)
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
-        self._run(_decode_kernel, len(self._table.rows), gathered, out, self._table.rows, self.plan.size)
+        self._run(_decode_kernel, len(self._table), gathered, out, self._table, self.plan.size)
 
     def _run(self, kernel: Any, programs: int, *arguments: Any) -> None:
         if programs:
-            run(kernel, (programs,), self._launch.options, *arguments, **self._table.constants)
+            run(kernel, (programs,), self._options, *arguments, **self._constants)
+
+
+def wire_rows(plan: WirePlan, columns: int) -> tuple[list[WireRow], list[int]]:
+    """Return what each program works on, chunk by chunk, and the first program of each chunk and the number of all.
+
+    It is a tile of a block of at most 128 rows, with a power of two of ``columns``, or a slice of exact elements.
+    """
+    chunks = [list(_rows(number, chunk, plan.width, columns)) for number, chunk in enumerate(plan.chunks)]
+    starts = [0, *itertools.accumulate(len(rows) for rows in chunks)]
+    return list(itertools.chain(*chunks)), starts
+
+
+def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterator[WireRow]:
+    """Yield a chunk's tiles in the order of its elements, then its exact elements, whose bytes come first."""
+    code_bytes = max(1, width.bits // 8)
+    for piece in chunk.pieces:
+        rank, element, scale, code = piece.rank, piece.element, piece.scale, piece.code
+        for _, row in itertools.product(range(piece.count), range(0, piece.rows, BLOCK)):
+            height = min(BLOCK, piece.rows - row)
+            for first in range(0, rank, columns):
+                place = scale + first * SCALE_BYTES, code + first * code_bytes
+                yield WireRow(number, element + first, height, min(columns, rank - first), rank, *place)
+            element += height * rank
+            scale += SCALE_BYTES * rank
+            code += width.code_bytes(height, rank)
+    for start in range(0, chunk.bypass_numel, COPY_BLOCK):
+        numel = min(COPY_BLOCK, chunk.bypass_numel - start)
+        code = start * EXACT_BYTES.value
+        yield WireRow(number, chunk.bypass + start, numel, columns=0, rank=0, scales=0, codes=code)

@@ -11,16 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from powersgd_triton.kernels.addresses import known_multiple
-from powersgd_triton.kernels.columns import WireRow
-from powersgd_triton.kernels.table_device import indices
-from powersgd_triton.kernels.wire_table import ITEMSIZE
+from powersgd_triton.kernels.table_device import WireRow, indices, known_multiple
 from powersgd_triton.layout import constants
 from powersgd_triton.layout.wire_format import SCALE_BYTES
 
 WIRE, WIRE_CHUNK, WIRE_ELEMENT, WIRE_ROWS, WIRE_COLUMNS, WIRE_RANK, WIRE_SCALES, WIRE_CODES = indices(WireRow)
 
-EXACT_BYTES = tl.constexpr(ITEMSIZE)
+EXACT_BYTES = tl.constexpr(4)
+"""Bytes of an element of messages, which are fp32."""
+
 SCALE = tl.constexpr(SCALE_BYTES)
 BF16_NAN = tl.constexpr(constants.BF16_NAN)
 INTEGERS = tl.constexpr(12582912.0)
@@ -53,17 +52,14 @@ def exact_slice(entry, chunk, COPY: tl.constexpr):
 
 @triton.jit
 def tile_is_aligned(entry, chunk, BITS: tl.constexpr):
-    """Whether in the message and in the codes all rows of a tile start at multiples of 4 elements.
-
-    ``chunk`` is a number of bytes of which the chunks' starts are multiples.
-    """
+    """Whether all rows of a tile start at multiples of 4 elements, if chunks do at multiples of ``chunk`` bytes."""
     elements = tl.load(entry + WIRE_ELEMENT) | tl.load(entry + WIRE_RANK) | tl.load(entry + WIRE_COLUMNS)
     return (elements % 4 == 0) & ((chunk | tl.load(entry + WIRE_CODES)) % (4 * bytes_of_code(BITS)) == 0)
 
 
 @triton.jit
 def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
-    """(first element, offsets of the lower half [HALF, C], distance of the upper one, masks of both and of columns)."""
+    """(first element, tile: offsets of the lower half [HALF, C], distance of the upper, masks of both, of columns)."""
     rows = tl.load(entry + WIRE_ROWS).to(tl.int32)
     # The compiler is to see that VEC divides both: then rows are aligned, and masks do not cut through a vector.
     columns = known_multiple(tl.load(entry + WIRE_COLUMNS).to(tl.int32), VEC)
@@ -75,7 +71,22 @@ def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
     offsets = k[:, None] * rank + cols[None, :]
     low_ok = (k < half)[:, None] & col_ok[None, :]
     high_ok = (half + k < rows)[:, None] & col_ok[None, :]
-    return known_multiple(tl.load(entry + WIRE_ELEMENT), VEC), offsets, half * rank, low_ok, high_ok, col_ok
+    return known_multiple(tl.load(entry + WIRE_ELEMENT), VEC), (offsets, half * rank, low_ok, high_ok, col_ok)
+
+
+@triton.jit
+def load_tile(pointer, tile):
+    """Both halves of a tile of fp32 values."""
+    offsets, distance, low_ok, high_ok, _ = tile
+    return tl.load(pointer + offsets, low_ok, 0.0), tl.load(pointer + distance + offsets, high_ok, 0.0)
+
+
+@triton.jit
+def store_tile(pointer, low, high, tile):
+    """Store both halves of a tile."""
+    offsets, distance, low_ok, high_ok, _ = tile
+    tl.store(pointer + offsets, low, low_ok)
+    tl.store(pointer + distance + offsets, high, high_ok)
 
 
 @triton.jit
@@ -132,11 +143,9 @@ def nearest_code(x, scale, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def write_tile(
-    low, high, scales, codes, offsets, distance, low_ok, high_ok, col_ok,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def write_tile(low, high, scales, codes, tile, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr):
     """Write a tile's scales and codes. Return both halves as these represent them."""
+    offsets, _, low_ok, _, col_ok = tile
     if LEVELS == 0:
         # bf16 itself, without scales.
         low_codes, high_codes = bf16_bits(low), bf16_bits(high)
@@ -160,17 +169,14 @@ def write_tile(
         both = (low_codes.to(tl.int32) & 15) | (high_codes.to(tl.int32) << 4)
         tl.store(codes + offsets, both.to(tl.int8), low_ok)
     else:
-        tl.store(codes + offsets, low_codes, low_ok)
-        tl.store(codes + distance + offsets, high_codes, high_ok)
+        store_tile(codes, low_codes, high_codes, tile)
     return low, high
 
 
 @triton.jit
-def read_tile(
-    scales, codes, offsets, distance, low_ok, high_ok, col_ok,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def read_tile(scales, codes, tile, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr):
     """Both halves of a tile, as its scales and codes represent them."""
+    offsets, distance, low_ok, high_ok, col_ok = tile
     low_codes = tl.load(codes + offsets, low_ok, 0)
     if BITS == 4:
         both = low_codes.to(tl.int32)

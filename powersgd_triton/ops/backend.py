@@ -16,13 +16,10 @@ from powersgd_triton.ops.wire import Wire
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A message to be summed over the workers in place.
+    """A message to be summed over the workers in place: [left or right factors | bypass tensors of a first message].
 
-    Attributes:
-        content: [factors | bypass tensors]. Only the first message of a step contains bypass tensors.
-        left: Whether the factors are left factors.
-        own: This worker's factors, as the average contains them: the wire corrects them if it rounds. None if only the
-            span of the sum is used.
+    ``own`` are this worker's factors, as the average contains them: the wire corrects them if it rounds. None if only
+    the span of the sum is used.
     """
 
     content: Tensor
@@ -69,4 +66,4 @@ class Backend(Protocol):
         """Make the bases orthonormal. With ``redraw``, draw new ones as a function of the keys and the step."""
 
     def wire(self, plan: WirePlan) -> Wire:
-        """Return the object that encodes, sums and decodes messages with factors narrower than fp32."""
+        """Return a new object that encodes, sums and decodes messages with factors narrower than fp32."""

@@ -15,10 +15,7 @@ from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 
 Workspace = dict[tuple[str, torch.device], Tensor]
-"""Scratch memory of one engine's kernels by name and device.
-
-Buckets share it: an engine works on one stream, so the kernels of one stage end before those of the next one start.
-"""
+"""Scratch memory of one engine's kernels by name and device. Its buckets share it, since they share one stream."""
 
 
 def select_backend(

@@ -19,9 +19,8 @@ FEWEST_ROWS = 8
 def blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
     """Yield (slice of the matrices, slice of their rows, a view of this block for each list) of lists of B [n, m].
 
-    Blocks [b, rows, m] have ``block_bytes`` in fp32. Small matrices share a block if they lie at equal distances in
-    memory, so nothing is stacked or copied. At rank 1 each block has one matrix: on the CPU, batched products with one
-    row or column take five times as long as single products.
+    Blocks [b, rows, m] have ``block_bytes`` in fp32. Small matrices at equal distances in memory share a block. At rank
+    1 each block has one: on the CPU, batched products with one row or column take five times as long as single ones.
     """
     n, m = lists[0][0].shape
     capacity = block_bytes(lists[0][0].device) // 4
@@ -47,10 +46,9 @@ def block_bytes(device: torch.device) -> int:
 
 
 def warm(block: Tensor) -> None:
-    """Read a block, so that a product finds it in the cache.
+    """Read a block on the CPU, so that a product finds it in the cache.
 
-    Products of a few columns read memory in an order in which processors do not fetch ahead. On the CPU, a sum and the
-    product together take less time than the product alone.
+    Products of few columns read memory in an order in which processors do not fetch ahead, and take longer than both.
     """
     if block.device.type == "cpu" and block.shape[0] == 1:
         block.sum()
@@ -113,10 +111,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Compute products of fp32 values in fp32, whatever ``torch.backends`` allows.
-
-    Factors in TF32 would not be orthonormal, and errors would not contain what was not sent.
-    """
+    """Compute products of fp32 values in fp32. In TF32, errors would not contain what was not sent."""
     backends: Any = torch.backends
     settings = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
     # A generator for each product would take a small model's step a few percent of its time.

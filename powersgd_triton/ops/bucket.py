@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from powersgd_triton.layout.layout import Layout, RowPartition, ShapeGroup, wire
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.step import Step
+from powersgd_triton.ops.wire import Wire
 
 Product = Sequence[tuple[Tensor, Tensor]]
 """Σ L Rᵀ of all matrices, as pairs of flat factors: one pair for each repetition of a step."""
@@ -29,10 +30,11 @@ class Bucket:
     Args:
         dtype: Dtype of factors and messages, fp32 or fp64.
         errors: {name: error buffer} of the rows that this worker compresses. None without error feedback.
-        partition: The rows that each worker of this node compresses. None if every worker compresses all.
-        worker: Index of this worker in its node.
+        partition, worker: The rows that each worker of this node compresses, and this one's index. None for all rows.
 
     Attributes:
+        share: (index of this worker in its node, workers of the node that share the matrices).
+        shared: Whether other workers of this node compress a part of the matrices.
         own: The rows that this worker multiplies, as matrices with their places in the factors. M belongs to them.
         message_P: [P of all groups | bypass tensors] of this worker, and after a collective the sum over workers.
         message_Q: [Q of all groups]. In the alternating algorithm [Q of all groups | bypass tensors].
@@ -42,7 +44,7 @@ class Bucket:
         M: Error buffers, B of [n, m] for each group of ``own``. None without error feedback.
         keys: Seeds of the matrices' random directions, [B] int64 on the device for each group.
         product: This worker's contribution to the last step.
-        applied: Scalar, 0 if the last step is not applied. None if there is no product to subtract from M.
+        applied: Scalar, 0 if the last step is not applied. None if M has no product to subtract, as after M ← G + E.
         average: The averaged gradient Ĝ = Σ L Rᵀ.
         bypass_means: Means of the bypass tensors, flat.
         scale: Scalar, the loss scale contained in M. None for 1.
@@ -65,7 +67,8 @@ class Bucket:
         alternating = config.algorithm == "alternating"
         self.layout, self.config = layout, config
         self.partition = partition or RowPartition.build(layout, 1)
-        self.worker = worker
+        workers = self.partition.workers
+        self.worker, self.share, self.shared = worker, (worker, workers), workers > 1
         self.own = self.partition.groups(worker)
         self.message_P = new(layout.p_numel + layout.bypass_numel)
         self.message_Q = new(layout.q_numel + (layout.bypass_numel if alternating else 0))
@@ -85,7 +88,7 @@ class Bucket:
         self.bypass_means = self.message_P[layout.p_numel :]
         self.scale: Tensor | None = None
         self.zeroed = [torch.zeros((), dtype=torch.int64, device=device)]
-        self._wire_plans: dict[tuple[int, bool, int, int], WirePlan] = {}
+        self._wires: dict[tuple[int, bool, int, int], Wire] = {}
 
     def rescale(self, step: Step) -> Tensor | None:
         """Note that M gets this step's loss scale. Return the factor by which that multiplies M. None for 1."""
@@ -94,10 +97,6 @@ class Bucket:
         before, device = self.scale, self.message_P.device
         self.scale = step.loss_scale.current(device)
         return step.loss_scale.growth(before, device)
-
-    def compensated(self) -> None:
-        """Note that M is G + E: the last step's product is subtracted, and this step's does not exist yet."""
-        self.applied = None
 
     def commit(self, product: Product, average: Product, bypass_means: Tensor, verdict: Tensor) -> None:
         """Note what the step sent. The next step subtracts it from M, unless ``verdict`` is 0 by then."""
@@ -131,10 +130,9 @@ class Bucket:
             self.applied = self.scale = None
 
     def errors(self, step: Step, *, wide: bool = False) -> dict[str, Tensor]:
-        """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Nothing changes.
+        """Return copies {name: E} of whole matrices, in at least fp32 if ``wide``. Other workers' rows are zero.
 
-        Rows that other workers of this node compress are zero. The product of an open step is not subtracted, since it
-        is not known yet whether the step is applied.
+        The product of an open step is not subtracted, since it is not known yet whether the step is applied.
         """
         if self.M is None:
             return {}
@@ -164,18 +162,18 @@ class Bucket:
             if self.scale is not None:
                 error.div_(self.scale)
 
-    def wire_plan(self, numel: int, *, left: bool, owners: int, part: int = 0) -> WirePlan:
-        """Return the byte format of a message of ``numel`` elements, or of the part that this worker of a node sends.
+    def wire(self, new: Callable[[WirePlan], Wire], numel: int, *, left: bool, owners: int, part: int) -> Wire:
+        """Return what ``new`` makes for a message of ``numel`` elements, or for this worker's part of a node's.
 
         ``left`` says whether its factors are left factors. Each of ``owners`` workers sums a chunk of the part.
         """
         key = numel, left, owners, part
-        if key not in self._wire_plans:
+        if key not in self._wires:
             bypass, parts = numel - (self.layout.p_numel if left else self.layout.q_numel), self.partition.workers
             shapes, itemsize = self.layout.factor_shapes(left=left), self.message_P.element_size()
             plan = WirePlan.build(wire_format(self.config), shapes, bypass, itemsize, parts * owners)
-            self._wire_plans[key] = plan.part(part, parts)
-        return self._wire_plans[key]
+            self._wires[key] = new(plan.part(part, parts))
+        return self._wires[key]
 
     def left(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, n, r] of flat left factors, for all groups of the layout or for those given."""
@@ -200,16 +198,6 @@ class Bucket:
         """Return the compressed tensors of {name: contiguous tensor} as matrices, group by group."""
         groups = self.layout.groups if groups is None else groups
         return [[tensors[segment.name].view(group.n, group.m) for segment in group.segments] for group in groups]
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """(index of this worker in its node, workers of the node that share the matrices)."""
-        return self.worker, self.partition.workers
-
-    @property
-    def shared(self) -> bool:
-        """Whether other workers of this node compress a part of the matrices."""
-        return self.partition.workers > 1
 
     def bypass(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the bypass tensors of {name: contiguous tensor}, flat."""

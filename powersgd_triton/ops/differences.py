@@ -1,8 +1,8 @@
 """Differences between a flat tensor and a copy of it, in few bits an element: encoding and applying them.
 
 A copy v follows its original w by v ← v + decode(encode(w − v)). The rounding error remains in w − v, and is part of
-the next difference. So the copy needs no error buffer, and it cannot drift away from its original. Whole tensors are
-sent as their differences from 0. What was encoded is then subtracted from them, so that they keep the rounding error.
+the next difference: the copy needs no error buffer and cannot drift away. Whole tensors are sent as their differences
+from 0. What was encoded is then subtracted from them, so that they keep the rounding error.
 
 128 adjacent elements are a block. They share a bf16 scale: in 8, 4 and 2 bits their largest difference divided by the
 format's levels, in ternary codes the mean magnitude of the elements that are not 0.
@@ -23,19 +23,15 @@ SPAN = 160 * 5 * BLOCK
 def encode_reference(
     target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False
 ) -> None:
-    """out ← scales and codes of target − base.
+    """out ← scales and codes of target − base. With ``subtract``, target ← target − what these stand for.
 
     8 and 4 bits: round((target − base) / scale), ties to even. 2 bits: the nearest of −3, −1, 1 and 3 times the scale.
     Ternary: 0 for magnitudes up to 0.7 of the block's mean, and ±1 for others, whose mean magnitude is the scale.
     An element of ``base`` that is not finite counts as 0, so that it recovers. If a difference is not finite, the scale
     of its block is NaN.
 
-    Args:
-        target: [numel], fp32 or narrower.
-        base: [numel], in any float dtype. None stands for zeros.
-        width: Format of the differences.
-        out: uint8 [bytes], as ``width.difference_bytes`` says.
-        subtract: Whether to subtract what ``out`` stands for from ``target``.
+    ``target`` [numel] is fp32 or narrower, ``base`` [numel] of any float dtype, or None for zeros, and ``out`` uint8
+    [``width.difference_bytes``].
     """
     spans = _spans(target, out, width)
     copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
@@ -58,11 +54,8 @@ def apply_reference(content: Tensor, width: WireFormat, base: Tensor, weight: fl
     Elements of ``base`` that are not finite count as 0. To add the messages of several workers to one tensor, call this
     once for each, in the same order on all workers.
 
-    Args:
-        content: uint8 [copies, bytes], what ``encode_reference`` wrote for each row of ``base``.
-        width: Format of the differences.
-        base: [copies, numel], in any float dtype. Rows are contiguous.
-        weight: Factor of what is added. −1 takes back what was encoded.
+    ``content`` is uint8 [copies, bytes], what ``encode_reference`` wrote for each contiguous row of ``base`` [copies,
+    numel], of any float dtype. Weight −1 takes back what was encoded.
     """
     # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
     shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=base.device)).unsqueeze(1)

@@ -16,21 +16,10 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.constants import CARRY, OTHER_KEY, SMALLEST_REST
 from powersgd_triton.ops.blocks import product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.orthogonalize import random_directions
-
-CARRY = 0.05
-"""Weight of the old column against a random direction of about √(m/3). If what waits is less than about a twentieth of
-what the old column carries, the old column prevails. So gradients of rank at most r are still sent, up to the rounding
-errors of products with the random direction: about 1e-5 to 1e-4 of the largest singular value."""
-
-OTHER_KEY = 4
-"""Added to a matrix's key. In four passes, kernels draw what replaces dead columns with the numbers before it."""
-
-SMALLEST_REST = 2.0**-8
-"""If a smaller share of a random direction's squared norm is left, what is left is not orthogonal in fp32. The column
-then stays until the next time."""
 
 
 def explores(config: PowerSGDConfig, repetition: int) -> bool:

@@ -14,10 +14,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def together(kinds: Mapping[str, tuple[torch.Size, torch.dtype, torch.device]]) -> dict[str, Tensor]:
-    """Return new tensors of shapes, dtypes and devices, in one buffer on each device, at multiples of 16 bytes.
-
-    Wherever the buffer is, they are as far apart.
-    """
+    """Return new tensors of shapes, dtypes and devices, in one buffer on each device, at multiples of 16 bytes."""
     places: list[tuple[int, int]] = []
     sizes: dict[torch.device, int] = {}
     for shape, dtype, device in kinds.values():
@@ -49,10 +46,9 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 
 def real_shape(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the shape as which a gradient is compressed or averaged.
+    """Return the shape as which a gradient is compressed or averaged: [..., 2k] for a complex tensor [..., k].
 
-    A complex tensor [..., k] counts as a real tensor [..., 2k], in which real and imaginary parts alternate. A complex
-    n × m matrix is thus compressed as a real n × 2m matrix, and a complex vector is averaged exactly, as all vectors.
+    Real and imaginary parts alternate. A complex n × m matrix is compressed as a real n × 2m matrix.
     """
     if not dtype.is_complex:
         return tuple(shape)

@@ -24,6 +24,28 @@ LARGEST_FIRST_GROWTH = 1e7
 add up and they are not, the second pass sees that, and Householder QR takes its place."""
 
 
+def orthogonalize_reference(
+    A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor
+) -> Tensor:
+    """out = orthonormal basis of A's columns, in their order: Gram–Schmidt as Householder QR in fp64.
+
+    Dead columns are replaced first, see ``replace_dead_columns``. A finite A gives a finite, orthonormal result, whose
+    span contains A's columns up to what is dead. A non-finite A gives a finite result.
+
+    Args:
+        A, out: [B, n, r] with r ≤ n, A in fp32 or fp64. They may be the same.
+        keys: [B] int64, a number for each matrix.
+        step: Number of the step, also as an int64 scalar on the device.
+        epsilon: Share of its norm up to which a column is dead, if that is more than 2⁻²².
+
+    Returns:
+        Number of columns that are zero since they would not be orthonormal, an int64 scalar.
+    """
+    basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
+    out.copy_(basis)
+    return zeroed
+
+
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
     """Return Q with X = Q R, for X [B, n, r] in fp64 and R with a positive diagonal, and how many of its columns are 0.
 
@@ -45,8 +67,8 @@ def replace_dead_columns(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon
 
     In X = Q R, |R_jj| is what is left of column j after projecting out all columns before it. These may include dead
     ones, which must not count. So a column is dead for certain only if it has no larger part in the directions of other
-    columns that seem dead. Then it is moved behind all others, and R is decomposed again. Whatever the condition of X,
-    a column of Q R is that of X up to rounding of this column (Higham, theorem 19.4). So rounding loses no direction.
+    columns that seem dead. Then it is moved behind all others, and R is decomposed again. A column of Q R is that of X
+    up to rounding of this column, for any X (Higham, theorem 19.4). So rounding loses no direction.
     """
     # As rows instead of columns, in which order LAPACK wants them in memory.
     Xt = A.mT.to(torch.float64, memory_format=torch.contiguous_format)
@@ -109,9 +131,8 @@ def orthogonalize_groups(
 ) -> int | Tensor:
     """Do what ``orthogonalize_reference`` does for each group of factors, by CholeskyQR where that is exact enough.
 
-    On small matrices the calls take longer than the arithmetic, so groups of equal rank share a decomposition. On other
-    devices the host would have to wait to know what is exact enough, and fp64 bases need more, so these are left to the
-    reference.
+    Calls take longer than arithmetic on small matrices, so groups of equal rank share a decomposition. On other devices
+    the host would have to wait to know what is exact enough, and fp64 needs more: these are left to the reference.
     """
     zeroed: int | Tensor = 0
     ranks: dict[int, list[int]] = {}
@@ -119,9 +140,7 @@ def orthogonalize_groups(
         if A.device.type == "cpu" and A.dtype == torch.float32:
             ranks.setdefault(A.shape[-1], []).append(i)
         else:
-            basis, more = householder_qr(replace_dead_columns(A, keys=keys[i], step=step, epsilon=epsilon))
-            out[i].copy_(basis)
-            zeroed += more
+            zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
     for group in ranks.values():
         # The vectors are rows instead of columns, which makes the products below twice as fast.
         Xts = [sources[i].mT.to(torch.float64, memory_format=torch.contiguous_format) for i in group]

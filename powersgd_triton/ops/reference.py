@@ -8,25 +8,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from powersgd_triton.layout.constants import HEADROOM
 from powersgd_triton.ops.blocks import add_product, blocks, multiply, product, warm
-from powersgd_triton.ops.orthogonalize import householder_qr, replace_dead_columns
 
-HEADROOM = 2.0**-18
-"""Share of the largest number that an error may keep after a step that was not finite, since products of larger errors
-could make every later step overflow. It is 2¹¹⁰ in fp32. A product of such an n × m error with orthonormal columns is
-at most √n · 2¹¹⁰, so its sum over W workers fits if W √n < 2¹⁷."""
+Matrices = Sequence[Tensor]
+"""B matrices [n, m]."""
+
+Pending = tuple[Tensor, Tensor, Tensor]
+"""A product P Qᵀ of [B, n, k] and [B, m, k] still to be subtracted from M, and a scalar, 0 if it was never applied."""
 
 
 def compensate_project_reference(
-    G: Sequence[Tensor],
-    M: Sequence[Tensor] | None,
-    P_prev: Tensor,
-    Q_prev: Tensor,
-    applied: Tensor | None,
-    Q: Tensor,
-    *,
-    growth: Tensor | None = None,
-    out: Tensor,
+    G: Matrices, M: Matrices | None, pending: Pending | None, Q: Tensor, *, growth: Tensor | None = None, out: Tensor
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = P = M Q.
 
@@ -36,14 +29,13 @@ def compensate_project_reference(
     Args:
         G: Gradients, B of [n, m], any float dtype.
         M: Error buffers, B of [n, m], updated in place. None for M = G without error feedback.
-        P_prev, Q_prev: Product that is still to be subtracted from M, [B, n, k] and [B, m, k].
-        applied: Scalar, 0 if that product was never applied. None if there is no such product.
+        pending: P_prev, Q_prev, and whether their product was applied. None if there is no such product.
         Q: Basis [B, m, r].
         growth: Positive scalar by which the loss scale has grown since M was written. None for 1.
         out: P [B, n, r].
     """
     Qt = Q.mT.contiguous()
-    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, Q):
+    for members, rows, block, spoiled in _compensated(G, M, pending, growth, Q):
         P = out[members, rows]
         multiply(block, Qt[members].mT, out=P)
         if spoiled is not None:
@@ -51,22 +43,14 @@ def compensate_project_reference(
 
 
 def compensate_backproject_reference(
-    G: Sequence[Tensor],
-    M: Sequence[Tensor] | None,
-    P_prev: Tensor,
-    Q_prev: Tensor,
-    applied: Tensor | None,
-    P: Tensor,
-    *,
-    growth: Tensor | None = None,
-    out: Tensor,
+    G: Matrices, M: Matrices | None, pending: Pending | None, P: Tensor, *, growth: Tensor | None = None, out: Tensor
 ) -> None:
     """M ← G + growth · (M − P_prev Q_prevᵀ), out = Q = Mᵀ P. As ``compensate_project_reference``, from the left.
 
     P [B, n, r], out [B, m, r]. A non-finite element in column j of G makes row j of Q non-finite.
     """
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
-    for members, rows, block, spoiled in _compensated(G, M, P_prev, Q_prev, applied, growth, P):
+    for members, rows, block, spoiled in _compensated(G, M, pending, growth, P):
         add_product(Qt[members], P[members, rows].mT, block)
         if spoiled is not None:
             Qt[members] += spoiled.sum(-2, keepdim=True)
@@ -74,18 +58,10 @@ def compensate_backproject_reference(
 
 
 def _compensated(
-    G: Sequence[Tensor],
-    M: Sequence[Tensor] | None,
-    P_prev: Tensor,
-    Q_prev: Tensor,
-    applied: Tensor | None,
-    growth: Tensor | None,
-    basis: Tensor,
+    G: Matrices, M: Matrices | None, pending: Pending | None, growth: Tensor | None, basis: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Update M block by block. Yield slices of matrices and rows, their M, and the non-finite part of G if any."""
-    Qt_prev = None
-    if M is not None and applied is not None and _maybe(applied):
-        P_prev, Qt_prev = _applied(P_prev, Q_prev, applied)
+    subtracted = None if M is None or pending is None or not _maybe(pending[2]) else _applied(*pending)
     if growth is not None and _on_host(growth) and growth == 1:
         growth = None
     for members, rows, (G_block, M_block) in blocks(basis.shape[-1], G, G if M is None else M):
@@ -93,11 +69,12 @@ def _compensated(
             yield members, rows, G_block.to(basis.dtype), None
             continue
         block = M_block.to(basis.dtype)
-        if Qt_prev is not None:
+        if subtracted is not None:
+            P, Qt = subtracted
             # With one column the product takes no longer than reading the block.
-            if Qt_prev.shape[1] > 1:
+            if Qt.shape[1] > 1:
                 warm(block)
-            add_product(block, P_prev[members, rows], Qt_prev[members], alpha=-1)
+            add_product(block, P[members, rows], Qt[members], alpha=-1)
         if growth is not None:
             block.mul_(growth)
         spoiled = None
@@ -112,7 +89,7 @@ def _compensated(
         yield members, rows, block, spoiled
 
 
-def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> None:
+def backproject_reference(M: Matrices, P: Tensor, *, out: Tensor) -> None:
     """out = Q = Mᵀ P.  M: B of [n, m], P [B, n, r] orthonormal, out [B, m, r]."""
     Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
     # A product over long rows with few columns runs on one thread. Split it into as many products as there are threads.
@@ -131,7 +108,7 @@ def backproject_reference(M: Sequence[Tensor], P: Tensor, *, out: Tensor) -> Non
     out.copy_(Qt.mT)
 
 
-def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Sequence[Tensor], verdict: Tensor | None = None) -> None:
+def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tensor | None = None) -> None:
     """out = P Qᵀ.  P [B, n, r], Q [B, m, r], out: B of [n, m] in any float dtype, to which it is rounded once.
 
     ``verdict`` is a scalar that becomes 0 if an element of ``out`` is not finite. None skips this check.
@@ -176,7 +153,7 @@ def note_overflow(written: Tensor, verdict: Tensor) -> None:
         verdict.mul_(smallest.isfinite() & largest.isfinite())
 
 
-def subtract_product_reference(M: Sequence[Tensor], P: Tensor, Q: Tensor, applied: Tensor) -> None:
+def subtract_product_reference(M: Matrices, P: Tensor, Q: Tensor, applied: Tensor) -> None:
     """M ← M − P Qᵀ if ``applied`` is not 0: the subtraction that lazy error feedback has deferred."""
     if not _maybe(applied):
         return
@@ -195,7 +172,7 @@ def _applied(P: Tensor, Q: Tensor, applied: Tensor) -> tuple[Tensor, Tensor]:
     return P, Q.mT.contiguous()
 
 
-def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor) -> None:
+def rollback_reference(G: Matrices, M: Matrices, finite: Tensor) -> None:
     """M ← M − (finite elements of G) if the scalar ``finite`` is 0: undo what compensating added.
 
     An element whose sum overflowed is lost and becomes 0. Others are clamped to ``largest_error``.
@@ -211,29 +188,6 @@ def rollback_reference(G: Sequence[Tensor], M: Sequence[Tensor], finite: Tensor)
 def largest_error(dtype: torch.dtype) -> float:
     """Return the largest element that an error may keep after a step that was not finite."""
     return HEADROOM * torch.finfo(dtype).max
-
-
-def orthogonalize_reference(
-    A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon: float = 0.0, out: Tensor
-) -> Tensor:
-    """out = orthonormal basis of A's columns, in their order: Gram–Schmidt as Householder QR in fp64.
-
-    Dead columns are replaced first, see ``replace_dead_columns``. A finite A gives a finite, orthonormal result, whose
-    span contains A's columns up to what is dead. A non-finite A gives a finite result.
-
-    Args:
-        A: [B, n, r] with r ≤ n, fp32 or fp64.
-        keys: [B] int64, a number for each matrix.
-        step: Number of the step, also as an int64 scalar on the device.
-        epsilon: Share of its norm up to which a column is dead, if that is more than 2⁻²².
-        out: [B, n, r]. It may be A.
-
-    Returns:
-        Number of columns that are zero since they would not be orthonormal, an int64 scalar.
-    """
-    basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
-    out.copy_(basis)
-    return zeroed
 
 
 def _finite_part(G: Tensor) -> Tensor:

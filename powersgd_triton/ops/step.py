@@ -21,9 +21,8 @@ LARGEST_SCALE = 2.0**60
 class Step:
     """The step under way. It is open from its first bucket until ``Engine`` ends or voids it.
 
-    What kernels need of a step lies on the device: its verdict and its number. Each step has scalars of its own, unless
-    a step was captured in a CUDA graph. A replay runs the same kernels on the same memory. So from the capture on, all
-    steps use the same scalars, and ``start`` sets them on the device.
+    What kernels need of a step lies on the device: its verdict and its number. Each step has scalars of its own. But
+    from the capture of a CUDA graph on, whose replays use the same memory, ``start`` sets the same scalars anew.
 
     Attributes:
         ended: Number of steps ended since the workers were compared. Loading a checkpoint does not change it.
@@ -61,10 +60,7 @@ class Step:
         self.captured = False
 
     def start(self, *, captured: bool) -> tuple[Tensor, Tensor] | None:
-        """Prepare the scalars of a new step on the device, if steps share them. Call it before the first bucket.
-
-        Args:
-            captured: Whether the step is captured in a CUDA graph.
+        """Begin a step, ``captured`` in a CUDA graph or not, before its first bucket.
 
         Returns:
             (verdict of the last step, a copy of it to use from now on), if the steps share their scalars. Else None.
@@ -113,16 +109,14 @@ class Step:
     def overflow(self, device: torch.device) -> Tensor | None:
         """Return the verdict, to be set to 0 if an average does not fit its dtype. None without a loss scale.
 
-        Without a loss scale, such an average must not void the step. The error would keep the gradient, no scaler would
-        reduce it, and the average of no later step would fit.
+        Without one, such an average must not void the step: no scaler would reduce it, nor would any later one fit.
         """
         return None if self.loss_scale is None else self.verdict(device)
 
     def void(self, *, stays_open: bool, captured: bool = False) -> None:
-        """Discard the open step: its products are not subtracted from the error buffers.
+        """Discard the open step: its products are not subtracted. With ``stays_open`` it remains to be ended.
 
-        With ``stays_open`` the step remains to be ended, with a verdict of 0. If it was ``captured``, nothing has run
-        on the device, and the verdict there is still that of the step before.
+        If it was ``captured``, nothing has run on the device, and the verdict there is still that of the step before.
         """
         if self._scalars is not None and not captured:
             self._scalars[1].zero_()
@@ -149,9 +143,8 @@ class LossScale:
     """The factor by which the loss, and hence every gradient, is scaled. Read once a step, without synchronization.
 
     Args:
-        source: A ``torch.amp.GradScaler`` (or a subclass, such as FSDP1's ``ShardedGradScaler``), or a function that
-            returns a positive number, a tensor with one element, or None if the loss is not scaled. If the tensor's
-            element is not positive and finite, the last one that was stays in force.
+        source: A ``torch.amp.GradScaler``, or a function that returns a positive number, a tensor with one element, or
+            None if the loss is not scaled. A tensor that is not positive and finite leaves the last scale in force.
 
     Raises:
         TypeError: ``source`` is neither a scaler nor a function.
@@ -169,7 +162,7 @@ class LossScale:
         self._growths: list[tuple[Tensor | None, Tensor]] = []
 
     def current(self, device: torch.device) -> Tensor | None:
-        """Return this step's scale, an fp32 scalar. None if the loss is not scaled. Raises the errors of ``read``."""
+        """Return this step's scale, as ``read`` does."""
         if self._scale is None:
             self._scale = self.read(device)
         return self._scale

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
-from powersgd_triton.ops.blocks import add_product, product
+from powersgd_triton.ops.blocks import add_product, multiply, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.orthogonalize import orthogonalize_groups, random_directions
 from powersgd_triton.ops.reference import (
+    Pending,
     backproject_reference,
     compensate_backproject_reference,
     compensate_project_reference,
+    may_overflow,
     note_overflow,
     reconstruct_reference,
     rollback_reference,
@@ -45,7 +47,6 @@ class TorchBackend:
         self._bypass = bucket.bypass_means
         # The last message of this repetition.
         self._sent: Message | None = None
-        self._wires: dict[WirePlan, TorchWire] = {}
 
     def project(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:
         # In the standard algorithm only the span of the sum is used, so this worker's own P need not be kept.
@@ -113,10 +114,7 @@ class TorchBackend:
             _orthogonalize(bucket, bases, step, out=bases)
 
     def wire(self, plan: WirePlan) -> Wire:
-        if plan not in self._wires:
-            message = self.bucket.message_P
-            self._wires[plan] = TorchWire(plan, message.dtype, message.device)
-        return self._wires[plan]
+        return TorchWire(plan, self.bucket.message_P.dtype, self.bucket.message_P.device)
 
     def _matrices(self, gradients: Mapping[str, Tensor]) -> list[list[Tensor]]:
         """Return M, which is G without error feedback."""
@@ -143,19 +141,19 @@ class TorchBackend:
         if repetition > 0:
             # The first product of this step has compensated M already.
             for matrices, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
-                compensate(matrices, None, basis, basis, None, basis, out=result)
+                compensate(matrices, None, None, basis, out=result)
             self._leave_out(bases, out, left=left)
             return
         self._product, self._average, self._means = [], [], []
         growth = bucket.rescale(step)
-        # Before the first step there is no product. The placeholders are not read, since ``applied`` is None then.
-        pending = bucket.joined(bucket.product, bucket.own) or [(basis, basis) for basis in bases]
-        applied = bucket.applied if bucket.product else None
         G = bucket.matrices(gradients, bucket.own)
         M: Sequence[list[Tensor] | None] = [None] * len(G) if bucket.M is None else bucket.M
-        for g, m, (P, Q), basis, result in zip(G, M, pending, bases, out, strict=True):
-            compensate(g, m, P, Q, applied, basis, growth=growth, out=result)
-        bucket.compensated()
+        pending: Sequence[Pending | None] = [None] * len(G)
+        if bucket.product and bucket.applied is not None:
+            pending = [(P, Q, bucket.applied) for P, Q in bucket.joined(bucket.product, bucket.own)]
+        for g, m, before, basis, result in zip(G, M, pending, bases, out, strict=True):
+            compensate(g, m, before, basis, growth=growth, out=result)
+        bucket.applied = None
 
     def _leave_out(self, bases: Sequence[Tensor], out: Sequence[Tensor], *, left: bool) -> None:
         """Compute out −= product · basis, or productᵀ · basis, for the product that this step has already sent."""
@@ -192,6 +190,33 @@ class TorchBackend:
         for mean in self._means:
             mean.masked_fill_(~finite, math.nan)
         bucket.commit(self._product, self._average, self._bypass, verdict)
+
+
+def reconstruct_ranges(bucket: Bucket, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+    """Write elements [start, start + numel) of the flat Ĝ = L Rᵀ, or of a bypass tensor's mean.
+
+    ``out`` is {name: (start, flat tensor of any float dtype)} for some of the tensors: a worker's shard. Only rows that
+    overlap with it are computed. ``overflow`` is a scalar that becomes 0 if an element written is not finite.
+    """
+    for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
+        for index, segment in enumerate(group.segments):
+            if segment.name in out:
+                start, target = out[segment.name]
+                first, behind = start // group.m, -(-(start + target.numel()) // group.m)
+                P, Q = left[index : index + 1, first:behind], right[index : index + 1]
+                if target.numel() == (behind - first) * group.m and target.dtype == P.dtype:
+                    multiply(P, Q.mT, out=target.view(1, behind - first, group.m))
+                else:
+                    skipped = start - first * group.m
+                    target.copy_(product(P, Q.mT).view(-1)[skipped : skipped + target.numel()])
+                if overflow is not None and may_overflow(P, Q, target.dtype):
+                    note_overflow(target, overflow)
+    for segment, mean in zip(bucket.layout.bypass, bucket.split_bypass(bucket.bypass_means), strict=True):
+        if segment.name in out:
+            start, target = out[segment.name]
+            target.copy_(mean[start : start + target.numel()])
+            if overflow is not None and target.dtype != mean.dtype:
+                note_overflow(target, overflow)
 
 
 def _orthogonalize(

@@ -7,23 +7,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from powersgd_triton.kernels.backproject import backproject_triton
+from powersgd_triton.kernels.availability import MAX_RANK
+from powersgd_triton.kernels.backproject import backproject_triton, compensate_backproject_triton
 from powersgd_triton.kernels.commit import commit_triton
-from powersgd_triton.kernels.compensate_backproject import compensate_backproject_triton
-from powersgd_triton.kernels.compensate_project import compensate_project_triton
+from powersgd_triton.kernels.compensate_project import Pending, compensate_project_triton
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.explore import explore_triton
 from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_triton
-from powersgd_triton.kernels.pack import average_triton, pack_and_average_triton, pack_triton
+from powersgd_triton.kernels.pack import average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
-from powersgd_triton.kernels.table import MAX_RANK, BucketTable, FactorTable, Matrix, Pointers
+from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
 from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bucket import Bucket, seed
-from powersgd_triton.ops.explore import CARRY, OTHER_KEY, SMALLEST_REST, explores
-from powersgd_triton.ops.reference import largest_error
+from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.wire import Wire
@@ -67,7 +66,6 @@ class TritonBackend:
         # takes a verdict that nobody reads.
         self._never, self._ignored = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         self._same = torch.ones((), device=device)
-        self._wires: dict[WirePlan, TritonWire] = {}
         # Where gradients and error buffers are in this step. Numbers, which keep no tensor alive.
         self._places: tuple[Pointers, Pointers | None]
 
@@ -81,7 +79,7 @@ class TritonBackend:
             table, G, M, *self._pending(step), bucket.basis, launches.compensate_project, out=parts
         )
         pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
-        bucket.compensated()
+        bucket.applied = None
         return Message(bucket.message_P, left=True, own=own)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
@@ -95,15 +93,16 @@ class TritonBackend:
                 launches.compensate_backproject, launches.backproject, out=parts,
             )  # fmt: skip
             pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
-            bucket.compensated()
+            bucket.applied = None
         else:
             self._orthogonalize(self._table.P, bucket.message_P, step, out=bucket.P_hat)
             G, M = self._places
             backproject_triton(table, G if M is None else M, bucket.P_hat, launches.backproject, out=parts)
             # The same launch turns the bypass tensors of the previous message into means.
-            pack_and_average_triton(
-                table, parts, G, bucket.message_P, step.workers, self._finite, own=bucket.Q, message=bucket.message_Q
-            )
+            average_triton(
+                table, table.pack_Q, parts, G, bucket.message_P, step.workers, self._finite,
+                own=bucket.Q, message=bucket.message_Q,
+            )  # fmt: skip
         return Message(bucket.message_Q, left=False, own=bucket.Q)
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
@@ -119,19 +118,17 @@ class TritonBackend:
             product, average = (bucket.P_hat, bucket.Q), (bucket.P_hat, mean)
         if self._alternating:
             pack = table.pack_P if projected else table.pack_left
-            average_triton(table, pack, self._places[0], message, step.workers, self._finite)
+            average_triton(table, pack, message, self._places[0], message, step.workers, self._finite)
         # This is needed without warm start too, because it detects non-finite values.
         following = self._get("following", numel)
         self._orthogonalize(factors, mean, step, out=following)
         if explores(config, repetition):
-            explore_triton(
-                table, step.number(self._device), self._finite, self._rank, every=config.explore_every,
-                other=OTHER_KEY, carry=CARRY, smallest=SMALLEST_REST, out=following,
-            )  # fmt: skip
+            number = step.number(self._device)
+            explore_triton(table, number, self._finite, self._rank, config.explore_every, out=following)
         verdict = step.verdict(self._device)
         commit_triton(
             self._own, *self._places, following if config.warm_start else None, step.workers, self._finite,
-            largest=largest_error(torch.float32), basis=basis, message=mean, verdict=verdict,
+            basis=basis, message=mean, verdict=verdict,
         )  # fmt: skip
         bypass_means = message[numel:] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)
@@ -162,17 +159,15 @@ class TritonBackend:
 
     def wire(self, plan: WirePlan) -> Wire:
         assert self.bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
-        if plan not in self._wires:
-            self._wires[plan] = TritonWire(plan, self._launches.wire, self._rank, self._device)
-        return self._wires[plan]
+        return TritonWire(plan, self._launches.wire, self._rank, self._device)
 
-    def _pending(self, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (L, R, applied, growth): the product pending in M, and the factor by which to multiply M."""
+    def _pending(self, step: Step) -> tuple[Pending, Tensor]:
+        """Return the product pending in M, and the factor by which to multiply M."""
         bucket, growth = self.bucket, self.bucket.rescale(step)
         growth = self._same if growth is None else growth
         if bucket.applied is None:
-            return bucket.P_hat, bucket.Q, self._never, growth
-        return *bucket.product[0], bucket.applied, growth
+            return (bucket.P_hat, bucket.Q, self._never), growth
+        return (*bucket.product[0], bucket.applied), growth
 
     def _orthogonalize(self, factors: FactorTable, A: Tensor, step: Step, *, out: Tensor) -> None:
         launch, rank = self._launches.orthogonalize, self._table.rank
@@ -184,10 +179,7 @@ class TritonBackend:
         )  # fmt: skip
 
     def _locate(self, gradients: Mapping[str, Tensor]) -> tuple[Pointers, Pointers | None]:
-        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are.
-
-        Called by the first product of a step.
-        """
+        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are now."""
         errors = [M for group in self.bucket.M or [] for M in group]
         G = self._own.pointers([gradients[name] for name in self._own_names])
         self._places = G, self._own.pointers(errors, bypass=False) if errors else None
@@ -209,10 +201,7 @@ class TritonBackend:
 
 
 def largest_rank(bucket: Bucket) -> int:
-    """Return the largest rank that matrices may have in this bucket, or in others of the model, also in later plans.
-
-    Kernels are chosen for it, so that all buckets share them and new ranks need no others.
-    """
+    """Return the largest rank in the model's buckets, also in later plans: kernels for it serve all of them."""
     config = bucket.config
     bound = config.max_rank if config.planned else config.rank
     ranks = [group.rank for group in bucket.layout.groups]

@@ -33,10 +33,7 @@ class Wire(Protocol):
         """Write this worker's message to ``out``, rounded, and its rounded factors to ``own`` if given."""
 
     def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None:
-        """Write the rounded sum of the parts that ``worker`` owns to ``out`` [plan.size].
-
-        Subtract what rounding lost, sum − rounded sum, from ``own`` if given.
-        """
+        """Write the rounded sum of the parts that ``worker`` owns to ``out`` [plan.size]. own −= sum − rounded sum."""
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
         """Write the message of all rounded sums to ``out``."""
@@ -45,9 +42,9 @@ class Wire(Protocol):
 class TorchWire:
     """The reference implementation of ``Wire``, for messages in fp32 or fp64. Bypass tensors are sent in this dtype.
 
-    The number of operations decides how long a small message takes. So an operation processes all factors of a chunk at
-    once, or all blocks of a run if it depends on the blocks. Operations on the short rows of a factor are slow, so
-    several rows of a block count as one long row. The scales are repeated accordingly.
+    The number of operations decides how long a small message takes. So an operation processes all factors of a chunk,
+    or all blocks of a run. Operations on short rows are slow, so several rows of a block count as one long row, with
+    repeated scales.
     """
 
     def __init__(self, plan: WirePlan, dtype: torch.dtype, device: torch.device) -> None:
@@ -108,9 +105,8 @@ class TorchWire:
     def _encode(self, A: Tensor, runs: Sequence[Run], content: Tensor, chunk: Chunk, *, own: Tensor | None) -> None:
         """Write scales s = max|x| / levels of each block's columns, and codes round(x / s). own ← codes · scales.
 
-        Rounding is to nearest, ties to even. A non-finite value makes its scale NaN, and with it all decoded values of
-        the column. Zeros have code 0, and so have values so small that the scale is 0. ``A`` and ``own``, which may be
-        scratch, are the chunk's factors, flat.
+        Rounding is to nearest, ties to even. A non-finite value makes its scale NaN, and with it the column. Where the
+        scale is 0, codes are 0. ``A`` and ``own``, which may be scratch, are the chunk's factors, flat.
         """
         width, (scales, codes) = self.plan.width, self._parts(content, chunk)
         divisors: list[Tensor] = []
@@ -178,9 +174,7 @@ class Place:
     def of(self, flat: Tensor) -> Tensor:
         """Return the part as a view, [*shape] or [rows, *shape]."""
         offset = flat.storage_offset() + self.offset
-        if flat.dim() == 1:
-            return flat.as_strided(self.shape, self.strides, offset)
-        return flat.as_strided((len(flat), *self.shape), (flat.stride(0), *self.strides), offset)
+        return flat.as_strided((*flat.shape[:-1], *self.shape), (*flat.stride()[:-1], *self.strides), offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,10 +183,8 @@ class Run:
 
     Attributes:
         entries: [count, blocks, long rows, entries of a long row].
-        low, high: First and second half of each block's entries, [count, blocks, entries]. If the number of rows is
-            odd, the second is shorter.
-        scales: [count, blocks, rank].
-        repeated: The scales, repeated for a long row, [count, blocks, rows in a long row, rank].
+        low, high: Halves of each block's entries, [count, blocks, entries]. The second may be a row shorter.
+        scales, repeated: [count, blocks, rank], and for a long row [count, blocks, rows in a long row, rank].
         codes: [count, blocks, codes]. Two 4-bit codes are one.
     """
 

@@ -14,7 +14,7 @@ from powersgd_triton.core.scheme import Ranges, Task
 from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace
-from powersgd_triton.ops.ranges import reconstruct_ranges
+from powersgd_triton.ops.torch_backend import reconstruct_ranges
 from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 

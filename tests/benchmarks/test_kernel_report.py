@@ -92,11 +92,11 @@ def test_aligned_memory_is_accessed_in_128_bits(report: Rows):
         kernel, variant = row["kernel"], row["variant"]
         name = (row["architecture"], kernel, variant)
         loads, stores = row["loads_128_bit"], row["stores_128_bit"]
-        if kernel in WHOLE_GRADIENT:
+        if kernel in WHOLE_GRADIENT and (kernel, row["compensate"]) != ("backproject", True):
+            # (On AMD, tiles of the kernel that compensates and backprojects are too small for that.)
             assert loads or kernel == "reconstruct", name
-            # Projecting alone does not write whole matrices.
-            projects = kernel == "compensate_project" and not row["compensate"]
-            assert stores or kernel == "backproject" or projects, name
+            # Multiplying alone does not write whole matrices.
+            assert stores or (kernel != "reconstruct" and not row["compensate"]), name
         # The fp32 side, at rank 32.
         elif kernel in WIRE and variant == "rank 32, wire int4 and own":
             wide[kernel] += 1

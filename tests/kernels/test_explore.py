@@ -8,9 +8,10 @@ from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.kernels.explore import explore_triton
+from powersgd_triton.layout.constants import CARRY
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.explore import CARRY, OTHER_KEY, SMALLEST_REST, explore_reference
+from powersgd_triton.ops.explore import explore_reference
 from powersgd_triton.ops.triton_backend import TritonBackend
 
 EVERY = 3
@@ -25,7 +26,7 @@ def explored(bucket: Bucket, step: int, finite: bool = True) -> list[list[Tensor
             explore_triton(
                 TritonBackend(bucket, {})._table, torch.tensor(step, device=device),
                 torch.tensor(int(finite), dtype=torch.int32, device=device), max(g.rank for g in bucket.layout.groups),
-                every=EVERY, other=OTHER_KEY, carry=CARRY, smallest=SMALLEST_REST, out=bucket.basis,
+                EVERY, out=bucket.basis,
             )  # fmt: skip
         else:
             explore_reference(bucket, step, where=torch.tensor(finite, device=device))

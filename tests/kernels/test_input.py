@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from powersgd_triton.kernels.availability import MAX_RANK
 from powersgd_triton.kernels.backproject import backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
 from powersgd_triton.kernels.configurations import TABLES, architecture, select_configuration
-from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
+from powersgd_triton.kernels.pack import average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
-from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, MAX_RANK, POINTERS, BucketTable, Matrix, Pointers
+from powersgd_triton.kernels.table import COPY_BLOCK, MAX_COLUMNS, POINTERS, BucketTable, Matrix, Pointers
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import GRADIENTS, NAN, Bucket, mixed, rounding, stored
 
@@ -138,7 +139,7 @@ def test_more_elements_than_32_bits_count(device: torch.device):
     message = torch.full_like(basis, NAN)
     pointers, parts = made.pointers([G]), torch.full((max(made.p_parts_numel, made.q_parts_numel),), NAN, device=device)
     compensate_project_triton(
-        made, pointers, made.pointers([M], bypass=False), P_hat, basis, bucket.scalar(1.0),
+        made, pointers, made.pointers([M], bypass=False), (P_hat, basis, bucket.scalar(1.0)),
         bucket.scalar(1.0), basis, launches.compensate_project, out=parts,
     )  # fmt: skip
     pack_triton(made.pack_P, parts, pointers, bucket.finite, own=None, message=P)
@@ -153,7 +154,7 @@ def test_more_elements_than_32_bits_count(device: torch.device):
     got = M[ends[:, None], columns]
     assert_within(got, truth, error + stored(truth.abs() + error, dtype, device))
     backproject_triton(made, made.pointers([M], bypass=False), P_hat, launches.backproject, out=parts)
-    pack_and_average_triton(made, parts, pointers, P, 1, bucket.finite, own=Q, message=message)
+    average_triton(made, made.pack_Q, parts, pointers, P, 1, bucket.finite, own=Q, message=message)
     left = P_hat[ends].double()
     bound = rounding(2 * edge, device) * (got.double().abs().mT @ left.abs())
     assert_within(Q[columns], got.double().mT @ left, bound)

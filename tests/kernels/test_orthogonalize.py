@@ -11,12 +11,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from powersgd_triton.kernels import gram, panels
-from powersgd_triton.kernels.columns import ProgressRow
+from powersgd_triton.kernels import gram
 from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_triton
 from powersgd_triton.kernels.random_device import WINDOW
-from powersgd_triton.ops.orthogonalize import random_directions
-from powersgd_triton.ops.reference import orthogonalize_reference
+from powersgd_triton.kernels.table_device import ProgressRow
+from powersgd_triton.ops.orthogonalize import orthogonalize_reference, random_directions
 from tests.support.bounds import assert_within
 from tests.support.kernel_cases import INF, NAN, RANKS, RANKS_TO_64, Bucket, Memory
 from tests.support.orthonormal import (
@@ -185,7 +184,7 @@ def test_epsilon_decides_what_is_dead(epsilon: float, device: torch.device):
 def test_what_the_last_pass_finds_dead_is_zero_and_counted(rank: int, device: torch.device):
     """Columns that depend on a weak direction die in the second pass, which is made the last one."""
     weak = random(60, 2, rank) * torch.tensor([1, 1e-3]) @ random(2, rank, 9)
-    with mock.patch.object(panels, "PASSES", tl.constexpr(2)), mock.patch.object(gram, "PASSES", tl.constexpr(2)):
+    with mock.patch.object(gram, "PASSES", tl.constexpr(2)):
         result = orthogonalize([weak, random(60, rank)], device)
     P, healthy = result.P
     zero = (P == 0).all(dim=0)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import architecture, select_configuration
-from powersgd_triton.kernels.wire import TritonWire
-from powersgd_triton.kernels.wire_table import WireTable
+from powersgd_triton.kernels.wire import TritonWire, wire_rows
 from powersgd_triton.layout.wire_format import FORMATS, Chunk, Piece, WirePlan
 from powersgd_triton.ops.wire import TorchWire
 from tests.support.kernel_cases import INF, NAN
@@ -104,12 +103,12 @@ def test_table_of_places_beyond_32_bits():
     """Nothing of these sizes is allocated."""
     far = 2**33 + 4
     chunks = (Chunk(2 * far, 3, ()), Chunk(3 * far, 5, (Piece(1, 130, 4, far, far + 8, 2 * far),)))
-    table = WireTable(WirePlan(FORMATS["int8"], chunks, 4 * far), 16, CPU)
-    assert table.rows.dtype == torch.int64
-    assert table.rows.tolist() == [
-        [0, 2 * far, 3, 0, 0, 0, 0],
-        [1, far, 128, 4, 4, far + 8, 2 * far],
-        [1, far + 512, 2, 4, 4, far + 16, 2 * far + 512],
-        [1, 3 * far, 5, 0, 0, 0, 0],
+    plan = WirePlan(FORMATS["int8"], chunks, 4 * far)
+    expected = [
+        (0, 2 * far, 3, 0, 0, 0, 0),
+        (1, far, 128, 4, 4, far + 8, 2 * far),
+        (1, far + 512, 2, 4, 4, far + 16, 2 * far + 512),
+        (1, 3 * far, 5, 0, 0, 0, 0),
     ]
-    assert table.starts == [0, 1, 4]
+    assert wire_rows(plan, 16) == (expected, [0, 1, 4])
+    assert TritonWire(plan, select_configuration("sm_80", 16).wire, 16, CPU)._table.tolist() == [*map(list, expected)]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.ops.orthogonalize import orthogonalize_groups, random_directions
-from powersgd_triton.ops.reference import orthogonalize_reference
+from powersgd_triton.ops.orthogonalize import orthogonalize_groups, orthogonalize_reference, random_directions
 from tests.support.checks import random_states, step
 from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, departure, hard_inputs, nearly_dependent
 

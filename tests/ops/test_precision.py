@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton import Compressor
 from powersgd_triton.ops import blocks
-from powersgd_triton.ops.ranges import reconstruct_ranges
+from powersgd_triton.ops.torch_backend import reconstruct_ranges
 from tests.support.checks import everything, same_bits
 
 SHAPES = {"weight": (48, 40), "other": (48, 40), "odd": (33, 29), "bias": (7,)}

@@ -81,8 +81,8 @@ def test_compensate_project(dtype: torch.dtype, size: int, monkeypatch: pytest.M
         case = Case(n, m, r, dtype)
         G, M, P, Q, basis = stack(case.G), stack(case.M), case.P.double(), case.Q.double(), case.basis.double()
         out = torch.full_like(case.P, NAN)
-        flag = None if applied is None else torch.tensor(applied)
-        compensate_project_reference(case.G, case.M, case.P, case.Q, flag, case.basis, out=out)
+        pending = None if applied is None else (case.P, case.Q, torch.tensor(applied))
+        compensate_project_reference(case.G, case.M, pending, case.basis, out=out)
 
         product = P @ Q.mT if applied else torch.zeros_like(M)
         # r products and their sum, one subtraction, one addition.
@@ -93,7 +93,7 @@ def test_compensate_project(dtype: torch.dtype, size: int, monkeypatch: pytest.M
         assert_within(out, (G + M - product) @ basis, error @ basis.abs() + slack)
         assert torch.equal(stack(case.G), G)
         # Without error feedback.
-        compensate_project_reference(case.G, None, case.P, case.Q, None, case.basis, out=out.fill_(NAN))
+        compensate_project_reference(case.G, None, None, case.basis, out=out.fill_(NAN))
         assert_within(out, G @ basis, rounding(m, dtype) * (G.abs() @ basis.abs()))
 
 
@@ -104,7 +104,7 @@ def test_non_finite_elements_enter_P_but_not_M(dtype: torch.dtype):
         case.G[1][3, 2] = value
         M = stack(case.M)
         out = torch.full_like(case.P, NAN)
-        compensate_project_reference(case.G, case.M, case.P, case.Q, None, case.basis, out=out)
+        compensate_project_reference(case.G, case.M, None, case.basis, out=out)
         expected = torch.ones(3, 7, dtype=torch.bool)
         expected[1, 3] = False
         assert torch.equal(out.isfinite().all(-1), expected)

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from powersgd_triton.kernels.backproject import backproject_triton
-from powersgd_triton.kernels.compensate_backproject import compensate_backproject_triton
+from powersgd_triton.kernels.backproject import backproject_triton, compensate_backproject_triton
 from powersgd_triton.kernels.compensate_project import compensate_project_triton
-from powersgd_triton.kernels.pack import pack_and_average_triton, pack_triton
+from powersgd_triton.kernels.pack import average_triton, pack_triton
 from powersgd_triton.ops.reference import compensate_backproject_reference, compensate_project_reference
 from powersgd_triton.ops.wire import Wire
 from tests.support.bounds import assert_within
@@ -27,7 +26,7 @@ def compensate(bucket: Bucket, *, left: bool, applied: float = 0.0, growth: floa
     parts = bucket.parts(table.q_parts_numel if left else table.p_parts_numel)
     entries, message = (table.pack_left, bucket.second) if left else (table.pack_P, bucket.first)
     operands = (
-        table, bucket.pointers_G(), bucket.pointers_M(), bucket.P_hat.flat, bucket.Q.flat, bucket.scalar(applied),
+        table, bucket.pointers_G(), bucket.pointers_M(), (bucket.P_hat.flat, bucket.Q.flat, bucket.scalar(applied)),
         bucket.scalar(growth),
     )  # fmt: skip
     if left:
@@ -87,7 +86,7 @@ def check_compensate(bucket: Bucket, applied: float = 1.0, *, left: bool = False
         if bucket.M is not None and bucket.M.flat.dtype == torch.float32:
             out = torch.full((1, *products[i].shape), NAN)
             reference(
-                [G[i].float()], [M[i].float()], P_hat[i][None].float(), Q[i][None].float(), torch.tensor(pending),
+                [G[i].float()], [M[i].float()], (P_hat[i][None].float(), Q[i][None].float(), torch.tensor(pending)),
                 right[i][None].float(), growth=torch.tensor(growth), out=out,
             )  # fmt: skip
             assert_within(out[0], truth @ right[i], slack)
@@ -103,9 +102,9 @@ def check_compensate(bucket: Bucket, applied: float = 1.0, *, left: bool = False
 
 
 def pack_and_average(bucket: Bucket, parts: Tensor, workers: int) -> None:
-    pack_and_average_triton(
-        bucket.table, parts, bucket.pointers_G(), bucket.first.flat, workers, bucket.finite, own=bucket.Q.flat,
-        message=bucket.second.flat,
+    average_triton(
+        bucket.table, bucket.table.pack_Q, parts, bucket.pointers_G(), bucket.first.flat, workers, bucket.finite,
+        own=bucket.Q.flat, message=bucket.second.flat,
     )  # fmt: skip
 
 
