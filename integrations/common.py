@@ -1,10 +1,10 @@
-"""What adapters share: names and memory order of parameters, wrappers of models, and the line that says what is on."""
+"""What adapters share: names of parameters, wrappers of models, and the line that says what is on."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from powersgd_triton.ranks.report import fewer
 logger = logging.getLogger("powersgd_triton")
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-Strides = tuple[int, ...]
 
 
 def plain_name(name: str) -> str:
@@ -38,25 +37,6 @@ def is_deepspeed(model: object) -> bool:
     """Return whether a model is a DeepSpeed engine, without importing DeepSpeed."""
     engine: Any = sys.modules.get("deepspeed.runtime.engine")
     return engine is not None and isinstance(model, engine.DeepSpeedEngine)
-
-
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dimensions in the order of memory. That of the shape if the tensor is contiguous or not dense."""
-    dimensions = tuple(range(tensor.dim()))
-    if tensor.is_contiguous():
-        return dimensions
-    order = tuple(sorted(dimensions, key=tensor.stride, reverse=True))
-    return order if tensor.permute(order).is_contiguous() else dimensions
-
-
-def strides_of(shape: Sequence[int], order: Sequence[int]) -> Strides:
-    """Return the strides of a dense tensor. Those of dimensions with one element do not matter and are 0."""
-    step, strides = 1, [0] * len(shape)
-    for dimension in reversed(order):
-        if shape[dimension] > 1:
-            strides[dimension] = step
-            step *= shape[dimension]
-    return tuple(strides)
 
 
 def broadcast_from_first(tensors: Iterable[Tensor], communicator: Communicator) -> None:

@@ -134,7 +134,6 @@ class ShardedHandle(Handle):
         return load(self._engine, read)
 
     def save(self, folder: Folder) -> None:
-        """See ``Handle.save``."""
         # What an interrupted call has left is gone before a worker writes.
         self._together("save", lambda: shutil.rmtree(Path(folder) / f"{FOLDER}.new", ignore_errors=True))
         super().save(folder)

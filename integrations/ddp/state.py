@@ -13,7 +13,7 @@ from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import AUTO, NodeGroup
 from powersgd_triton.config import PowerSGDConfig, whole_number
-from powersgd_triton.core.loading import claim, load, own_state, restore, save
+from powersgd_triton.core.loading import load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.common import plain_name, uncompiled
@@ -151,7 +151,6 @@ class PowerSGDState(Handle):
         return self._report(self._names.known())
 
     def error(self) -> dict[str, Tensor]:
-        """See ``Handle.error``."""
         self._take_back()
         return super().error()
 
@@ -161,13 +160,13 @@ class PowerSGDState(Handle):
 
     def _check_owner(self) -> None:
         """Drop a pickle's error unless this is the worker that pickled it. Call it before the error is used."""
-        owner = claim(self._engine)
+        owner = self._residuals.claim(self._communicator)
         if owner is not None:
             logger.warning(
                 "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds "
                 "only the error of the worker that wrote it, so its error is dropped. Save state_dict() instead, which "
                 "holds the mean error.",
-                *(*owner, self._communicator.index, self._communicator.world_size),
+                *(*owner, *self._communicator.place),
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from powersgd_triton.integrations.common import Strides, memory_order, strides_of
+Strides = tuple[int, ...]
 
 
 class Place(NamedTuple):
@@ -105,3 +105,22 @@ def _likely_strides(parameter: Tensor) -> list[Strides]:
     if parameter.dim() in (4, 5):
         orders.append((0, *dimensions[2:], 1))
     return [strides_of(parameter.shape, order) for order in orders]
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions in the order of memory. That of the shape if the tensor is contiguous or not dense."""
+    dimensions = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return dimensions
+    order = tuple(sorted(dimensions, key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else dimensions
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int]) -> Strides:
+    """Return the strides of a dense tensor. Those of dimensions with one element do not matter and are 0."""
+    step, strides = 1, [0] * len(shape)
+    for dimension in reversed(order):
+        if shape[dimension] > 1:
+            strides[dimension] = step
+            step *= shape[dimension]
+    return tuple(strides)

@@ -72,6 +72,11 @@ class Communicator:
         return dist.get_rank(self.group) if self._ready else 0
 
     @property
+    def place(self) -> tuple[int, int]:
+        """(index of this worker in the group, number of workers)."""
+        return self.index, self.world_size
+
+    @property
     def global_index(self) -> int:
         """Index of this worker among all workers."""
         return dist.get_rank() if self._ready else 0

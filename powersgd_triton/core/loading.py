@@ -105,7 +105,7 @@ def own_state(engine: Engine) -> dict[str, Any]:
     return {
         "config": engine.plan.given,
         "core": state.to_dict(engine.config),
-        "worker": state.owner or (engine.communicator.index, engine.communicator.world_size),
+        "worker": state.owner or engine.communicator.place,
         "total_numel_before_compression": before,
         "total_numel_after_compression": after,
     }
@@ -116,8 +116,3 @@ def restore(engine: Engine, saved: Mapping[str, Any], tensors: Tensors) -> None:
     engine.plan.begin(tensors)
     adopt(engine, *checked(engine, saved["core"], None, owner=saved["worker"]))
     engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
-
-
-def claim(engine: Engine) -> tuple[int, int] | None:
-    """Drop a restored error of another worker. Return that worker's (index, world size), or None. See ``Residuals``."""
-    return engine.residuals.claim(lambda: (engine.communicator.index, engine.communicator.world_size))

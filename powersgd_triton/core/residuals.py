@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size
 from powersgd_triton.core.streams import Streams
@@ -119,7 +120,7 @@ class Residuals:
         M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
         scale = step.scale(M.device)
         for segment in layout.segments:
-            own, known = M[segment.offset : segment.offset + segment.numel], self._remaining.get(segment.name)
+            own, known = M[segment.place], self._remaining.get(segment.name)
             own.copy_(gradients[segment.name].reshape(-1))
             if known is not None:
                 own += known.error.reshape(-1) if scale is None else known.error.reshape(-1) * scale
@@ -133,7 +134,7 @@ class Residuals:
         scale = step.scale(M.device)
         M = M if scale is None else M / scale
         for segment in layout.segments:
-            rest = M[segment.offset : segment.offset + segment.numel].view(segment.n, segment.m)
+            rest = M[segment.place].view(segment.n, segment.m)
             known = self._remaining.get(segment.name)
             error = torch.zeros((), device=M.device).expand_as(rest) if known is None else known.error
             self._remaining[segment.name] = Remaining(error, verdict, rest)
@@ -258,20 +259,13 @@ class Residuals:
         self.matrices, self.sizes, self._remaining, self.moving = {}, {}, {}, {}
         self.loaded = saved
 
-    def claim(self, worker: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
-        """Drop loaded errors that belong to another worker. Call it before they are used.
-
-        Args:
-            worker: (index, world size) of this worker.
-
-        Returns:
-            (index, world size) of the worker whose errors were dropped. None if none were dropped.
-        """
+    def claim(self, communicator: Communicator) -> tuple[int, int] | None:
+        """Drop loaded errors of another worker, before they are used. Return its (index, world size), or None."""
         owner = self.loaded.owner
         if owner is None:
             return None
         self.loaded = dataclasses.replace(self.loaded, owner=None)
-        if owner == worker():
+        if owner == communicator.place:
             return None
         self.forget_errors()
         return owner

@@ -132,15 +132,12 @@ class FlatAverage:
     flat: Tensor
 
     def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        """See ``Average``."""
         self.write_ranges({name: (0, tensor.view(-1)) for name, tensor in out.items()}, overflow)
 
     def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
-        """See ``Average``."""
         for segment in self.layout.segments:
             if segment.name in out:
                 start, target = out[segment.name]
-                first = segment.offset + start
-                target.copy_(self.flat[first : first + target.numel()])
+                target.copy_(self.flat[segment.offset + start :][: target.numel()])
                 if overflow is not None and target.dtype != torch.float32:
                     note_overflow(target, overflow)

@@ -14,19 +14,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import whole_number
-from powersgd_triton.core.clock import (
-    BACKPROJECT,
-    COMMIT,
-    COMPUTE,
-    EXCHANGE,
-    MESSAGES,
-    PROJECT,
-    RECONSTRUCT,
-    STEP,
-    TELEMETRY,
-    Clock,
-    Times,
-)
+from powersgd_triton.core import clock
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Listener, Task, watched
 from powersgd_triton.ops.blocks import add_product, blocks
@@ -35,11 +23,11 @@ from powersgd_triton.ops.host_copy import HostCopy
 from powersgd_triton.ops.step import Step
 
 PHASES_OF = {
-    "orthogonalize_bases": (PROJECT, PROJECT),
-    "project": (PROJECT, MESSAGES),
-    "backproject": (BACKPROJECT, MESSAGES),
-    COMMIT: (COMMIT, RECONSTRUCT),
-    "reconstruct": (RECONSTRUCT, None),
+    "orthogonalize_bases": (clock.PROJECT, clock.PROJECT),
+    "project": (clock.PROJECT, clock.MESSAGES),
+    "backproject": (clock.BACKPROJECT, clock.MESSAGES),
+    clock.COMMIT: (clock.COMMIT, clock.RECONSTRUCT),
+    "reconstruct": (clock.RECONSTRUCT, None),
 }
 """The phases that begin with a backend's stage, and after it."""
 
@@ -96,16 +84,16 @@ class StepRecord:
     @property
     def compute(self) -> float:
         """Milliseconds of the compression's own work: all phases but "exchange" and "telemetry"."""
-        return sum(self.milliseconds[phase] for phase in COMPUTE)
+        return sum(self.milliseconds[phase] for phase in clock.COMPUTE)
 
     def __str__(self) -> str:
         error = math.sqrt(sum(layer.error_norm**2 for layer in self.layers.values()))
         layers = f"captured {100 * self.captured:.1f}% of the energy, error norm {error:.3g}, " if self.layers else ""
-        times = f"compute {self.compute:.2f} ms, exchange {self.milliseconds[EXCHANGE]:.2f} ms"
+        times = f"compute {self.compute:.2f} ms, exchange {self.milliseconds[clock.EXCHANGE]:.2f} ms"
         skipped = "" if self.applied else " (not applied)"
         return (
             f"PowerSGD step {self.step}{skipped}: {layers}{self.bytes:,.0f} bytes, "
-            f"{times} of {self.milliseconds[STEP]:.2f} ms"
+            f"{times} of {self.milliseconds[clock.STEP]:.2f} ms"
         )
 
 
@@ -134,23 +122,21 @@ class Telemetry(Listener):
         self._reports = [*([] if writer is None else [self._write]), *([] if callback is None else [callback])]
         # Not a cycle, so that errors on a device are freed with the engine.
         self._engine: Engine = weakref.proxy(engine)
-        self._clock = Clock()
+        self._clock = clock.Clock()
         engine.schedule.mark = self._clock.mark
         # The open step, if it is measured. Its reports are completed in order.
         self._open: _MeasuredStep | None = None
         self._pending: collections.deque[_MeasuredStep] = collections.deque()
 
     def obstacle(self) -> str | None:
-        """See ``Listener``."""
         return "telemetry is on, and the host does not see replays; call telemetry(every=0)"
 
     def watch(self, task: Task) -> Task:
-        """See ``Listener``."""
 
         def after(stage: str, *arguments: Any) -> None:
-            if stage == COMMIT and arguments[-1] == task.config.iterations - 1:
+            if stage == clock.COMMIT and arguments[-1] == task.config.iterations - 1:
                 # Now M and what is subtracted from it are known. Without error feedback M is still in the gradients.
-                self._clock.mark(TELEMETRY)
+                self._clock.mark(clock.TELEMETRY)
                 if self._open is not None and task.layout.compressed:
                     self._open.add(task.memory.bucket, *arguments[:2])
             self._clock.mark(PHASES_OF[stage][1])
@@ -158,7 +144,6 @@ class Telemetry(Listener):
         return watched(task, lambda stage: self._clock.mark(PHASES_OF[stage][0]), after)
 
     def void(self) -> None:
-        """See ``Listener``."""
         self._clock.cancel()
 
     def end_step(self) -> None:
@@ -207,7 +192,7 @@ class _MeasuredStep:
     def __init__(self, sent: int) -> None:
         self._sent = sent
         self._step = 0
-        self._times: Times | None = None
+        self._times: clock.Times | None = None
         # For each bucket: {name: rank}, and [‖M‖², ‖E‖²] of each.
         self._squares: list[tuple[dict[str, int], HostCopy]] = []
         self._verdict: Tensor | None = None
@@ -230,7 +215,7 @@ class _MeasuredStep:
         ranks = {piece.name: group.rank for group in bucket.own for piece in group.segments}
         self._squares.append((ranks, HostCopy(squares)))
 
-    def end(self, step: int, sent: int, times: Times) -> None:
+    def end(self, step: int, sent: int, times: clock.Times) -> None:
         """Note what is known at the end of the step."""
         self._step, self._sent, self._times = step, sent - self._sent, times
         if self._verdict is not None:

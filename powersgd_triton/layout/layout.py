@@ -106,6 +106,10 @@ class Segment:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def place(self) -> slice:
+        return slice(self.offset, self.offset + self.numel)
+
 
 @dataclasses.dataclass(frozen=True)
 class ShapeGroup:

@@ -42,7 +42,6 @@ class Tuning(Listener):
         self._ends: list[float] = []
 
     def obstacle(self) -> str | None:
-        """See ``Listener``."""
         return "the host measures the first steps" if self._plan.measures else None
 
     def end_step(self) -> None:

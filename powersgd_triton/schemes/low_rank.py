@@ -38,7 +38,6 @@ class LowRank:
         return backend
 
     def average(self, task: Task) -> Generator[Work, None, LowRankAverage]:
-        """Average one bucket."""
         step, config, communicator, backend = task.step, task.config, task.communicator, task.memory
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
         gradients = task.residuals.add_remaining(task.layout, task.gradients, step)
@@ -67,7 +66,6 @@ class LowRank:
         return LowRankAverage(backend)
 
     def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
-        """See ``Scheme``."""
         return layout.sent_numel(config, iteration)
 
 
@@ -78,9 +76,7 @@ class LowRankAverage:
     backend: Backend
 
     def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        """See ``Average``."""
         self.backend.reconstruct(out, overflow)
 
     def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
-        """See ``Average``."""
         reconstruct_ranges(self.backend.bucket, out, overflow)

@@ -22,18 +22,16 @@ class Quantized:
     """The scheme of ``PowerSGDConfig(codes=…)``: whole tensors, in codes with a scale for each block."""
 
     def prepare(self, task: Task) -> None:
-        """See ``Scheme``. Nothing stays between steps but the residuals."""
+        """Note the tensors. Nothing stays between steps but the residuals."""
         task.residuals.enter(task.layout, next(iter(task.gradients.values())).device)
 
     def average(self, task: Task) -> Generator[Work, None, FlatAverage]:
-        """Average one bucket."""
         M = task.residuals.compensated(task.layout, task.gradients, task.step)
         mean = yield from quantized_mean(M, task.config, task.communicator)
         task.residuals.keep(task.layout, M, task.step)
         return FlatAverage(task.layout, mean)
 
     def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
-        """See ``Scheme``."""
         return layout.sent_numel(config, iteration)
 
 

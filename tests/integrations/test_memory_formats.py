@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.integrations.common import memory_order, strides_of
+from powersgd_triton.integrations.ddp.views import memory_order, strides_of
 from tests.support.distributed import make_test
 from tests.support.properties import FULL_RANK, Ledger, check_close
 from tests.support.sharded_training import Gradients
