@@ -24,7 +24,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, new_group
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import load, save
-from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing
+from powersgd_triton.core.saved_state import FORMAT_VERSION, LoadReport, Size, listing, renamed
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, weighted_squares
 from powersgd_triton.layout.layout import sizes
@@ -85,7 +85,7 @@ class ShardedHandle(Handle):
             content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()
         torch.save(content, factors)
-        errors = _renamed(errors, {new: old for old, new in self._names.items()})
+        errors = renamed(errors, {new: old for old, new in self._names.items()})
         # Factors are saved as bytes, since the number of shards and the rank may be different when they are loaded.
         return {"error": errors, "factors": factors.getvalue(), "iteration": saved["iteration"]}
 
@@ -209,8 +209,8 @@ class ShardedHandle(Handle):
         nearest = {
             "format_version": FORMAT_VERSION,
             "iteration": state_dict["iteration"],
-            "matrices": _renamed(matrices, rename),
-            "plan": {key: _renamed(part, rename) for key, part in plan.items()},
+            "matrices": renamed(matrices, rename),
+            "plan": {key: renamed(part, rename) for key, part in plan.items()},
         }
         saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
@@ -221,7 +221,7 @@ class ShardedHandle(Handle):
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
                 like = self._place(name, torch.zeros(shape))
                 errors[name] = own_part(saved, state_dict["error"][saved], like)
-        return nearest, errors, _renamed(squares, rename)
+        return nearest, errors, renamed(squares, rename)
 
     def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
         """Return this state for ``dcp.load`` of a checkpoint with other names. ``names`` is {saved name: name here}."""
@@ -269,7 +269,3 @@ class WholeHandle(ShardedHandle):
         rows = -(-shape[0] // self._workers)
         own = error.view(shape)[self._worker * rows : (self._worker + 1) * rows]
         return placed(own.to(self._mesh.device_type, copy=True), self._mesh, [Shard(0)], shape)
-
-
-def _renamed(named: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, Any]:
-    return {rename.get(name, name): value for name, value in named.items()}

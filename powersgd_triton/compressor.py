@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.checkpoint import StateDict, opened
+from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.loading import load
-from powersgd_triton.core.saved_state import LoadReport, Size
+from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.scheme import Average
 from powersgd_triton.handle import Handle
-from powersgd_triton.layout.layout import Layout, sizes
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.gradients import (
@@ -245,11 +243,7 @@ class Compressor(Handle):
             ValueError: A worker's state belongs to another model, or has another format. Nothing was changed.
             DisagreementError: Workers load different states, or do not all load one. Nothing was changed.
         """
-
-        def read() -> tuple[Any, Mapping[str, Size]]:
-            return opened(state_dict), sizes(self._engine.tensors(), self.config)
-
-        return load(self._engine, read, strict=strict, rename=rename)
+        return self._load(state_dict, strict=strict, rename=rename)
 
     def _writable(self, gradients: Gradients, *, same_dtype: bool = True) -> dict[str, Tensor]:
         """Return what ``_named`` does, detached. Check also that it can be written."""

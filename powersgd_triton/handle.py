@@ -166,7 +166,10 @@ class Handle:
 
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """Continue from a saved state, as ``Compressor.load_state_dict`` without its options. Collective."""
-        return load(self._engine, lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)))
+        return self._load(state_dict)
+
+    def _load(self, state_dict: StateDict, **options: Any) -> LoadReport:
+        return load(self._engine, lambda: (opened(state_dict), sizes(self._engine.tensors(), self.config)), **options)
 
     def save(self, folder: Folder) -> None:
         """Write the state into a checkpoint's folder, which all workers can read. Collective.

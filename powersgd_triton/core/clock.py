@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -23,16 +22,17 @@ PHASES = (*COMPUTE, EXCHANGE, TELEMETRY)
 Stamp = float | torch.cuda.Event
 
 
-class Times:
-    """The times of one step.
+class Clock:
+    """Measures a step from the end of the one before. Its work is done on ``device``, with the current streams."""
 
-    Args:
-        marks: (phase that begins, when) in order. A phase lasts until the next mark. None stands for what is not
-            counted, such as the backward pass.
-    """
+    def __init__(self, device: torch.device | None) -> None:
+        self._on_stream = device is not None and has_streams(device)
+        # (phase that begins, when) in order. A phase lasts until the next mark.
+        self._marks: list[tuple[str | None, Stamp]] = [(None, self._now())]
 
-    def __init__(self, marks: Sequence[tuple[str | None, Stamp]]) -> None:
-        self._marks = marks
+    def mark(self, phase: str | None) -> None:
+        """Count the time from now on to a phase, or to none, such as the backward pass."""
+        self._marks.append((phase, self._now()))
 
     @property
     def ready(self) -> bool:
@@ -40,43 +40,12 @@ class Times:
         return all(isinstance(stamp, float) or stamp.query() for _, stamp in self._marks)
 
     def milliseconds(self) -> dict[str, float]:
-        """Return {phase: milliseconds, summed over the step's buckets}, and the whole time as ``STEP``.
-
-        Call it when the times are ``ready``.
-        """
+        """Return {phase: milliseconds, summed over the step's buckets}, and the whole time as ``STEP``, when ready."""
         found = dict.fromkeys(PHASES, 0.0)
         for (phase, start), (_, end) in itertools.pairwise(self._marks):
             if phase is not None:
                 found[phase] += _between(start, end)
         return {**found, STEP: _between(self._marks[0][1], self._marks[-1][1])}
-
-
-class Clock:
-    """Measures steps from the end of one to the end of the next. Unless it runs, ``mark`` does nothing."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[str | None, Stamp]] | None = None
-        self._on_stream = False
-
-    def start(self, device: torch.device | None) -> None:
-        """Measure the next step, whose work is done on ``device``. Call it at the end of a step, with its streams."""
-        self._on_stream = device is not None and has_streams(device)
-        self._marks = [(None, self._now())]
-
-    def mark(self, phase: str | None) -> None:
-        """Count the time from now on to a phase, or to none. On CUDA: the time from here on in the current stream."""
-        if self._marks is not None:
-            self._marks.append((phase, self._now()))
-
-    def stop(self) -> Times | None:
-        """Return the times of the step that ends now. None if it was not measured from its beginning."""
-        self.mark(None)
-        marks, self._marks = self._marks, None
-        return None if marks is None else Times(marks)
-
-    def cancel(self) -> None:
-        """Stop without a result, since the step is void."""
-        self._marks = None
 
     def _now(self) -> Stamp:
         if not self._on_stream:

@@ -117,13 +117,9 @@ class SavedState:
             _check_values(name, parts)
         names = rename or {}
         _check_renaming(names, tensors)
-        plan = checked_plan(state.get("plan", {}))
-        return cls(
-            iteration,
-            {names.get(name, name): (n, m, rank) for name, (n, m, rank) in tensors.items()},
-            {names.get(name, name): dict(parts) for name, parts in matrices.items()},
-            {key: {names.get(name, name): value for name, value in part.items()} for key, part in plan.items()},
-        )
+        plan = {key: renamed(part, names) for key, part in checked_plan(state.get("plan", {})).items()}
+        sizes = renamed({name: (n, m, rank) for name, (n, m, rank) in tensors.items()}, names)
+        return cls(iteration, sizes, renamed({name: dict(parts) for name, parts in matrices.items()}, names), plan)
 
     def compare(self, tensors: Mapping[str, Size], *, complete: bool, strict: bool, feedback: bool) -> LoadReport:
         """Return how a model with these tensors would use this state. Raise ValueError if it does not fit.
@@ -193,6 +189,11 @@ def listing(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown = ", ".join(repr(name) for name in ordered[:5])
     return f"{shown} and {len(ordered) - 5} more" if len(ordered) > 5 else shown or "none"
+
+
+def renamed(named: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return {name: value} with other names, given {old name: new name}."""
+    return {names.get(name, name): value for name, value in named.items()}
 
 
 def _is_size(size: Any) -> bool:

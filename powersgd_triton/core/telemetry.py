@@ -122,8 +122,7 @@ class Telemetry(Listener):
         self._reports = [*([] if writer is None else [self._write]), *([] if callback is None else [callback])]
         # Not a cycle, so that errors on a device are freed with the engine.
         self._engine: Engine = weakref.proxy(engine)
-        self._clock = clock.Clock()
-        engine.schedule.mark = self._clock.mark
+        engine.schedule.mark = self._mark
         # The open step, if it is measured. Its reports are completed in order.
         self._open: _MeasuredStep | None = None
         self._pending: collections.deque[_MeasuredStep] = collections.deque()
@@ -136,31 +135,35 @@ class Telemetry(Listener):
         def after(stage: str, *arguments: Any) -> None:
             if stage == clock.COMMIT and arguments[-1] == task.config.iterations - 1:
                 # Now M and what is subtracted from it are known. Without error feedback M is still in the gradients.
-                self._clock.mark(clock.TELEMETRY)
+                self._mark(clock.TELEMETRY)
                 if self._open is not None and task.layout.compressed:
                     self._open.add(task.memory.bucket, *arguments[:2])
-            self._clock.mark(PHASES_OF[stage][1])
+            self._mark(PHASES_OF[stage][1])
 
-        return watched(task, lambda stage: self._clock.mark(PHASES_OF[stage][0]), after)
+        return watched(task, lambda stage: self._mark(PHASES_OF[stage][0]), after)
+
+    def _mark(self, phase: str | None) -> None:
+        if self._open is not None and self._open.clock is not None:
+            self._open.clock.mark(phase)
 
     def void(self) -> None:
-        self._clock.cancel()
+        if self._open is not None:
+            self._open.clock = None
 
     def end_step(self) -> None:
         """Report what has arrived, and begin to measure the next step if it is time."""
         step, sent = self._engine.step.iteration, self._engine.sent
-        # None if the step was not measured, or interrupted.
-        times = self._clock.stop()
+        self._mark(None)
         measured, self._open = self._open, None
-        if measured is not None and times is not None:
-            measured.end(step, sent, times)
+        interrupted = measured is not None and measured.clock is None
+        if measured is not None and not interrupted:
+            measured.end(step, sent)
             self._pending.append(measured)
         while self._pending and self._pending[0].ready:
             self._report(self._pending.popleft().record())
         # A measured step that was interrupted is followed by another one.
-        if (step + 1) % self._every == 0 or (measured is not None and times is None):
-            self._open = _MeasuredStep(sent)
-            self._clock.start(self._engine.buckets.device)
+        if (step + 1) % self._every == 0 or interrupted:
+            self._open = _MeasuredStep(sent, self._engine.buckets.device)
 
     def _report(self, record: StepRecord) -> None:
         logger.info("%s", record)
@@ -183,16 +186,12 @@ class Telemetry(Listener):
 
 
 class _MeasuredStep:
-    """A measured step on its way to the host.
+    """A measured step on its way to the host. The engine has ``sent`` so many bytes before."""
 
-    Args:
-        sent: Bytes that the engine has sent before.
-    """
-
-    def __init__(self, sent: int) -> None:
-        self._sent = sent
-        self._step = 0
-        self._times: clock.Times | None = None
+    def __init__(self, sent: int, device: torch.device | None) -> None:
+        self._step, self._sent = 0, sent
+        # None if the step was interrupted.
+        self.clock: clock.Clock | None = clock.Clock(device)
         # For each bucket: {name: rank}, and [‖M‖², ‖E‖²] of each.
         self._squares: list[tuple[dict[str, int], HostCopy]] = []
         self._verdict: Tensor | None = None
@@ -215,29 +214,29 @@ class _MeasuredStep:
         ranks = {piece.name: group.rank for group in bucket.own for piece in group.segments}
         self._squares.append((ranks, HostCopy(squares)))
 
-    def end(self, step: int, sent: int, times: clock.Times) -> None:
+    def end(self, step: int, sent: int) -> None:
         """Note what is known at the end of the step."""
-        self._step, self._sent, self._times = step, sent - self._sent, times
+        self._step, self._sent = step, sent - self._sent
         if self._verdict is not None:
             self._applied = HostCopy(self._verdict)
 
     @property
     def ready(self) -> bool:
         """Whether everything has arrived."""
-        assert self._times is not None
+        assert self.clock is not None
         copies = [copy for _, copy in self._squares] + ([] if self._applied is None else [self._applied])
-        return self._times.ready and all(copy.ready for copy in copies)
+        return self.clock.ready and all(copy.ready for copy in copies)
 
     def record(self) -> StepRecord:
         """Return the record. Call it when everything is ``ready``."""
-        assert self._times is not None
+        assert self.clock is not None
         applied = self._applied is None or bool(self._applied.numbers())
         layers = {
             name: LayerRecord(rank, math.sqrt(whole), math.sqrt(rest if applied else whole))
             for ranks, copy in self._squares
             for (name, rank), (whole, rest) in zip(ranks.items(), copy.numbers(), strict=True)
         }
-        return StepRecord(self._step, applied, self._sent, self._times.milliseconds(), layers)
+        return StepRecord(self._step, applied, self._sent, self.clock.milliseconds(), layers)
 
 
 def _squares(matrices: Sequence[Tensor], P: Tensor, Q: Tensor) -> Tensor:

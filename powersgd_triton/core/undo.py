@@ -62,8 +62,7 @@ class Undo(Listener):
             for bucket, added in self._added.items():
                 # The workers of a node have added rows of their sum, which nobody overwrites.
                 found = added if bucket.shared else gradients
-                for group, buffers in zip(bucket.own, bucket.M or [], strict=False):
-                    for piece, M in zip(group.segments, buffers, strict=True):
-                        if piece.name in gradients:
-                            M.sub_(found[piece.name].view_as(M))
+                for name, M in bucket.buffers.items():
+                    if name in gradients:
+                        M.sub_(found[name].view_as(M))
         self._added.clear()

@@ -42,6 +42,7 @@ class Bucket:
         basis: Orthonormal right bases [B, m, r], by which the next projection multiplies.
         P, Q: This worker's own products. P is empty in the standard algorithm.
         M: Error buffers, B of [n, m] for each group of ``own``. None without error feedback.
+        buffers: The same by name.
         keys: Seeds of the matrices' random directions, [B] int64 on the device for each group.
         product: This worker's contribution to the last step.
         applied: Scalar, 0 if the last step is not applied. None if M has no product to subtract, as after M ← G + E.
@@ -75,6 +76,7 @@ class Bucket:
         self.P_hat, self.basis = new(layout.p_numel), new(layout.q_numel)
         self.P, self.Q = new(layout.p_numel if alternating else 0), new(layout.q_numel)
         self.M: list[list[Tensor]] | None = None
+        self.buffers = errors or {}
         if errors is not None:
             self.M = [[errors[segment.name] for segment in group.segments] for group in self.own]
         seeds = [torch.tensor([seed(segment.name, config) for segment in group.segments]) for group in layout.groups]

@@ -36,9 +36,8 @@ class Measurement:
             # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.
             zero = torch.zeros((), dtype=torch.float64, device=bucket.P_hat.device)
             squares = {
-                piece.name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.partition.workers
-                for group, M in zip(bucket.own, bucket.M or [], strict=True)
-                for piece, error in zip(group.segments, M, strict=True)
+                name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.partition.workers
+                for name, error in bucket.buffers.items()
             }
             for group in bucket.layout.groups:
                 self._ranks += [(segment.name, group.rank) for segment in group.segments]

@@ -90,15 +90,10 @@ def take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
     if bucket.config.algorithm == "alternating":
         bases["left_basis"] = bucket.left(bucket.P_hat)
     complete = True
-    errors = {
-        piece.name: error
-        for group, buffers in zip(bucket.own, bucket.M or [], strict=False)
-        for piece, error in zip(group.segments, buffers, strict=True)
-    }
     for position, group in enumerate(bucket.layout.groups):
         for index, segment in enumerate(group.segments):
             own = {key: views[position][index] for key, views in bases.items()}
-            error, rows = errors.get(segment.name), bucket.partition.rows(segment)
+            error, rows = bucket.buffers.get(segment.name), bucket.partition.rows(segment)
             kept = functools.partial(residuals.plan.kept_columns, segment.name)
             earlier, loaded = residuals.matrices.get(segment.name), residuals.loaded.matrices.get(segment.name)
             if earlier is not None:
