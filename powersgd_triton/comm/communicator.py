@@ -81,12 +81,12 @@ class Communicator:
         """The group's control. All workers must call this at the same time if there is none yet."""
         return control_of(self.group, new=True) if self._ready and self.world_size > 1 else None
 
-    def _started(self, work: dist.Work) -> Work:
+    def _started(self, work: dist.Work | None) -> Work:
         """Count a collective that the host waits for."""
         controls = list(filter(None, (control_of(each.group) for each in self._everyone)))
         for control in controls[:1]:
             control.started += 1
-        return Watched(work, controls) if controls else work
+        return Watched(work, controls) if controls and work is not None else work
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
