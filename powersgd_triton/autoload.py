@@ -86,10 +86,8 @@ def _compressing(initialize: Callable[..., Any]) -> Callable[..., Any]:
         engine = returned[0]
         section = getattr(getattr(engine, "_config", None), "_param_dict", None)
         if isinstance(section, Mapping) and any(map(is_section, section)):
-            from powersgd_triton.integrations.deepspeed import enable
-
             # None of the ways to switch it on does so twice.
-            enable(engine)
+            importlib.import_module("powersgd_triton.integrations.deepspeed").enable(engine)
         return returned
 
     return run

@@ -37,6 +37,8 @@ class Control:
     Attributes:
         started: Collectives of steps that this worker has started in the group since the last call.
         answer: Takes part in a call of another worker. It raises an error on all workers.
+        broken: Whether workers have started different collectives, so that further ones would sum what does not belong
+            together.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -45,6 +47,7 @@ class Control:
         self._group: Any = dist.ProcessGroupGloo(self._store, dist.get_rank(group), dist.get_world_size(group), timeout)
         self._calls, self.started, self._name = 0, 0, ""
         self.answer: Callable[[], object] | None = None
+        self.broken = False
 
     def call(self, name: str, answer: Callable[[], object]) -> None:
         """Tell the others that this worker calls something in which all must take part, with ``gather`` next."""
