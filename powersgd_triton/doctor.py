@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import powersgd_triton
-from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton import Compressor, PowerSGDConfig, autoload
 from powersgd_triton.ops.backends import select_backend
 
 STEPS = 8
@@ -71,6 +71,8 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     yield "triton", *_imported("triton", needed=False)
     # DeepSpeed is not imported, since that takes seconds and prints messages. Only the adapter needs it.
     yield "deepspeed", _installed("deepspeed") or "not installed", True
+    section = "works in unchanged programs" if autoload.is_active() else f"is ignored ({autoload.VARIABLE}=0?)"
+    yield "ds_config.json", f"a section {autoload.SECTION!r} {section}", True
 
 
 def distributed_backends() -> list[str]:

@@ -1,6 +1,6 @@
 """A plain DeepSpeed program that trains the demo's model. It has no code for gradient compression.
 
-The README's command for ``powersgd_triton.integrations.deepspeed`` runs it with compression, unchanged.
+The README's command runs it with compression, unchanged.
 """
 
 from __future__ import annotations

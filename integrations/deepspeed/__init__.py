@@ -2,8 +2,9 @@
 
 At stages 1 and 2 the parameters that workers gather after a step are compressed too.
 
-Import this module in place of ``deepspeed``, call ``enable(engine)``, or let the module run the program; see
-docs/guides/deepspeed.md. All other names are forwarded to DeepSpeed, which by itself silently ignores the section.
+``powersgd_triton.autoload`` finds the section in an unchanged program. Without it, import this module in place of
+``deepspeed``, call ``enable(engine)``, or let the module run the program; see docs/guides/deepspeed.md. All other names
+are forwarded to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
 __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
 
-# The original, before the runner replaces it.
-_initialize = _deepspeed.initialize
+# The original, which neither the runner nor ``autoload`` has replaced.
+_initialize = vars(_deepspeed)["initialize"]
 
 
 @functools.wraps(_initialize)

@@ -11,6 +11,7 @@ import deepspeed
 import torch.distributed as dist
 from packaging.version import Version
 
+from powersgd_triton.autoload import SECTION, is_section
 from powersgd_triton.comm.nodes import AUTO
 from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig
 from powersgd_triton.integrations.deepspeed.engines import averaging_group, is_bf16_optimizer
@@ -19,7 +20,6 @@ from powersgd_triton.integrations.deepspeed.parameters import why_not_difference
 from powersgd_triton.layout.wire_format import DIFFERENCES
 from powersgd_triton.planning.tuning import refuse_auto
 
-SECTION = "powersgd"
 OWN_KEYS = ENABLED, PARAMETERS, NODE_GROUP = "enabled", "parameters", "node_group"
 """Keys of the section that are no fields of ``PowerSGDConfig``."""
 DEFAULT_PARAMETERS = "int2"
@@ -37,8 +37,16 @@ class PowerSGDConfigError(ValueError):
 
 
 def section_of(engine: Any) -> Any:
-    """Return the section of the engine's configuration, which DeepSpeed itself ignores. None if there is none."""
-    return engine._config._param_dict.get(SECTION)
+    """Return the section of the engine's configuration, which DeepSpeed itself ignores. None if there is none.
+
+    Raises:
+        PowerSGDConfigError: Its name is spelled differently.
+    """
+    keys = engine._config._param_dict
+    others = [key for key in keys if key != SECTION and is_section(key)]
+    if others:
+        raise refusal([f"the section's name is {SECTION!r}; got {others[0]!r}"])
+    return keys.get(SECTION)
 
 
 @dataclasses.dataclass(frozen=True)

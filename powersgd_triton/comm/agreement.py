@@ -19,6 +19,7 @@ T = TypeVar("T")
 Facts = Mapping[str, Any]
 SHOWN, LONGEST = 3, 2000
 """Differences that an error lists for each worker, and characters of an exception that other workers are told."""
+WAITING = "a step that waits for the others"
 CALL, FAILED = "call", "failed"
 """Facts about what a worker is doing, and about its exception: [whether it is a ValueError, its text]."""
 
@@ -79,7 +80,7 @@ def _announce(call: str, communicator: Communicator, device: torch.device | None
     def answer() -> None:
         known = found()
         if known is not None:
-            together("a step", lambda: (None, {}, {}), known, device)
+            together(WAITING, lambda: (None, {}, {}), known, device)
 
     for each in (communicator, *communicator.others):
         if each.control is not None:
@@ -126,6 +127,9 @@ def _difference(own: Facts, communicators: Sequence[Communicator], device: torch
     if not texts:
         return None
     found = {worker: json.loads(text) for worker, text in texts.items()}
+    for each in communicators:
+        if each.control is not None:
+            each.control.broken |= any(facts[CALL] == WAITING for facts in found.values())
     failures = {worker: facts[FAILED] for worker, facts in found.items() if facts[FAILED]}
     if failures:
         said = "; ".join(

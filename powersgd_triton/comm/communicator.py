@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -86,18 +86,23 @@ class Communicator:
         """The group's control. All workers must call this at the same time if there is none yet."""
         return control_of(self.group, new=True) if self._ready and self.world_size > 1 else None
 
-    def _started(self, work: dist.Work) -> Work:
-        """Count a collective that the host waits for."""
+    def _start(self, collective: Callable[..., dist.Work | None], *args: Any, **options: Any) -> Work:
+        """Start a collective, and count it. The host that waits for it hears of calls of other workers."""
         controls = list(filter(None, (control_of(each.group) for each in self._everyone)))
         for control in controls[:1]:
+            if control.broken:
+                raise RuntimeError(
+                    "another worker's call interrupted an earlier step of this process group: make a new group"
+                )
             control.started += 1
-        return Watched(work, controls) if controls else work
+        work = collective(*args, async_op=True, **options)
+        return Watched(work, controls) if controls and work is not None else work
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""
         if self.world_size == 1 or tensor.numel() == 0:
             return None
-        return self._started(self._collectives.all_reduce(tensor, group=self.group, async_op=True))
+        return self._start(self._collectives.all_reduce, tensor, group=self.group)
 
     def form_nodes(self, device: torch.device) -> None:
         """Set ``inside`` and ``across`` for hierarchical sums. Collective. Call ``check_groups`` before."""
@@ -129,10 +134,10 @@ class Communicator:
 
         With ``sizes``, ``sent`` is flat and has a row of ``sizes[w]`` elements for each worker.
         """
-        options: dict[str, Any] = {"group": self.group, "async_op": True}
+        options: dict[str, Any] = {"group": self.group}
         if sizes is not None:
             options |= {"input_split_sizes": list(sizes), "output_split_sizes": [sizes[self.index]] * len(sizes)}
-        return self._started(self._collectives.all_to_all_single(received, sent, **options))
+        return self._start(self._collectives.all_to_all_single, received, sent, **options)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> Work:
         """Start collecting every worker's ``tensor`` in ``gathered`` [workers, …]. With one worker, copy it."""
@@ -142,18 +147,18 @@ class Communicator:
         # torch 2.13 renamed all_gather_into_tensor and deprecated the old name.
         collectives = self._collectives
         gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_into_tensor
-        return self._started(gather(gathered.view(-1), tensor.view(-1), group=self.group, async_op=True))
+        return self._start(gather, gathered.view(-1), tensor.view(-1), group=self.group)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor with that of the first worker."""
         if self.world_size > 1 and tensor.numel():
             first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            wait(self._started(dist.broadcast(tensor, first, group=self.group, async_op=True)))
+            wait(self._start(dist.broadcast, tensor, first, group=self.group))
 
     def minimum(self, tensor: Tensor) -> None:
         """Replace each element of a contiguous tensor by its minimum over the workers."""
         if self.world_size > 1:
-            wait(self._started(dist.all_reduce(tensor.view(-1), dist.ReduceOp.MIN, self.group, async_op=True)))
+            wait(self._start(dist.all_reduce, tensor.view(-1), dist.ReduceOp.MIN, self.group))
 
     def gather(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """Return every worker's ``tensor`` on the CPU, as [workers, …]. The host may wait for ``travel_device``."""

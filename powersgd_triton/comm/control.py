@@ -37,6 +37,8 @@ class Control:
     Attributes:
         started: Collectives of steps that this worker has started in the group since the last call.
         answer: Takes part in a call of another worker. It raises an error on all workers.
+        broken: Whether workers have started different collectives, so that further ones would sum what does not belong
+            together.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -45,6 +47,7 @@ class Control:
         self._group: Any = dist.ProcessGroupGloo(self._store, dist.get_rank(group), dist.get_world_size(group), timeout)
         self._calls, self.started, self._name = 0, 0, ""
         self.answer: Callable[[], object] | None = None
+        self.broken = False
 
     def call(self, name: str, answer: Callable[[], object]) -> None:
         """Tell the others that this worker calls something in which all must take part, with ``gather`` next."""
@@ -74,7 +77,8 @@ _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, Control | None] = weakre
 def control_of(group: dist.ProcessGroup | None, *, new: bool = False) -> Control | None:
     """Return the group's ``Control``, or make one if there is none and it may be ``new``. None for other backends."""
     group = group or dist.group.WORLD
-    assert group is not None
+    if group is None:
+        return None
     if group not in _controls and new:
         gloo = all(pair.endswith(":gloo") for pair in dist.get_backend_config(group).split(","))
         _controls[group] = Control(group) if gloo else None

@@ -149,7 +149,7 @@ def test_what_was_unpickled_is_compared(worker: int, world_size: int) -> None:
 @on_workers(*WORLD_SIZES)
 def test_whoever_loads_alone_is_told(worker: int, world_size: int) -> None:
     """One worker loads while the others step, save, or begin their first step. Nobody waits for a timeout."""
-    calls = {"first step": "a step", "step": "a step", "save": "state_dict"}
+    calls = {"first step": "a step", "step": "a step that waits for the others", "save": "state_dict"}
     for what, call in calls.items():
         group = dist.new_group(timeout=datetime.timedelta(seconds=60))
         compressor = Compressor(everything(), SHAPES, group)
@@ -163,4 +163,7 @@ def test_whoever_loads_alone_is_told(worker: int, world_size: int) -> None:
             said = complaint(compressor.state_dict) if what == "save" else complaint(steps, compressor, range(2, 4))
         assert f"worker 1 is in load_state_dict and worker 0 in {call}: all workers must call it" in said
         assert time.monotonic() - start < 30
+        # The next sum of the group would take the interrupted one's place on the other workers.
+        said = complaint(steps, compressor, range(4, 5))
+        assert ("interrupted an earlier step of this process group" in said) == (what == "step")
         dist.barrier()

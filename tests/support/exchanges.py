@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+# The planner takes its copy of the constants before they change.
+import powersgd_triton.ranks.planner  # noqa: F401
 from powersgd_triton.comm import exchange
 
 DEFAULTS = exchange.SMALL, exchange.SMALL_PART

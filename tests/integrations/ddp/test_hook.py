@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig, attach
+from powersgd_triton.comm.control import Control
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from tests.support.checks import assert_equal_states, random_states
 from tests.support.distributed import make_test
@@ -105,6 +106,7 @@ def collectives(worker: int, world_size: int) -> None:
     with contextlib.ExitStack() as stacked:
         for name in COLLECTIVES:
             stacked.enter_context(patched(dist, name, noting(name, getattr(dist, name))))
+        stacked.enter_context(patched(Control, "gather", noting("gather", Control.gather)))
         for step in STEPS:
             inputs, targets = batch(worker, step, width=WIDTH)
             calls.clear()
@@ -113,7 +115,7 @@ def collectives(worker: int, world_size: int) -> None:
             assert sum(seen) == 6 * (WIDTH**2 + WIDTH)
             # Before a new bucket the workers compare it, and whether its memory is there. DDP builds new buckets for
             # the second step.
-            expected = ["all_gather"] * (2 * len(seen) * (step < 2)) + ["all_reduce"] * (2 * len(seen))
+            expected = ["all_reduce"] * (2 * len(seen)) + ["gather"] * (2 * len(seen) * (step < 2))
             assert sorted(calls) == (expected if world_size > 1 else [])
     assert random_states() == before
     assert {error.dtype for error in state.error().values()} == {torch.bfloat16}

@@ -16,6 +16,7 @@ pytest.importorskip("deepspeed")
 
 import deepspeed
 
+from powersgd_triton import autoload
 from powersgd_triton.integrations import deepspeed as adapter
 from powersgd_triton.integrations.deepspeed.__main__ import main
 from tests.support.distributed import HUNG
@@ -95,8 +96,9 @@ CONFIGURATION = """{"train_micro_batch_size_per_gpu": 8, "powersgd": {"rank": 2}
 "optimizer": {"type": "AdamW", "params": {"lr": 0.003, "torch_adam": true}}}"""
 PORT = ["--master_port", str(20000 + os.getpid() % 20000)]
 LAUNCHERS = {
-    "deepspeed": ["deepspeed.launcher.runner", *PORT, "--num_gpus", "2", "--module"],
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"],
+    "deepspeed alone": ["deepspeed.launcher.runner", *PORT, "--num_gpus", "2"],
+    "deepspeed": ["deepspeed.launcher.runner", *PORT, "--num_gpus", "2", "--module", NAME],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", NAME],
 }
 
 
@@ -109,10 +111,43 @@ def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) ->
     # Beside the program, where Python looks first.
     (tmp_path / "src" / "helper.py").write_text("NUMBER = 42\n")
     (tmp_path / "ds_config.json").write_text(CONFIGURATION)
-    arguments = [NAME, "src/train.py", "--deepspeed_config", "ds_config.json"]
+    arguments = ["src/train.py", "--deepspeed_config", "ds_config.json"]
     said = output_of("-m", *LAUNCHERS[launcher], *arguments, cwd=tmp_path, DS_ACCELERATOR="cpu")
     assert "powersgd: on at ZeRO stage 1" in said
     assert "done True 0 42" in said
+
+
+AUTOLOADED = """
+import IMPORTS, sys, types
+import deepspeed
+from deepspeed import initialize
+from powersgd_triton.autoload import is_active
+sys.modules["powersgd_triton.integrations.deepspeed"] = types.SimpleNamespace(enable=print)
+for section in ("powersgd", "PowerSGD", "power_sgd", "zero_optimization"):
+    print(section, is_active(), flush=True)
+    (deepspeed.initialize if section == "powersgd" else initialize)({section: {"rank": 4}})
+"""
+STUB = """
+import torch
+
+class initialize(list):
+    def __init__(self, content):
+        self._param_dict, self._config = content, self
+        self.append(self)
+
+    def __str__(self):
+        return "enabled"
+"""
+
+
+@pytest.mark.parametrize(("imports", "off"), [("torch", False), ("deepspeed", False), ("torch", True)])
+def test_importing_torch_lets_a_section_work(imports: str, off: bool, tmp_path: Path) -> None:
+    """Whichever is imported first: DeepSpeed itself imports torch, before it has ``initialize``."""
+    (tmp_path / "deepspeed.py").write_text(STUB)
+    (tmp_path / "train.py").write_text(AUTOLOADED.replace("IMPORTS", imports))
+    said = output_of("train.py", cwd=tmp_path, **{autoload.VARIABLE: str(int(not off))}).split()
+    known = "powersgd True enabled PowerSGD True enabled power_sgd True enabled zero_optimization True"
+    assert said == (known.replace("True", "False").replace("enabled ", "") if off else known).split()
 
 
 # DeepSpeed compiles its operation for CPUs, where that was not done on this machine before.
@@ -120,7 +155,7 @@ def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) ->
 @pytest.mark.timeout(2 * HUNG)
 def test_the_command_of_the_readme() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    (command,) = [line for line in lines if line.startswith("deepspeed --num_gpus 2 --module")]
+    (command,) = [line for line in lines if line.startswith("deepspeed --num_gpus 2")]
     said = output_of("-m", "deepspeed.launcher.runner", *command.split()[1:], DS_ACCELERATOR="cpu")
     assert "powersgd: on at ZeRO stage 2" in said
     assert "step 20: loss" in said
