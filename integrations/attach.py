@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Folder, Handle
-from powersgd_triton.integrations.common import announce, describe, is_deepspeed, logger, uncompiled
+from powersgd_triton.integrations.common import announce, describe, is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScaleSource
 
 NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -11,12 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from powersgd_triton.comm.communicator import Communicator, travel_device
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Handle
 from powersgd_triton.ops.gradients import as_real, write_back
 from powersgd_triton.ranks.report import fewer
-
-logger = logging.getLogger("powersgd_triton")
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 

@@ -14,10 +14,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.attach import NO_STATE, attach, chosen, load_from
-from powersgd_triton.integrations.common import announce, logger
+from powersgd_triton.integrations.common import announce
 from powersgd_triton.integrations.sharded import FOLDER, ShardedHandle
 
 try:

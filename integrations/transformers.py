@@ -6,10 +6,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.attach import attach, chosen, load_from
-from powersgd_triton.integrations.common import announce, logger
+from powersgd_triton.integrations.common import announce
 
 try:
     from transformers import Trainer, TrainerCallback

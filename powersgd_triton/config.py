@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("powersgd_triton")
 
 RankFunction = Callable[[str, tuple[int, ...]], int]
 """Maps a parameter's name and shape to the rank of its approximation; 0 means that it is averaged exactly."""

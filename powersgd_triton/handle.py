@@ -19,11 +19,10 @@ from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
-from powersgd_triton.layout.layout import Layout, sizes
+from powersgd_triton.layout.layout import Layout, Tensors, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport

@@ -21,8 +21,7 @@ from torch import nn
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.facts import Tensors
-from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.layout import Layout, Tensors
 from powersgd_triton.planning import cost
 from powersgd_triton.planning.cost import TOLERANCE, WIDTHS, ComputeTime, Job, Network, Prediction
 from powersgd_triton.planning.trial import measure_network, seconds_of, time_compute

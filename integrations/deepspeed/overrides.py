@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from powersgd_triton.config import logger
 from powersgd_triton.integrations.deepspeed.engines import is_bf16_optimizer, run_within
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
-
-logger = logging.getLogger("powersgd_triton")
 
 EXACT = "_powersgd_exact"
 """Marks the function of ``Accelerator`` that is replaced, once for all engines."""

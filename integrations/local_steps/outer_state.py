@@ -14,7 +14,7 @@ from powersgd_triton.comm.agreement import together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.common import broadcast_from_first
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local
-from powersgd_triton.ops.host_copy import HostCopy
+from powersgd_triton.ops.step import HostCopy
 
 logger = logging.getLogger("powersgd_triton.integrations.local_steps")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
+from powersgd_triton.config import logger
+
 PATIENCE, WARNING = datetime.timedelta(seconds=1), datetime.timedelta(seconds=10)
 """After this time, a worker that waits in a step looks for calls, and one that waits in a call logs a warning."""
-
-logger = logging.getLogger("powersgd_triton")
 
 
 class DisagreementError(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-logger = logging.getLogger("powersgd_triton")
+from powersgd_triton.config import logger
 
 NodeGroup = str | tuple[dist.ProcessGroup, dist.ProcessGroup] | DeviceMesh | None
 """What users give as ``node_group=``:

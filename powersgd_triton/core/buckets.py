@@ -13,10 +13,10 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
-from powersgd_triton.core.facts import Tensors, common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
+from powersgd_triton.core.facts import common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
-from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.layout import Layout, Tensors
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan

@@ -14,12 +14,11 @@ from powersgd_triton.comm.exchange import mean_in_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.buckets import Buckets, BucketState, Part, Shapes, write_average
 from powersgd_triton.core.capture import Capture
-from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.schedule import Schedule
 from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme
 from powersgd_triton.core.streams import has_streams
-from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.layout import Layout, Tensors
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import SavedState
-from powersgd_triton.layout.layout import Layout, compressed_rank
+from powersgd_triton.layout.layout import Layout, Tensors, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
-
-Tensors = Mapping[str, Sequence[int]]
-"""{name: shape}."""
 
 
 def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from powersgd_triton.comm.agreement import Facts
+from powersgd_triton.config import logger
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import Tensors, replicated_facts, saved_facts
+from powersgd_triton.core.facts import replicated_facts, saved_facts
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
-
-logger = logging.getLogger("powersgd_triton")
+from powersgd_triton.layout.layout import Tensors
 
 Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
 """Returns a saved state, and the size of every tensor. None stands for the tensors seen so far."""

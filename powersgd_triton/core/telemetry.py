@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.config import whole_number
+from powersgd_triton.config import logger, whole_number
 from powersgd_triton.core import clock
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Listener, Task, watched
 from powersgd_triton.ops.blocks import add_product, blocks
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.host_copy import HostCopy
-from powersgd_triton.ops.step import Step
+from powersgd_triton.ops.step import HostCopy, Step
 
 PHASES_OF = {
     "orthogonalize_bases": (clock.PROJECT, clock.PROJECT),
@@ -30,8 +28,6 @@ PHASES_OF = {
     "reconstruct": (clock.RECONSTRUCT, None),
 }
 """The phases that begin with a backend's stage, and after it."""
-
-logger = logging.getLogger("powersgd_triton")
 
 
 @dataclasses.dataclass(frozen=True)

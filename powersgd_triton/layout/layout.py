@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, FORMATS, SCALE_BYTES, WireFormat
 
+Tensors = Mapping[str, Sequence[int]]
+"""{name: shape}."""
+
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return (n, m) of a tensor viewed as a matrix: dim 0 × the rest. Fewer than two dimensions give one row."""
@@ -47,7 +50,7 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     return r if is_worth_it(r) else 0
 
 
-def sizes(shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig) -> dict[str, tuple[int, int, int]]:
+def sizes(shapes: Tensors, config: PowerSGDConfig) -> dict[str, tuple[int, int, int]]:
     """Return {name: (n, m, rank)} for tensors {name: shape}. Rank 0 means that a tensor is not compressed."""
     return {name: (*matrix_shape(shape), compressed_rank(shape, config, name)) for name, shape in shapes.items()}
 
@@ -135,7 +138,7 @@ class Layout:
     batch_by_shape: bool = True
 
     @classmethod
-    def build(cls, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, *, compress: bool = True) -> Layout:
+    def build(cls, shapes: Tensors, config: PowerSGDConfig, *, compress: bool = True) -> Layout:
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
         ranks = {name: compressed_rank(shape, config, name) if compress else 0 for name, shape in shapes.items()}
         segments = [Segment(name, tuple(shape), 0, ranks[name]) for name, shape in shapes.items()]

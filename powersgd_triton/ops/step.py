@@ -1,4 +1,4 @@
-"""The state of one step that all of its buckets share: its number, its verdict and its loss scale."""
+"""The state of one step that all of its buckets share, on the device: its number, its verdict and its loss scale."""
 
 from __future__ import annotations
 
@@ -222,3 +222,30 @@ class LossScale:
             clamped = min(max(value, 1 / LARGEST_SCALE), LARGEST_SCALE)
             self._number = value, device, torch.full((), clamped, device=device)
         return self._number[2]
+
+
+class HostCopy:
+    """A copy on the host of a tensor that the current stream has written. Making it does not wait for the device.
+
+    A tensor on the CPU is kept, so it must not change.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the copy is done, so that reading it does not wait."""
+        return self._event is None or self._event.query()
+
+    def numbers(self) -> Any:
+        """Return the numbers as nested lists. The host waits until the copy is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()

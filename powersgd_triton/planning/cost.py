@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, exchange_of, waits
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.facts import Tensors
-from powersgd_triton.layout.layout import Layout, factors_sent
+from powersgd_triton.layout.layout import Layout, Tensors, factors_sent
 from powersgd_triton.ranks.planner import Planner, mean_rank, sent_bytes
 
 BACKWARD = 2 / 3

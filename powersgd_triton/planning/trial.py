@@ -15,7 +15,7 @@ from powersgd_triton.comm.communicator import Communicator, travel_device, wait
 from powersgd_triton.comm.nodes import own_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import Tensors
+from powersgd_triton.layout.layout import Tensors
 from powersgd_triton.planning.cost import RANKS, ComputeTime, Network
 from powersgd_triton.schemes import new_engine
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import statistics
 import time
 import weakref
@@ -13,16 +12,14 @@ from typing import Any
 
 import torch
 
-from powersgd_triton.config import AUTO, PowerSGDConfig
+from powersgd_triton.config import AUTO, PowerSGDConfig, logger
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import Tensors
 from powersgd_triton.core.scheme import Listener
+from powersgd_triton.layout.layout import Tensors
 from powersgd_triton.planning import cost
 from powersgd_triton.planning.cost import ComputeTime, Job, Network
 from powersgd_triton.planning.trial import measure_network, synchronize, time_compute
 from powersgd_triton.ranks.planner import mean_rank
-
-logger = logging.getLogger("powersgd_triton")
 
 WARM_UP, MEASURED = 3, 10
 """Steps that are not measured, since groups connect and DDP makes its buckets, and steps that are measured then."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import AUTO, PowerSGDConfig
+from powersgd_triton.config import AUTO, PowerSGDConfig, logger
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.host_copy import HostCopy
+from powersgd_triton.ops.step import HostCopy
 from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
-
-logger = logging.getLogger("powersgd_triton")
 
 Plan = dict[str, dict[str, Any]]
 """{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""

@@ -6,15 +6,12 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from powersgd_triton.comm.exchange import SMALL_PART
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank, factors_sent, tensor_bytes, wire_format
+from powersgd_triton.layout.layout import Tensors, compressed_rank, factors_sent, tensor_bytes, wire_format
 from powersgd_triton.layout.wire_format import ALIGNMENT
-
-Tensors = Mapping[str, Sequence[int]]
-"""{name: shape}."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 
 import torch
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import Collectives
+from powersgd_triton.config import logger
 from powersgd_triton.core.residuals import Matrix, Residuals
 from powersgd_triton.core.saved_state import Parts, listing
 from powersgd_triton.core.scheme import Task
@@ -18,8 +18,6 @@ from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace, make_backend, select_backend
 from powersgd_triton.ops.bucket import Bucket, error_dtype
 from powersgd_triton.ops.step import Step
-
-logger = logging.getLogger("powersgd_triton")
 
 
 def new_backend(task: Task, workspace: Workspace) -> Backend:
