@@ -18,8 +18,8 @@ from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import common_facts, saved_facts
-from powersgd_triton.core.loading import adopt, checked, facts_of, save, settle
+from powersgd_triton.core.facts import common_facts, replicated_facts, saved_facts
+from powersgd_triton.core.loading import adopt, checked, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Handle
@@ -109,7 +109,7 @@ class LocalSteps(Handle):
             own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
             own |= {"outer": self._outer.settings(), **common_facts(chosen, 0)}
             dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
-            return engine, own, {**dtypes, **facts_of(engine)}
+            return engine, own, {**dtypes, **replicated_facts(chosen, local.shapes, engine.plan)}
 
         device = next((tensor.device for _, tensor in local.tensors()), torch.device("cpu"))
         if device.type == "cpu" and dist.is_initialized():

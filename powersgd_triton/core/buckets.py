@@ -80,13 +80,7 @@ class Buckets:
     """All buckets of a model by their keys.
 
     ``find``, ``prepare`` and ``end_step`` run code that may fail on one worker only, and compare what it did. Unless
-    all workers agree, all raise an error, and nothing has changed.
-
-    Args:
-        scheme, plan, residuals, step: See ``Engine``.
-        communicator: Collectives of the workers that average with each other.
-        tensors: Returns {name: shape} of all tensors that are known so far.
-        device: Device of the gradients. None if it is not known before they come.
+    all workers agree, all raise an error, and nothing has changed. The arguments are described in ``Engine``.
     """
 
     def __init__(
@@ -195,10 +189,7 @@ class Buckets:
             dtypes = sorted({str(gradient.dtype) for gradient in shared})
             return memory, {}, {"errors to move": sorted(self._residuals.moving), "dtypes of gradients": dtypes}
 
-        if bucket.agreed:
-            memory, *_ = allocate()
-        else:
-            memory = together("the allocation for a bucket", allocate, self.communicator, self.device)
+        memory = allocate()[0] if bucket.agreed else self.together("the allocation for a bucket", allocate)
         bucket.agreed = True
         if memory is not bucket.memory:
             # Tensors are in one bucket at a time.
@@ -248,7 +239,6 @@ class Buckets:
         self.together("a check", facts)
 
     def _facts(self, tensors: Tensors) -> tuple[Facts, Facts]:
-        """Return common and replicated facts."""
         node_group = self.communicator.node_group
         levels = node_group if node_group in (None, AUTO) else "given"
         common = {**common_facts(self._plan.config, self._step.iteration), "node_group": levels}

@@ -25,13 +25,8 @@ class Capture:
     def start(self, device: torch.device, obstacles: Iterable[str | None], settled: Callable[[], bool]) -> None:
         """Start a step, or a further bucket of it.
 
-        Args:
-            device: Device of the bucket's gradients.
-            obstacles: Why listeners cannot follow replays. None if they can.
-            settled: Returns whether the bucket's next step does the same as its steps from then on.
-
-        Raises:
-            RuntimeError: The step is captured, and replays would not do what further steps do. Nothing was changed.
+        RuntimeError: The step is captured, and replays would not do what further steps do, because of the ``obstacles``
+        of listeners, or since the bucket is not ``settled``. Nothing was changed.
         """
         step, residuals, captured = self._step, self._residuals, is_captured(device)
         if captured:

@@ -10,7 +10,7 @@ from torch import Tensor
 from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.config import logger
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.core.facts import replicated_facts, saved_facts
+from powersgd_triton.core.facts import saved_facts
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
 from powersgd_triton.layout.layout import Tensors
 
@@ -25,11 +25,6 @@ def save(engine: Engine, mean: Callable[[Tensor], Tensor] | None = None) -> dict
     engine.buckets.together("state_dict", lambda: (None, {}, {}))
     engine.finish()
     return engine.residuals.save(engine.step, mean or engine.communicator.mean).to_dict(engine.config)
-
-
-def facts_of(engine: Engine) -> Facts:
-    """Return what workers that compress the same tensors must have in common."""
-    return replicated_facts(engine.config, engine.tensors(), engine.plan)
 
 
 def settle(engine: Engine) -> None:

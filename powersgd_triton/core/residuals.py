@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import Parts, SavedState, Size
 from powersgd_triton.core.streams import Streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
@@ -79,10 +78,6 @@ class Residuals:
         self._remaining: dict[str, Remaining] = {}
 
     @property
-    def _config(self) -> PowerSGDConfig:
-        return self.plan.config
-
-    @property
     def pending(self) -> bool:
         """Whether an error is still to be moved, or to be added to the gradient of a tensor without a matrix."""
         return bool(self._remaining or self.moving)
@@ -107,10 +102,10 @@ class Residuals:
         self.sizes |= {s.name: (s.n, s.m, s.rank if factors else 0) for s in layout.segments}
         for segment in layout.bypass if factors else layout.segments:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
-            later = factors and not self.plan.exact and compressed_rank(segment.shape, self._config, segment.name)
+            later = factors and not self.plan.exact and compressed_rank(segment.shape, self.plan.config, segment.name)
             if segment.name in self.loaded.matrices and not later:
                 parts = self.loaded.matrices[segment.name]
-                if "error" in parts and self._config.error_feedback:
+                if "error" in parts and self.plan.config.error_feedback:
                     self._remaining[segment.name] = Remaining(parts["error"].to(device))
                 del self.loaded.matrices[segment.name]
 
@@ -128,7 +123,7 @@ class Residuals:
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Keep what a step has left of M as the errors, unless it turns out not to be applied."""
-        if not self._config.error_feedback:
+        if not self.plan.config.error_feedback:
             return
         verdict = step.verdict(M.device)
         scale = step.scale(M.device)
@@ -195,7 +190,7 @@ class Residuals:
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
         with self.streams.everywhere():
-            if not self._config.error_feedback:
+            if not self.plan.config.error_feedback:
                 return {}
             errors = {name: parts["error"].clone() for name, parts in self.loaded.matrices.items()}
             errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
@@ -251,7 +246,7 @@ class Residuals:
                 found[name] = {"error": mean(error.clone())}
             # With the sizes of the last compression: in this run, or in the one that saved the loaded state.
             tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
-            plan = self.plan.state_dict() if self._config.planned else {}
+            plan = self.plan.state_dict() if self.plan.config.planned else {}
             return SavedState(step.iteration, tensors, found, plan, own=loaded.own, owner=loaded.owner)
 
     def load(self, saved: SavedState) -> None:

@@ -24,16 +24,10 @@ Ranges = Mapping[str, tuple[int, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One bucket's part of one step.
+    """One bucket's part of one step. Its layout has the ranks in force.
 
-    Attributes:
-        layout: The bucket's tensors, with the ranks in force.
-        gradients: {name: contiguous tensor}. They do not change before the average is written.
-        step: The step under way.
-        config: Configuration of the compression.
-        communicator: Collectives of the workers that average with each other.
-        residuals: What earlier steps have not sent.
-        memory: What ``Scheme.prepare`` returned for the bucket.
+    The gradients, {name: contiguous tensor}, do not change before the average is written. ``memory`` is what
+    ``Scheme.prepare`` returned for the bucket.
     """
 
     layout: Layout

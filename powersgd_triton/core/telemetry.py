@@ -97,17 +97,7 @@ Callback = Callable[[StepRecord], object]
 
 
 class Telemetry(Listener):
-    """Measures every so many steps, and reports them when the device has reached their ends.
-
-    Args:
-        engine: Engine whose steps are measured.
-        callback: Called with each record, until it raises an exception, which is logged.
-        writer: A ``SummaryWriter``, or another object with ``add_scalar(tag, value, step)``.
-        every: Steps from one measured step to the next.
-
-    Raises:
-        TypeError, ValueError: An argument has the wrong type or is out of range.
-    """
+    """Measures each ``every``-th step, and reports it when the device has reached its end; see ``Handle.telemetry``."""
 
     def __init__(self, engine: Engine, callback: Callback | None, writer: Any, every: int) -> None:
         if callback is not None and not callable(callback):

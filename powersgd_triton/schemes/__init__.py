@@ -11,17 +11,10 @@ from powersgd_triton.schemes.quantized import Quantized
 
 
 def new_engine(config: PowerSGDConfig, *arguments: Any, quantized: bool = False, **named: Any) -> Engine:
-    """Return an engine with the scheme that a configuration asks for.
+    """Return an engine with the scheme that a configuration asks for. The other arguments are those of ``Engine``.
 
-    Args:
-        config: Configuration of the compression.
-        arguments, named: Further arguments of ``Engine``.
-        quantized: Whether the adapter can send whole tensors in codes.
-
-    Raises:
-        TypeError: ``config`` is not a configuration.
-        ValueError: The configuration's budget is too small for the tensors, or it has codes that the adapter cannot
-            send.
+    TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, or it has codes,
+    and the adapter does not say that it can send ``quantized`` tensors.
     """
     if not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")

@@ -39,7 +39,7 @@ def new_backend(task: Task, workspace: Workspace) -> Backend:
                 "Was it saved for another model or with another configuration?"
             )
     dtypes = {gradient.dtype for gradient in task.gradients.values()}
-    device = task.gradients[layout.segments[0].name].device
+    device = task.device
     rank = max((group.rank for group in layout.groups), default=1)
     name, reason = select_backend(config, device, dtypes, rank)
     _log_choice(name, reason)

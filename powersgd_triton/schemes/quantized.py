@@ -23,7 +23,7 @@ class Quantized:
 
     def prepare(self, task: Task) -> None:
         """Note the tensors. Nothing stays between steps but the residuals."""
-        task.residuals.enter(task.layout, next(iter(task.gradients.values())).device)
+        task.residuals.enter(task.layout, task.device)
 
     def average(self, task: Task) -> Generator[Work, None, FlatAverage]:
         M = task.residuals.compensated(task.layout, task.gradients, task.step)
