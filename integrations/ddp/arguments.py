@@ -47,10 +47,8 @@ def setting(name: str) -> Any:
 def parsed(positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[PowerSGDConfig, dict[str, Any]]:
     """Return the configuration, and the arguments that are no hyperparameters.
 
-    A configuration may be the first argument, the second one after the process group, or ``config=``.
-
-    Raises:
-        TypeError: Hyperparameters are given beside a configuration, or an argument has the wrong type.
+    A configuration may be the first argument, the second one after the process group, or ``config=``. TypeError:
+    Hyperparameters are given beside a configuration, or an argument has the wrong type.
     """
     if isinstance(keywords.get("config"), PowerSGDConfig):
         positional = (keywords.pop("config"), *positional)

@@ -189,10 +189,9 @@ def travel_device(group: dist.ProcessGroup | None, device: torch.device | None =
 
 
 def wait(work: Work) -> None:
-    """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raises the collective's error.
+    """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raise the collective's error.
 
-    Raises:
-        DisagreementError: Another worker has called something else than this step.
+    DisagreementError: Another worker has called something else than this step.
     """
     try:
         if work is not None:

@@ -181,14 +181,9 @@ class Engine:
     def end_step(self, *, applied: bool | None = None) -> Tensor | None:
         """End the open step. Collective if workers have to agree on the verdict, on their state, or on ranks.
 
-        Args:
-            applied: Whether the optimizer applies the step, if the adapter knows. A step not applied is sent again.
-
-        Returns:
-            A scalar on the device, 0 if the step does not count. None if no step was open.
-
-        Raises:
-            DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
+        ``applied`` says whether the optimizer applies the step, if the adapter knows: a step not applied is sent again.
+        Return a scalar on the device, 0 if the step does not count, or None if no step was open. DisagreementError:
+        Workers differ; see ``PowerSGDConfig.check_every``.
         """
         step, device, verdict, communicator = self.step, self.buckets.device, None, self.communicator
         with self.residuals.streams.everywhere():

@@ -87,9 +87,8 @@ class SavedState:
     def parse(cls, state: Any, *, needs_errors: bool, rename: Mapping[str, str] | None = None) -> SavedState:
         """Check the result of ``to_dict`` and convert it. ``rename`` is {saved name: name in this model}.
 
-        Raises:
-            ValueError: It is not a saved state, it is inconsistent, it lacks a name in ``rename``, or, with
-                ``needs_errors``, the error of a compressed matrix.
+        ValueError: It is not a saved state, it is inconsistent, it lacks a name in ``rename``, or, with
+        ``needs_errors``, the error of a compressed matrix.
         """
         keys = {"format_version", "iteration", "tensors", "matrices"}
         if not isinstance(state, Mapping) or "format_version" not in state:

@@ -31,13 +31,10 @@ class Schedule:
         self._under_way: list[UnderWay] = []
 
     def ready(self, part: Part, are_large: Callable[[Sequence[Part]], bool] | None) -> list[list[Part]]:
-        """Return the buckets that wait no longer, now that another one has come. Each list travels as one bucket.
+        """Return the buckets that wait no longer, now that ``part`` has come. Each list travels as one bucket.
 
-        Those of a list have one device, and one dtype for the kernels.
-
-        Args:
-            part: The new one.
-            are_large: Whether the messages of buckets are large enough together. None if nothing may wait any more.
+        Those of a list have one device, and one dtype for the kernels. ``are_large`` says whether the messages of
+        buckets are large enough together. Without it, nothing may wait any more.
         """
         lists: list[list[Part]] = []
         if self._waiting and _kind(self._waiting[0].gradients) != _kind(part.gradients):
@@ -58,12 +55,8 @@ class Schedule:
         """Start a bucket, if one is given, and advance those under way by one collective.
 
         Messages then travel while later buckets are computed, and during the backward pass. With two collectives a
-        bucket, the order is P₀ P₁ Q₀ P₂ Q₁ …, on the CPU as on CUDA, where the host only enqueues.
-
-        Args:
-            bucket: Yields each collective that it starts.
-            done: Takes what it returns in the end.
-            finish: Whether to go on until no bucket is under way, since no later one is expected.
+        bucket, the order is P₀ P₁ Q₀ P₂ Q₁ …, on the CPU as on CUDA, where the host only enqueues. ``done`` takes what
+        the bucket returns in the end. With ``finish``, go on until no bucket is under way, since no later one comes.
         """
         mark, started = self.mark, list[UnderWay]()
         # The new one first: its kernels need not wait for the messages of the older ones.

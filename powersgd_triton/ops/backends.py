@@ -23,10 +23,8 @@ def select_backend(
 ) -> tuple[str, str]:
     """Return ("triton" or "torch", the reason) for gradients on a device, in some dtypes, and their largest rank.
 
-    "auto" selects Triton on CUDA and ROCm devices that support it, else torch.
-
-    Raises:
-        ValueError: The configuration asks for Triton, which cannot be used.
+    "auto" selects Triton on CUDA and ROCm devices that support it, else torch. ValueError: The configuration asks for
+    Triton, which cannot be used.
     """
     if config.backend == "torch":
         return "torch", "set by the configuration"

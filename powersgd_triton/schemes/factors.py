@@ -24,10 +24,7 @@ def new_backend(task: Task, workspace: Workspace) -> Backend:
     """Return a backend for a bucket, with the error buffers that are known of its matrices.
 
     Its factors are fp64 if a gradient is fp64, else fp32. If an allocation fails, no error and no basis is lost.
-
-    Raises:
-        RuntimeError: The loaded checkpoint lacks one of the layout's matrices.
-        ValueError: The configured backend cannot be used.
+    RuntimeError: The loaded checkpoint lacks a matrix. ValueError: The configured backend cannot be used.
     """
     layout, config, residuals = task.layout, task.config, task.residuals
     worker, workers = task.communicator.share

@@ -39,13 +39,10 @@ def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator
     """Return the mean of all workers' M. M keeps what this worker has not sent yet.
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
-    Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding.
+    Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding. M is fp32 [numel], contiguous, and as long on all workers.
 
-    Args:
-        M: [numel], fp32 and contiguous. All workers have the same number of elements.
-        config: Configuration with the codes.
-        communicator: The workers. If those of a node share a network card, they sum M within the node first, and each
-            of them averages its own part of the sum over the nodes.
+    If the workers of a node share a network card, they sum M within the node first, and each of them averages its own
+    part of the sum over the nodes.
     """
     inside = communicator.inside
     if inside is None:
