@@ -23,8 +23,7 @@ USAGE = (
 def main(arguments: Sequence[str]) -> None:
     """Run the program that the arguments name, as ``python`` would. Say so if it never calls ``deepspeed.initialize``.
 
-    Raises:
-        SystemExit: There is no program.
+    SystemExit: There is no program.
     """
     rest = list(arguments)
     # The deepspeed launcher inserts --local_rank before the program. Pass it on to the program.

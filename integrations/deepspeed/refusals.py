@@ -39,8 +39,7 @@ class PowerSGDConfigError(ValueError):
 def section_of(engine: Any) -> Any:
     """Return the section of the engine's configuration, which DeepSpeed itself ignores. None if there is none.
 
-    Raises:
-        PowerSGDConfigError: Its name is spelled differently.
+    PowerSGDConfigError: Its name is spelled differently.
     """
     keys = engine._config._param_dict
     others = [key for key in keys if key != SECTION and is_section(key)]

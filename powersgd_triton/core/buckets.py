@@ -31,8 +31,7 @@ class BucketState:
     """One bucket.
 
     Attributes:
-        layout: Its tensors.
-        ranked: The same with the ranks in force.
+        ranked: Its layout with the ranks in force.
         ranks: The plan's ranks from which ``ranked`` was made.
         memory: What the scheme keeps for it between steps.
         agreed: Whether all workers have prepared it.

@@ -19,12 +19,9 @@ from powersgd_triton.ranks.plan import RankPlan
 
 @dataclasses.dataclass(frozen=True)
 class Remaining:
-    """The error of a tensor that no bucket compresses. A step adds it to the gradient.
+    """The error E [n, m] of a tensor that no bucket compresses.
 
-    Attributes:
-        error: E [n, m].
-        verdict: Verdict of the step that added it. None if no step has.
-        rest: What remains if that step is applied. None for nothing.
+    ``verdict`` is that of the step that added it to the gradient, if one has. ``rest`` remains if that is applied.
     """
 
     error: Tensor
@@ -58,7 +55,6 @@ class Residuals:
     They belong to names and not to buckets. When DDP rebuilds its buckets, or ranks change, new buckets take them over.
 
     Attributes:
-        plan: The ranks in force.
         streams: Streams on which all of this memory is allocated and used.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.

@@ -18,13 +18,10 @@ UnderWay = tuple[Collectives, Work, Callable[[Any], None]]
 
 
 class Schedule:
-    """The buckets of the open step that wait or are under way.
-
-    Attributes:
-        mark: Called with the phase that begins, if telemetry is on.
-    """
+    """The buckets of the open step that wait or are under way."""
 
     def __init__(self) -> None:
+        # Called with the phase that begins, if telemetry is on.
         self.mark: Callable[[str | None], None] = lambda _: None
         # Buckets that wait for the next ones, since their messages are small.
         self._waiting: list[Part] = []

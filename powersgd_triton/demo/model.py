@@ -72,10 +72,7 @@ def read_corpus() -> tuple[Tensor, Tensor]:
     """Return tokens (ASCII codes, int64) for training and for validation.
 
     They are the sources of Python's standard library and the topics of its help, ordered by file name. All workers of
-    one Python installation get the same text.
-
-    Raises:
-        RuntimeError: This Python installation lacks the sources of its library.
+    one Python installation get the same text. RuntimeError: It lacks the sources of its library.
     """
     library = Path(sysconfig.get_path("stdlib"))
     texts = {file.stem: file.read_bytes() for file in library.glob("*.py")}

@@ -66,8 +66,7 @@ def run(kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any], *argumen
         options: Triton's options, and constants. The same object for the same values.
         constants: The other constants, in the same order in all launches.
 
-    Raises:
-        TypeError: Triton would compile the kernel for the value of a number.
+    TypeError: Triton would compile the kernel for the value of a number.
     """
     if not KNOWN or type(kernel) is not JITFunction:
         # For example in the interpreter.

@@ -98,8 +98,7 @@ class BucketTable:
         P, Q: Tables of the factors.
         p_parts_numel, q_parts_numel: Elements of the workspaces of the parts.
 
-    Raises:
-        ValueError: A matrix is beyond what the kernels can address.
+    ValueError: A matrix is beyond what the kernels can address.
     """
 
     def __init__(
@@ -164,10 +163,8 @@ class BucketTable:
         """Return where the matrices (and, with ``bypass``, the bypass tensors) lie now.
 
         They are checked, and their distances uploaded, only if these are new. Those of a buffer's parts never change.
-
-        Raises:
-            TypeError: They are not all of one of the dtypes fp32, bf16, fp16.
-            ValueError: They are on another device, not contiguous, or not of the table's sizes.
+        TypeError: They are not all of one of the dtypes fp32, bf16, fp16. ValueError: They are on another device, not
+        contiguous, or not of the table's sizes.
         """
         # That of a tensor without elements is 0, wherever it lies.
         addresses = [tensor.data_ptr() for tensor in tensors]

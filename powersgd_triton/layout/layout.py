@@ -235,11 +235,8 @@ def _contiguous(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 class RowPartition:
     """A layout's rows, divided among workers into consecutive parts with about equal numbers of elements.
 
-    A matrix that lies on a cut stays one matrix with one pair of factors: each worker multiplies its own rows.
-
-    Attributes:
-        layout: The whole layout.
-        cuts: Offsets of the rows at which parts begin, from the first matrix on, and the end of the last matrix.
+    A matrix that lies on a cut stays one matrix with one pair of factors: each worker multiplies its own rows. ``cuts``
+    are the offsets of the rows at which parts begin, from the first matrix on, and the end of the last matrix.
     """
 
     layout: Layout

@@ -38,8 +38,7 @@ def orthogonalize_reference(
         step: Number of the step, also as an int64 scalar on the device.
         epsilon: Share of its norm up to which a column is dead, if that is more than 2⁻²².
 
-    Returns:
-        Number of columns that are zero since they would not be orthonormal, an int64 scalar.
+    Return the number of columns that are zero since they would not be orthonormal, an int64 scalar.
     """
     basis, zeroed = householder_qr(replace_dead_columns(A, keys=keys, step=step, epsilon=epsilon))
     out.copy_(basis)

@@ -62,11 +62,8 @@ class Step:
     def start(self, *, captured: bool) -> tuple[Tensor, Tensor] | None:
         """Begin a step, ``captured`` in a CUDA graph or not, before its first bucket.
 
-        Returns:
-            (verdict of the last step, a copy of it to use from now on), if the steps share their scalars. Else None.
-
-        Raises:
-            RuntimeError: No step has come before the captured one.
+        If the steps share their scalars, return (verdict of the last step, a copy of it to use from now on).
+        RuntimeError: No step has come before the captured one.
         """
         if captured and self._last_scalars is None:
             raise RuntimeError("take some steps in which gradients are compressed before a step is captured")
@@ -142,12 +139,9 @@ class Step:
 class LossScale:
     """The factor by which the loss, and hence every gradient, is scaled. Read once a step, without synchronization.
 
-    Args:
-        source: A ``torch.amp.GradScaler``, or a function that returns a positive number, a tensor with one element, or
-            None if the loss is not scaled. A tensor that is not positive and finite leaves the last scale in force.
-
-    Raises:
-        TypeError: ``source`` is neither a scaler nor a function.
+    The source is a ``torch.amp.GradScaler``, or a function that returns a positive number, a tensor with one element,
+    or None if the loss is not scaled. A tensor that is not positive and finite leaves the last scale in force.
+    TypeError: It is neither a scaler nor a function.
     """
 
     def __init__(self, source: LossScaleSource) -> None:
@@ -190,11 +184,8 @@ class LossScale:
     def read(self, device: torch.device) -> Tensor | None:
         """Return the scale as an fp32 scalar on ``device`` that does not change later. None if the loss is not scaled.
 
-        The same number gives the same tensor.
-
-        Raises:
-            TypeError: The function returned something else than a number, a tensor or None.
-            ValueError: It returned a number that is not positive and finite, or a tensor of several elements.
+        The same number gives the same tensor. TypeError: The function returned something else than a number, a tensor
+        or None. ValueError: It returned a number that is not positive and finite, or a tensor of several elements.
         """
         value: Any
         if not isinstance(self.source, torch.amp.GradScaler):

@@ -73,7 +73,6 @@ class RankPlan:
         buckets: Number of buckets of a step, if they are not joined.
         tensors: All tensors that are known, {name: shape}.
         settled: What ``settle`` got. None before.
-        ranks: {name: rank}.
         spectra: {name: Spectrum} of the last measurement.
         demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
         pending: Measurement for the next plan.
