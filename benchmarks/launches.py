@@ -15,12 +15,10 @@ from torch import Tensor
 import powersgd_triton.kernels
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import Average
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.schemes.low_rank import LowRankAverage
 
 PHASES = (
     *["compensate_project", "pack P", "orthogonalize P", "backproject", "pack Q", "orthogonalize Q", "explore"],
@@ -75,10 +73,9 @@ class Problem:
         """One step; ``out`` gets the averages, and may be the gradients."""
         found: list[Backend] = []
 
-        def write(average: Average) -> None:
-            assert isinstance(average, LowRankAverage)
-            average.write(out, None)
-            found.append(average.backend)
+        def write(backend: Any) -> None:
+            backend.reconstruct(out, None)
+            found.append(backend)
 
         device = next(iter(self.gradients.values())).device
         layout = self.engine.begin("all", lambda: self.layout.shapes, device, last=True)

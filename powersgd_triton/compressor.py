@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
-from powersgd_triton.core.scheme import Average
 from powersgd_triton.handle import Handle
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.backend import Backend
@@ -31,7 +31,6 @@ from powersgd_triton.ops.gradients import (
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.schemes.low_rank import LowRankAverage
 
 Gradients = Mapping[str, Tensor] | Sequence[Tensor] | Tensor
 
@@ -137,10 +136,9 @@ class Compressor(Handle):
             return Compressed(nothing, step.iteration, torch.ones(()))
         found: list[Compressed] = []
 
-        def keep(average: Average) -> None:
+        def keep(backend: Any) -> None:
             # Instead of reconstructing the averages, keep the factors: ``decompress`` reconstructs them later.
-            assert isinstance(average, LowRankAverage)
-            found.append(Compressed(average.backend, step.iteration + 1, step.verdict(device)))
+            found.append(Compressed(backend, step.iteration + 1, step.verdict(device)))
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
         self._written = False

@@ -64,12 +64,12 @@ def write_average(task: Task, parts: Sequence[Part], average: Average) -> None:
     if first.write is not None:
         first.write(average)
     elif first.ranges is not None:
-        average.write_ranges(first.ranges, overflow)
+        average.reconstruct_ranges(first.ranges, overflow)
         if overflow is not None:
             # It may overflow in fp16 although its factors are finite. Only the worker that writes it sees that.
             task.step.uneven |= any(gradient.dtype == torch.float16 for gradient in task.gradients.values())
     else:
-        average.write(task.gradients, overflow)
+        average.reconstruct(task.gradients, overflow)
     for part in parts:
         if part.done is not None:
             part.done()

@@ -47,13 +47,13 @@ class Task:
 class Average(Protocol):
     """The average of one bucket, in the form in which a scheme has it."""
 
-    def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
         """Write it to {name: contiguous tensor} of any float dtype.
 
         ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
         """
 
-    def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
         """Write parts of it."""
 
 
@@ -125,10 +125,10 @@ class FlatAverage:
     layout: Layout
     flat: Tensor
 
-    def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        self.write_ranges({name: (0, tensor.view(-1)) for name, tensor in out.items()}, overflow)
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        self.reconstruct_ranges({name: (0, tensor.view(-1)) for name, tensor in out.items()}, overflow)
 
-    def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
         for segment in self.layout.segments:
             if segment.name in out:
                 start, target = out[segment.name]

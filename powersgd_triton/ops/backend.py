@@ -62,6 +62,12 @@ class Backend(Protocol):
         ``overflow`` is a scalar that becomes 0 if an element does not fit its dtype. None skips this check.
         """
 
+    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+        """Write elements [start, start + numel) of the flat Ĝ, or of a bypass tensor's mean: a worker's shard.
+
+        ``out`` is {name: (start, flat tensor)} for some of the tensors. Only rows that overlap with it are computed.
+        """
+
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
         """Make the bases orthonormal. With ``redraw``, draw new ones as a function of the keys and the step."""
 

@@ -104,6 +104,28 @@ class TorchBackend:
             if overflow is not None and tensor.dtype != mean.dtype:
                 note_overflow(tensor, overflow)
 
+    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+        bucket = self.bucket
+        for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
+            for index, segment in enumerate(group.segments):
+                if segment.name in out:
+                    start, target = out[segment.name]
+                    first, behind = start // group.m, -(-(start + target.numel()) // group.m)
+                    P, Q = left[index : index + 1, first:behind], right[index : index + 1]
+                    if target.numel() == (behind - first) * group.m and target.dtype == P.dtype:
+                        multiply(P, Q.mT, out=target.view(1, behind - first, group.m))
+                    else:
+                        skipped = start - first * group.m
+                        target.copy_(product(P, Q.mT).view(-1)[skipped : skipped + target.numel()])
+                    if overflow is not None and may_overflow(P, Q, target.dtype):
+                        note_overflow(target, overflow)
+        for segment, mean in zip(bucket.layout.bypass, bucket.split_bypass(bucket.bypass_means), strict=True):
+            if segment.name in out:
+                start, target = out[segment.name]
+                target.copy_(mean[start : start + target.numel()])
+                if overflow is not None and target.dtype != mean.dtype:
+                    note_overflow(target, overflow)
+
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
         bucket = self.bucket
         right = bucket.right(bucket.basis)
@@ -190,33 +212,6 @@ class TorchBackend:
         for mean in self._means:
             mean.masked_fill_(~finite, math.nan)
         bucket.commit(self._product, self._average, self._bypass, verdict)
-
-
-def reconstruct_ranges(bucket: Bucket, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
-    """Write elements [start, start + numel) of the flat Ĝ = L Rᵀ, or of a bypass tensor's mean.
-
-    ``out`` is {name: (start, flat tensor of any float dtype)} for some of the tensors: a worker's shard. Only rows that
-    overlap with it are computed. ``overflow`` is a scalar that becomes 0 if an element written is not finite.
-    """
-    for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
-        for index, segment in enumerate(group.segments):
-            if segment.name in out:
-                start, target = out[segment.name]
-                first, behind = start // group.m, -(-(start + target.numel()) // group.m)
-                P, Q = left[index : index + 1, first:behind], right[index : index + 1]
-                if target.numel() == (behind - first) * group.m and target.dtype == P.dtype:
-                    multiply(P, Q.mT, out=target.view(1, behind - first, group.m))
-                else:
-                    skipped = start - first * group.m
-                    target.copy_(product(P, Q.mT).view(-1)[skipped : skipped + target.numel()])
-                if overflow is not None and may_overflow(P, Q, target.dtype):
-                    note_overflow(target, overflow)
-    for segment, mean in zip(bucket.layout.bypass, bucket.split_bypass(bucket.bypass_means), strict=True):
-        if segment.name in out:
-            start, target = out[segment.name]
-            target.copy_(mean[start : start + target.numel()])
-            if overflow is not None and target.dtype != mean.dtype:
-                note_overflow(target, overflow)
 
 
 def _orthogonalize(

@@ -149,6 +149,9 @@ class TritonBackend:
             table, *bucket.average[0], *carried, self._launches.reconstruct, out=pointers, verdict=verdict
         )
 
+    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+        TorchBackend(self.bucket).reconstruct_ranges(out, overflow)
+
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
         left, right = (self._table.P, self.bucket.P_hat), (self._table.Q, self.bucket.basis)
         for factors, basis in [left, right] if self._alternating else [right]:

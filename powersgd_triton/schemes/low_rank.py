@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Generator, Mapping
-
-from torch import Tensor
+from collections.abc import Generator
 
 from powersgd_triton.comm.communicator import Work
 from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import Ranges, Task
+from powersgd_triton.core.scheme import Task
 from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import Workspace
-from powersgd_triton.ops.torch_backend import reconstruct_ranges
 from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 
@@ -37,8 +33,9 @@ class LowRank:
         take_over(task.residuals, backend, task.step)
         return backend
 
-    def average(self, task: Task) -> Generator[Work, None, LowRankAverage]:
-        step, config, communicator, backend = task.step, task.config, task.communicator, task.memory
+    def average(self, task: Task) -> Generator[Work, None, Backend]:
+        step, config, communicator = task.step, task.config, task.communicator
+        backend: Backend = task.memory
         # A tensor that is no longer compressed is averaged exactly. Its remaining error is added to its gradient once.
         gradients = task.residuals.add_remaining(task.layout, task.gradients, step)
         yield from move_rows(task.residuals, backend.bucket, communicator)
@@ -63,20 +60,8 @@ class LowRank:
             # Orthonormalize Q̄ as the basis of the next projection. If a sum is not finite, which is the same on all
             # workers, M gets back what it had, the basis stays, and the step's verdict becomes 0.
             backend.commit(gradients, step, repetition)
-        return LowRankAverage(backend)
+        # Ĝ = P̂ Q̄ᵀ is not computed before it is written.
+        return backend
 
     def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
         return layout.sent_numel(config, iteration)
-
-
-@dataclasses.dataclass(frozen=True)
-class LowRankAverage:
-    """Ĝ = P̂ Q̄ᵀ, which is not computed before it is written."""
-
-    backend: Backend
-
-    def write(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        self.backend.reconstruct(out, overflow)
-
-    def write_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
-        reconstruct_ranges(self.backend.bucket, out, overflow)

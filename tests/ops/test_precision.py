@@ -11,7 +11,6 @@ from torch import Tensor
 
 from powersgd_triton import Compressor
 from powersgd_triton.ops import blocks
-from powersgd_triton.ops.torch_backend import reconstruct_ranges
 from tests.support.checks import everything, same_bits
 
 SHAPES = {"weight": (48, 40), "other": (48, 40), "odd": (33, 29), "bias": (7,)}
@@ -26,8 +25,8 @@ def averages(dtype: torch.dtype, device: torch.device, **fields: Any) -> dict[st
         gradients = {n: torch.randn(shape, generator=generator).to(device, dtype) for n, shape in SHAPES.items()}
         compressed = compressor.compress(gradients)
         part, rows = torch.empty(700, dtype=dtype, device=device), torch.empty(800, device=device)
-        reconstruct_ranges(compressed.backend.bucket, {"weight": (13, part)}, None)
-        reconstruct_ranges(compressed.backend.bucket, {"weight": (40, rows)}, None)
+        compressed.backend.reconstruct_ranges({"weight": (13, part)}, None)
+        compressed.backend.reconstruct_ranges({"weight": (40, rows)}, None)
         averaged = dict(compressor.decompress(compressed), part=part, rows=rows)  # type: ignore[arg-type]
         found |= {f"{name} {step}": tensor for name, tensor in averaged.items()}
     return found | {f"error of {name}": tensor for name, tensor in compressor.error().items()}
