@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import torch
 
@@ -26,13 +27,13 @@ class Clock:
     """Measures a step from the end of the one before. Its work is done on ``device``, with the current streams."""
 
     def __init__(self, device: torch.device | None) -> None:
-        self._on_stream = device is not None and has_streams(device)
+        self._device = device
         # (phase that begins, when) in order. A phase lasts until the next mark.
-        self._marks: list[tuple[str | None, Stamp]] = [(None, self._now())]
+        self._marks: list[tuple[str | None, Stamp]] = [(None, now(device))]
 
     def mark(self, phase: str | None) -> None:
         """Count the time from now on to a phase, or to none, such as the backward pass."""
-        self._marks.append((phase, self._now()))
+        self._marks.append((phase, now(self._device)))
 
     @property
     def ready(self) -> bool:
@@ -44,21 +45,22 @@ class Clock:
         found = dict.fromkeys(PHASES, 0.0)
         for (phase, start), (_, end) in itertools.pairwise(self._marks):
             if phase is not None:
-                found[phase] += _between(start, end)
-        return {**found, STEP: _between(self._marks[0][1], self._marks[-1][1])}
-
-    def _now(self) -> Stamp:
-        if not self._on_stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+                found[phase] += between(start, end)
+        return {**found, STEP: between(self._marks[0][1], self._marks[-1][1])}
 
 
-def _between(start: Stamp, end: Stamp) -> float:
-    """Return milliseconds. Both stamps are of one kind and one device."""
-    if isinstance(start, float) and isinstance(end, float):
-        return 1000 * (end - start)
-    assert not isinstance(start, float)
-    assert not isinstance(end, float)
+def now(device: torch.device | None) -> Stamp:
+    """Return the time at which a device has done what its current stream was given so far."""
+    if device is None or not has_streams(device):
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Return the milliseconds between two times on one device. The host waits for them."""
+    if isinstance(start, float):
+        return 1000 * float(end - start)
+    end.synchronize()
     return float(start.elapsed_time(end))

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from powersgd_triton.comm import exchange
+from powersgd_triton.core.clock import between, now
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -131,7 +131,7 @@ class HookTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._steps: list[tuple[Any, list[Any]]] = []
 
     def timed(self, hook: Hook) -> Hook:
@@ -139,29 +139,16 @@ class HookTimer:
 
         def timed_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             if bucket.index() == 0:
-                self._steps.append((self._now(), []))
+                self._steps.append((now(self._device), []))
             completions = self._steps[-1][1]
             future = hook(state, bucket)
             # On CUDA, the result is ready on the streams that the callback runs with, so an event marks its completion.
-            future.add_done_callback(lambda _: completions.append(self._now()))
+            future.add_done_callback(lambda _: completions.append(now(self._device)))
             return future
 
         return timed_hook
 
     def median_ms(self) -> float | None:
         """Return the median over steps. None if the hook was not called."""
-        times = [max(self._ms(start, end) for end in ends) for start, ends in self._steps if ends]
+        times = [max(between(start, end) for end in ends) for start, ends in self._steps if ends]
         return statistics.median(times) if times else None
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _ms(self, start: Any, end: Any) -> float:
-        if not self._on_cuda:
-            return float(end - start) * 1e3
-        end.synchronize()
-        return float(start.elapsed_time(end))
