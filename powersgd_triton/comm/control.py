@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -78,6 +79,8 @@ def uses_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 
 
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, Control | None] = weakref.WeakKeyDictionary()
+# Gloo's threads need Python when they end.
+atexit.register(_controls.clear)
 
 
 def control_of(group: dist.ProcessGroup | None, *, new: bool = False) -> Control | None:
