@@ -137,7 +137,7 @@ def _problems_of_optimizers(engine: Any, stage: int) -> Iterator[str]:
     if not callable(getattr(owner, method, None)):
         yield (
             f"DeepSpeed {deepspeed.__version__} has no {type(owner).__name__}.{method}, which averages gradients in "
-            "the versions that the README lists: install one of them"
+            "the versions that docs/index.md lists: install one of them"
         )
     elif stage in (1, 2) and not is_bf16_optimizer(optimizer) and not optimizer.contiguous_gradients:
         yield (

@@ -100,7 +100,7 @@ class DeepSpeedState(Handle):
             raise RuntimeError(
                 f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
                 f"{self._framework.global_steps} without it. This release may reduce gradients in another way: use "
-                "a version that the README lists, or take the section 'powersgd' out. (This also happens if "
+                "a version that docs/index.md lists, or take the section 'powersgd' out. (This also happens if "
                 "deepspeed.enable is called between backward() and step().)"
             )
         yield

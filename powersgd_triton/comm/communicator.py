@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton.comm.control import Control, DisagreementError, Watched, control_of
+from powersgd_triton.comm.control import Control, DisagreementError, Watched, control_of, uses_gloo
 from powersgd_triton.comm.nodes import AUTO, NodeGroup, given_groups, make_groups, own_place
 
 Work: TypeAlias = "dist.Work | Watched | None"
@@ -86,8 +86,8 @@ class Communicator:
         """The group's control. All workers must call this at the same time if there is none yet."""
         return control_of(self.group, new=True) if self._ready and self.world_size > 1 else None
 
-    def _start(self, collective: Callable[..., dist.Work | None], *args: Any, **options: Any) -> Work:
-        """Start a collective, and count it. The host that waits for it hears of calls of other workers."""
+    def _start(self, collective: Callable[..., dist.Work | None], tensor: Tensor, *args: Any, **options: Any) -> Work:
+        """Start a collective, and count it. A host that waits for it hears of calls of other workers."""
         controls = list(filter(None, (control_of(each.group) for each in self._everyone)))
         for control in controls[:1]:
             if control.broken:
@@ -95,8 +95,10 @@ class Communicator:
                     "another worker's call interrupted an earlier step of this process group: make a new group"
                 )
             control.started += 1
-        work = collective(*args, async_op=True, **options)
-        return Watched(work, controls) if controls and work is not None else work
+        work = collective(tensor, *args, async_op=True, **options)
+        if work is None or not controls or not uses_gloo(self.group, tensor.device):
+            return work
+        return Watched(work, controls)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start summing ``tensor`` over the workers in place. With one worker or no elements, send nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
@@ -25,7 +26,7 @@ class DisagreementError(RuntimeError):
 
 
 class Control:
-    """What the workers of a gloo group do, told in messages of their own.
+    """What the workers of a group do, told in messages of their own through gloo.
 
     In one group, gloo would take a message about a call for the sum that another worker waits for, and end its process
     because the sizes differ.
@@ -70,7 +71,15 @@ class Control:
             self.answer()
 
 
+def uses_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether the group's collectives of tensors on the device are gloo's, for which the host waits."""
+    # For example "cpu:gloo,cuda:nccl".
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, Control | None] = weakref.WeakKeyDictionary()
+# Gloo's threads need Python when they end.
+atexit.register(_controls.clear)
 
 
 def control_of(group: dist.ProcessGroup | None, *, new: bool = False) -> Control | None:
@@ -79,8 +88,7 @@ def control_of(group: dist.ProcessGroup | None, *, new: bool = False) -> Control
     if group is None:
         return None
     if group not in _controls and new:
-        gloo = all(pair.endswith(":gloo") for pair in dist.get_backend_config(group).split(","))
-        _controls[group] = Control(group) if gloo else None
+        _controls[group] = Control(group) if uses_gloo(group, torch.device("cpu")) else None
     return _controls.get(group)
 
 

@@ -86,7 +86,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"basic_optimizer": Muon([torch.zeros(1)], lr=1.0)}, "Muon.*another optimizer"),
     ({"optimizer": None}, "no optimizer.*give one"),
     ({"_config.zero_config.offload_optimizer": OFFLOADED}, "super_offload.*false"),
-    ({"optimizer": SimpleNamespace()}, "gradient_reduction_w_predivide.*README"),
+    ({"optimizer": SimpleNamespace()}, "gradient_reduction_w_predivide.*docs/index.md"),
     ({"workers": 1}, 'one worker.*"enabled": false'),
     *[({"version": version, "stage": 2}, f"{version}.*wrong gradients") for version in ("0.17.6", "0.18.2")],
     ({"version": "0.15.4"}, "0.15.4 is too old"),
