@@ -110,7 +110,7 @@ class Compressor(Handle):
     @property
     def layout(self) -> Layout:
         """The tensors that are compressed, and their shapes as matrices."""
-        return self._layout(self._engine.tensors())
+        return self._layout()
 
     def compress(self, gradients: Gradients) -> Compressed:
         """Average this step's gradients over the workers, and return them in compressed form. Collective.

@@ -22,7 +22,7 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
-from powersgd_triton.layout.layout import Layout, Tensors, sizes
+from powersgd_triton.layout.layout import Layout, sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport
@@ -81,20 +81,18 @@ class Handle:
     def report(self) -> RankReport:
         """Return which tensors are compressed, at which rank, and the bytes of a step. ``print`` shows a table.
 
-        If shards of parameters are compressed, the report describes this worker's shard.
+        If shards of parameters are compressed, the report describes this worker's shard. With DDP and without
+        ``module=``, it has the parameters whose gradients have come so far.
         """
-        return self._report(self._engine.tensors())
-
-    def _report(self, tensors: Tensors) -> RankReport:
         plan, config, communicator = self._engine.plan, self.config, self._communicator
         buckets = self._engine.buckets.in_use()
         kinds, zeroed = exchanges(buckets, config, communicator), sum(int(n.sum()) for b in buckets for n in b.zeroed)
         further = {"exchanges": kinds, "node_workers": communicator.share[1], "zeroed": zeroed}
-        return RankReport.of(self._layout(tensors), config, plan.spectra, **further)
+        return RankReport.of(self._layout(), config, plan.spectra, **further)
 
-    def _layout(self, tensors: Tensors) -> Layout:
-        """Return the layout of tensors with the ranks in force."""
-        return self._engine.plan.ranked(Layout.build(tensors, self.config))
+    def _layout(self) -> Layout:
+        """Return the layout of all tensors that are known so far, with the ranks in force."""
+        return self._engine.plan.ranked(Layout.build(self._engine.tensors(), self.config))
 
     def attach(self, scaler: LossScaleSource) -> None:
         """Make the error follow the loss scale of a ``torch.amp.GradScaler``, or a scale that a function returns.

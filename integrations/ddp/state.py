@@ -21,7 +21,6 @@ from powersgd_triton.integrations.ddp.arguments import SIGNATURE, check_group, l
 from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
 from powersgd_triton.integrations.ddp.views import Place
 from powersgd_triton.layout.layout import sizes
-from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
 
 logger = logging.getLogger("powersgd_triton.integrations.ddp")
@@ -104,7 +103,7 @@ class PowerSGDState(Handle):
         # Without ``module=`` the model is not known before its gradients come.
         device = next((parameter.device for parameter in names.names), None)
         communicator = Communicator(group, node_group=node_group)
-        super().__init__(new_engine(config, communicator, lambda: names.shapes() or {}, device))
+        super().__init__(new_engine(config, communicator, names.known, device))
         # What another process group can use: groups that a user gave were made for this one.
         self._automatic_nodes = AUTO if node_group == AUTO else None
         # How each gradient lies in its bucket.
@@ -145,10 +144,6 @@ class PowerSGDState(Handle):
     def total_numel_after_compression(self) -> int:
         """Number of elements sent for these gradients."""
         return self.compression_stats()[2]
-
-    def report(self) -> RankReport:
-        """See ``Handle.report``. Without ``module=`` it has the parameters whose gradients have come so far."""
-        return self._report(self._names.known())
 
     def error(self) -> dict[str, Tensor]:
         self._take_back()
@@ -241,7 +236,7 @@ class PowerSGDState(Handle):
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self._names.expect(saved["buckets"])
-        restore(self._engine, saved, self._names.known())
+        restore(self._engine, saved)
         self.compression_stats_logging_frequency = saved["compression_stats_logging_frequency"]
         self.next_stats_report = saved["next_stats_report"]
 

@@ -117,7 +117,7 @@ class DeepSpeedState(Handle):
     def traffic(self) -> Traffic:
         """Return the bytes that a step sends after ``start_iter``."""
         partitions = None if self.parameters is None else self.parameters.bytes_per_step()
-        layout, workers = self._layout(self.shapes), self._communicator.world_size
+        layout, workers = self._layout(), self._communicator.world_size
         return traffic_of(self._framework, self.config, layout, workers, partitions)
 
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:

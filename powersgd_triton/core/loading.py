@@ -12,7 +12,6 @@ from powersgd_triton.config import logger
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import saved_facts
 from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
-from powersgd_triton.layout.layout import Tensors
 
 Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
 """Returns a saved state, and the size of every tensor. None stands for the tensors seen so far."""
@@ -105,8 +104,8 @@ def own_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def restore(engine: Engine, saved: Mapping[str, Any], tensors: Tensors) -> None:
+def restore(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Load the result of ``own_state`` into an engine with its configuration. The next step compares the workers."""
-    engine.plan.begin(tensors)
+    engine.plan.begin(engine.tensors())
     adopt(engine, *checked(engine, saved["core"], None, owner=saved["worker"]))
     engine.numel[:] = saved["total_numel_before_compression"], saved["total_numel_after_compression"]
