@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from powersgd_triton.comm.agreement import fingerprint
@@ -15,15 +15,13 @@ from powersgd_triton.ranks.plan import RankPlan
 
 def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:
     """Return facts about the configuration and the step."""
-    return {
-        "iteration": iteration,
-        **{f"config.{field}": value for field, value in config.to_dict().items()},
-    }
+    return {"iteration": iteration, **{f"config.{field}": value for field, value in config.to_dict().items()}}
 
 
-def shape_facts(tensors: Tensors) -> dict[str, Any]:
-    """Return the shapes of tensors. Replicas have the same. Tensor-parallel workers may have parts of other sizes."""
-    return {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
+def tensor_facts(tensors: Tensors, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return shapes and ranks. Replicas have the same. Tensor-parallel workers may have parts of other sizes."""
+    shapes = {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
+    return {**shapes, **{f"rank of {name!r}": rank for name, rank in ranks.items()}}
 
 
 def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
@@ -31,18 +29,13 @@ def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -
     ranks = plan.ranks
     if callable(config.rank):
         ranks = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
-    facts: dict[str, Any] = {_rank_of(name): rank for name, rank in ranks.items()}
-    return {
-        **shape_facts(tensors),
-        **facts,
-        **({"ranks are planned from": plan.planned_from} if config.planned else {}),
-    }
+    planned = {"ranks are planned from": plan.planned_from} if config.planned else {}
+    return {**tensor_facts(tensors, ranks), **planned}
 
 
 def layout_facts(config: PowerSGDConfig, layout: Layout) -> dict[str, Any]:
     """Return the shapes of a bucket's tensors, and the ranks that a function has given them."""
-    ranks = {_rank_of(s.name): s.rank for s in layout.segments} if callable(config.rank) else {}
-    return {**shape_facts(layout.shapes), **ranks}
+    return tensor_facts(layout.shapes, {s.name: s.rank for s in layout.segments} if callable(config.rank) else {})
 
 
 def saved_facts(saved: SavedState) -> dict[str, Any]:
@@ -55,10 +48,6 @@ def saved_facts(saved: SavedState) -> dict[str, Any]:
     if saved.iteration or facts:
         facts |= {"saved iteration": saved.iteration, "strict": saved.strict, "saved plan": saved.plan}
     return facts
-
-
-def _rank_of(name: str) -> str:
-    return f"rank of {name!r}"
 
 
 def factor_facts(buckets: Iterable[Bucket]) -> dict[str, Any]:
