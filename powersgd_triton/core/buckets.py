@@ -19,7 +19,6 @@ from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
 from powersgd_triton.layout.layout import Layout, Tensors
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
-from powersgd_triton.ranks.plan import RankPlan
 
 T = TypeVar("T")
 Shapes = Callable[[], Mapping[str, Sequence[int]]]
@@ -87,12 +86,11 @@ class Buckets:
         scheme: Scheme,
         communicator: Communicator,
         tensors: Callable[[], Tensors],
-        plan: RankPlan,
         residuals: Residuals,
         step: Step,
         device: torch.device | None,
     ) -> None:
-        self._scheme, self._tensors, self._plan = scheme, tensors, plan
+        self._scheme, self._tensors, self._plan = scheme, tensors, residuals.plan
         self._residuals, self._step = residuals, step
         self.communicator, self.device = communicator, device
         self._buckets: dict[Hashable, BucketState] = {}

@@ -11,14 +11,13 @@ from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.streams import is_captured
 from powersgd_triton.ops.bucket import Bucket, Product
 from powersgd_triton.ops.step import Step
-from powersgd_triton.ranks.plan import RankPlan
 
 
 class Capture:
     """Starts steps so that a captured one can be replayed, and takes back what was noted for a capture that failed."""
 
-    def __init__(self, plan: RankPlan, residuals: Residuals, step: Step) -> None:
-        self._plan, self._residuals, self._step = plan, residuals, step
+    def __init__(self, residuals: Residuals, step: Step) -> None:
+        self._plan, self._residuals, self._step = residuals.plan, residuals, step
         # What was pending before the open step, if it is captured.
         self._before: dict[Bucket, tuple[Tensor | None, Product]] = {}
 

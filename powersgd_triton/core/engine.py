@@ -60,8 +60,8 @@ class Engine:
             self.plan.connect(communicator.world_size, buckets)
             self.plan.begin(tensors())
         self.residuals = Residuals(self.plan)
-        self.buckets = Buckets(scheme, communicator, tensors, self.plan, self.residuals, self.step, device)
-        self._capture = Capture(self.plan, self.residuals, self.step)
+        self.buckets = Buckets(scheme, communicator, tensors, self.residuals, self.step, device)
+        self._capture = Capture(self.residuals, self.step)
         self.listeners: list[Listener] = []
         self.begun: list[Layout] = []
         self.numel, self.sent, self.itemsize = [0, 0], 0, 4
