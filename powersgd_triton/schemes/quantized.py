@@ -47,7 +47,9 @@ def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator
     inside = communicator.inside
     if inside is None:
         return (yield from _average(M, config, communicator))
-    rows = _rows(M, inside.world_size)
+    # Rows of equal length, one for each worker, with zeros at the end.
+    each = -(-len(M) // inside.world_size)
+    rows = torch.nn.functional.pad(M, (0, inside.world_size * each - len(M))).view(inside.world_size, each)
     received = torch.empty_like(rows)
     yield inside.all_to_all(received, rows)
     own = received.sum(0)
@@ -55,7 +57,7 @@ def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator
     mean /= inside.world_size
     yield inside.all_gather(rows, mean)
     # What is left of the node's sum lies with the worker that has sent this part.
-    each, first = len(own), inside.index * len(own)
+    first = inside.index * each
     M.zero_()
     M[first : first + each] = own[: max(0, len(M) - first)]
     return rows.view(-1)[: len(M)]
@@ -117,9 +119,3 @@ def _parts(flat: Tensor, owners: int, unit: int) -> list[Tensor]:
     """Divide a tensor into a part for each owner, a multiple of ``unit``. The last parts may be shorter, or empty."""
     each = -(-len(flat) // (owners * unit)) * unit
     return [flat[index * each : (index + 1) * each] for index in range(owners)]
-
-
-def _rows(flat: Tensor, workers: int) -> Tensor:
-    """Return a copy as rows of equal length, one for each worker, with zeros at the end."""
-    each = -(-len(flat) // workers)
-    return torch.nn.functional.pad(flat, (0, workers * each - len(flat))).view(workers, each)
