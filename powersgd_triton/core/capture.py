@@ -50,18 +50,13 @@ class Capture:
     def _obstacle(self, settled: Callable[[], bool]) -> str | None:
         """Return why further steps would not do the same on the device, or would need the host."""
         config = self._plan.config
-        if config.algorithm == "alternating":
-            return "the alternating algorithm does something else in every second step"
-        if config.planned and config.replan_every:
-            return "the host plans ranks; set replan_every=0"
-        if self._plan.exact:
-            return "compression='auto' chose an all-reduce; capture DDP's own"
-        if config.check_every:
-            return "the host compares workers; set check_every=0"
-        if self._step.loss_scale is not None:
-            return "the error follows a loss scale"
-        if self._step.iteration < config.start_iter:
-            return f"the first {config.start_iter} steps are exact"
-        if not settled():
-            return "its gradients must be compressed in the same bucket in the step before it"
-        return None
+        obstacles = (
+            (config.algorithm == "alternating", "the alternating algorithm does something else in every second step"),
+            (config.planned and config.replan_every, "the host plans ranks; set replan_every=0"),
+            (self._plan.exact, "compression='auto' chose an all-reduce; capture DDP's own"),
+            (config.check_every, "the host compares workers; set check_every=0"),
+            (self._step.loss_scale is not None, "the error follows a loss scale"),
+            (self._step.iteration < config.start_iter, f"the first {config.start_iter} steps are exact"),
+            (not settled(), "its gradients must be compressed in the same bucket in the step before it"),
+        )
+        return next((why for holds, why in obstacles if holds), None)
