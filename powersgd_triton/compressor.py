@@ -261,7 +261,7 @@ class Compressor(Handle):
             if gradients.dim() != 1 or buffer.numel() != layout.numel:
                 got = f"{gradients.dtype} {tuple(gradients.shape)}"
                 raise ValueError(f"a flat buffer must be one-dimensional with {layout.numel} real elements; got {got}")
-            named = {s.name: buffer[s.place].view(s.shape) for s in layout.segments}
+            named = {s.name: buffer[s.span].view(s.shape) for s in layout.segments}
         elif isinstance(gradients, Mapping):
             missing = [name for name in names if name not in gradients]
             if missing:

@@ -136,7 +136,7 @@ def _average(
             if state._unused is not None:
                 state._unused.note_views(held, parameters)
             if whole:
-                held = [buffer[s.place].view(s.shape) for s in segments]
+                held = [buffer[s.span].view(s.shape) for s in segments]
             # This copies a gradient that is not contiguous, such as one in channels_last.
             gradients = {s.name: place.contiguous().view(s.shape) for s, place in zip(segments, held, strict=True)}
 

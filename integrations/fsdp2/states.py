@@ -181,7 +181,7 @@ class HybridShardState(ShardedHandle):
         if not self._engine.compressing or bucket.layout.numel != buffer.numel():
             self._engine.average_exactly(buffer)
         else:
-            views = {s.name: buffer[s.place].view(s.shape) for s in bucket.layout.segments}
+            views = {s.name: buffer[s.span].view(s.shape) for s in bucket.layout.segments}
             self._engine.average(bucket, views)
         factor = 1
         if getattr(unit.parameter_group, "gradient_divide_factor", None) is not None:
@@ -249,7 +249,7 @@ class CustomReduceScatter:
         ranges: dict[str, tuple[int, Tensor]] = {}
         shards, own = sent.view(state._workers, -1).split(numels, dim=1), output.split(numels)
         for whole, shape, columns, mine in zip(bucket.layout.segments, parts, shards, own, strict=True):
-            gradient = gradients[whole.name] = memory[whole.place].view(whole.shape)
+            gradient = gradients[whole.name] = memory[whole.span].view(whole.shape)
             gradient.copy_(columns.reshape(-1, *shape[1:])[: whole.shape[0]])
             # Shards are cut between complex numbers, so count the rows of a shard and not those of the parameter.
             first, behind = (min(index * shape[0], whole.shape[0]) for index in (state._worker, state._worker + 1))

@@ -111,7 +111,7 @@ class Residuals:
         M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
         scale = step.scale(M.device)
         for segment in layout.segments:
-            own, known = M[segment.place], self._remaining.get(segment.name)
+            own, known = M[segment.span], self._remaining.get(segment.name)
             own.copy_(gradients[segment.name].reshape(-1))
             if known is not None:
                 own += known.error.reshape(-1) if scale is None else known.error.reshape(-1) * scale
@@ -125,7 +125,7 @@ class Residuals:
         scale = step.scale(M.device)
         M = M if scale is None else M / scale
         for segment in layout.segments:
-            rest = M[segment.place].view(segment.n, segment.m)
+            rest = M[segment.span].view(segment.n, segment.m)
             known = self._remaining.get(segment.name)
             error = torch.zeros((), device=M.device).expand_as(rest) if known is None else known.error
             self._remaining[segment.name] = Remaining(error, verdict, rest)

@@ -110,7 +110,7 @@ class Segment:
         return math.prod(self.shape)
 
     @property
-    def place(self) -> slice:
+    def span(self) -> slice:
         return slice(self.offset, self.offset + self.numel)
 
 
