@@ -16,8 +16,6 @@ from powersgd_triton.checkpoint import StateDict
 from powersgd_triton.comm.agreement import Facts, fingerprint, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.buckets import BucketState
-from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.integrations.common import broadcast_from_first
 from powersgd_triton.integrations.fsdp2.units import Unit, find_units, local_tensors, worker_groups
@@ -176,7 +174,7 @@ class HybridShardState(ShardedHandle):
             self._unreduced[unit] = output.to(wide, copy=True) if earlier is None else earlier
             output.zero_()
             return
-        bucket = _begin(self._engine, unit, buffer.device, padded=True)
+        bucket = self._engine.begin(unit.key, lambda: unit.shapes(padded=True), buffer.device, keys=(unit,))
         # FSDP leaves out parameters without a gradient and does not say which. Then average the buffer exactly.
         if not self._engine.compressing or bucket.layout.numel != buffer.numel():
             self._engine.average_exactly(buffer)
@@ -233,7 +231,7 @@ class CustomReduceScatter:
         state, engine, unit = self._state, self._state._engine, self._unit
         unit.calls += 1
         output, sent = as_real(output_tensor), as_real(input_tensor)
-        bucket = _begin(engine, unit, output.device, padded=False)
+        bucket = engine.begin(unit.key, lambda: unit.shapes(padded=False), output.device, keys=(unit,))
         parts = list(unit.shapes(padded=True).values())
         numels = [math.prod(shape) for shape in parts]
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
@@ -264,9 +262,3 @@ class CustomReduceScatter:
 def shapes(units: list[Unit], *, padded: bool) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the trainable parameters of all units. See ``Unit.shapes``."""
     return {name: shape for unit in units for name, shape in unit.shapes(padded=padded).items()}
-
-
-def _begin(engine: Engine, unit: Unit, device: torch.device, *, padded: bool) -> BucketState:
-    # Parameters of a unit may be frozen and unfrozen.
-    key = (unit, *unit.parameters)
-    return engine.begin(key, lambda: unit.shapes(padded=padded), device, keys=(unit,))

@@ -61,6 +61,11 @@ class Unit:
         """FSDP's objects for the trainable parameters by name."""
         return {name: p for name, p in self.named_parameters() if p.sharded_param.requires_grad}
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What identifies its tensors. Parameters may be frozen and unfrozen."""
+        return self, *self.parameters
+
     def take_over_all_reduce(self) -> None:
         """Leave the all-reduce over the mesh's replicate dimension, if there is one, to the all-reduce hook.
 
