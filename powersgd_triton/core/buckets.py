@@ -186,7 +186,10 @@ class Buckets:
             dtypes = sorted({str(gradient.dtype) for gradient in shared})
             return memory, {}, {"errors to move": sorted(self._residuals.moving), "dtypes of gradients": dtypes}
 
-        memory = allocate()[0] if bucket.agreed else self.together("the allocation for a bucket", allocate)
+        if bucket.agreed:
+            memory = allocate()[0]
+        else:
+            memory = together("the allocation for a bucket", allocate, self.communicator, self.device)
         bucket.agreed = True
         if memory is not bucket.memory:
             # Tensors are in one bucket at a time.
