@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -87,6 +88,8 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTen
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     model = uncompiled(model)
+    if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
+        raise ValueError("the model has tensors on the meta device, which have no values: call to_empty, and fill them")
     if is_deepspeed(model):
         return _of_deepspeed(model, group)
     if isinstance(model, DistributedDataParallel):

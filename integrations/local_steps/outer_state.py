@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import logging
@@ -42,6 +43,10 @@ class OuterState:
         found = type(self.optimizer).__name__
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(f"outer must return a torch.optim.Optimizer; got {found}")
+        try:
+            inspect.signature(self.optimizer.step).bind()
+        except TypeError as error:
+            raise TypeError(f"outer must return an optimizer whose step() needs no closure; got {found}") from error
         self._finite: HostCopy | None = None
         # The parameters that were frozen at the start, and were equal on all workers then.
         self._frozen: set[str] = set()
