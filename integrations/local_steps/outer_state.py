@@ -145,15 +145,20 @@ class OuterState:
         self.local.refresh()
         return copies
 
-    def update(self, means: Mapping[str, Tensor], begun: Tensors) -> None:
+    def update(self, means: Mapping[str, Tensor], finite: Tensor, begun: Tensors) -> None:
         """Update θ by {name: mean pseudo-gradient}, padded, and go on from it.
 
         What was changed since the exchange has ``begun`` with these local parameters is kept. They are overwritten.
+        Call it again if the optimizer raises an exception.
         """
         for name, mean in means.items():
             parameter = self.shared[name]
             parameter.grad = without_padding(mean, parameter).to(parameter.device)
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except BaseException:
+            begun |= {} if begun else self.copies(finite)
+            raise
         self.optimizer.zero_grad()
         values, tensors = {name: self.shared[name].detach() for name in means}, dict(self.local.tensors())
         for name, start in begun.items():

@@ -189,10 +189,10 @@ class LocalSteps(Handle):
         if pending is None:
             return
         try:
-            ended = pending.advance(finish=finish)
+            ended = pending.counts or pending.advance(finish=finish)
         finally:
             if ended and pending.counts:
-                self._outer.update(pending.gradients, pending.begun)
+                self._outer.update(pending.gradients, pending.finite, pending.begun)
             if ended:
                 self._pending = None
                 self.since += 0 if pending.counts else pending.since

@@ -135,10 +135,12 @@ REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
         lambda first: {"outer": functools.partial(torch.optim.Adam, lr=torch.tensor(0.1 * first))},
         "'lr' of outer group 0",
     ),
+    (lambda _: {"outer": torch.optim.LBFGS}, "TypeError.*needs no closure; got LBFGS"),
     (
         lambda first: {"model": nn.Sequential(model(), nn.BatchNorm1d(2 + first, affine=False))},
         "buffer '1.running_mean'",
     ),
+    (lambda first: {"model": nn.Linear(2, 3, device="meta" if first else None)}, "ValueError.*tensors on the meta"),
     (lambda _: {"config": {"rank": 4}}, "TypeError.*config must be a PowerSGDConfig or None; got dict"),
 ]
 """Arguments of the first worker (True) and of others, and what all hear."""
@@ -224,6 +226,21 @@ def takes_in_what_trains_later(worker: int, _world_size: int) -> None:
         assert net.late_parameter.mean() == 2.0, (config, delay)
 
 
+def tries_again(worker: int, _world_size: int) -> None:
+    """If an outer optimizer raises an exception on one worker, the next step calls it again, and nothing is lost."""
+    for delay in (0, 2):
+        training = Training(worker, delay=delay, outer=lambda p: torch.optim.SGD(p, lr=1.0))
+        outer, failed = training.sync.outer, []
+        for step in range(9):
+            effect = KeyError("a mistake") if (step, worker) == (3 + delay - 1, 1) else None
+            with mock.patch.object(outer, "step", wraps=outer.step, side_effect=effect):
+                said = complaint(training.train, 1)
+            failed += [] if said == "nothing" else [step]
+            training.done = step + 1
+        assert failed == [3 + delay - 1] * worker
+        training.finish()
+
+
 def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
     """Of another number of steps on each worker, of growing ones, and with a parameter that is frozen for a time."""
     training = Training(worker, every=lambda steps: 4 + steps % 2)
@@ -271,6 +288,7 @@ test_two_workers = make_test(
         forgets,
         refuses_later,
         takes_in_what_trains_later,
+        tries_again,
     ],
     2,
 )
