@@ -210,6 +210,7 @@ def takes_in_what_trains_later(worker: int, _world_size: int) -> None:
         training.train(EVERY + 2)
         net[0].requires_grad_(True)
         training.unfreeze(net[0].parameters())
+        training.sync.load_state_dict(training.sync.state_dict())
         net.register_buffer("late", torch.full((3,), worker * 2.0))
         training.train(EVERY)
         net.register_buffer("late", torch.full((5,), worker * 2.0))
