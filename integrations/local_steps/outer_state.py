@@ -262,7 +262,6 @@ class OuterState:
         found = dict(self.local.buffers())
         groups = [] if self._inner is None else self._inner.param_groups
         for index, parameter in enumerate(itertools.chain.from_iterable(group["params"] for group in groups)):
-            # Parameters that were not updated yet have none.
             for key, state in self._inner.state.get(parameter, {}).items():
                 if isinstance(state, Tensor) and state.dim():
                     found[f"state {key!r} of parameter {index}"] = local(state)
