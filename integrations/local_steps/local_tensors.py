@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -31,10 +32,9 @@ class LocalTensors:
 
     Attributes:
         model: The module that has the parameters.
-        names: The parameters that the optimizer changes. One that is frozen later stays in the exchanges, and keeps its
-            error.
         shapes: {name: shape} of the largest part of each of ``tensors`` that a worker of this replica has. If rows do
-            not divide evenly among the workers, the last ones have smaller parts, or none.
+            not divide evenly among the workers, the last ones have smaller parts, or none. A parameter that is
+            unfrozen is added. One that is frozen later stays in the exchanges, and keeps its error.
         masters: Returns DeepSpeed's fp32 copies of parts of several parameters in a row, so that they are no matrices.
         before, refresh: Called before the tensors are used, and after they were changed.
         shards: Workers that hold the other parts of this replica.
@@ -42,7 +42,6 @@ class LocalTensors:
     """
 
     model: nn.Module
-    names: frozenset[str]
     shapes: dict[str, Shape]
     masters: Callable[[], Iterable[Tensor]] | None = None
     before: Callable[[], None] = lambda: None
@@ -53,22 +52,26 @@ class LocalTensors:
     def tensors(self) -> Named:
         """Yield (name, tensor) of all that the optimizer changes. Do not keep them: frameworks may replace them."""
         if self.masters is None:
-            return self._parameters(changed=True)
+            return ((name, local(parameter)) for name, parameter in self._parameters() if name in self.shapes)
         return ((f"group {index}", part.detach()) for index, part in enumerate(self.masters()))
 
     def frozen(self) -> Named:
         """Yield (name, tensor) of the parameters that the optimizer does not change."""
-        return self._parameters(changed=False)
+        found = self._parameters()
+        return ((name, local(p)) for name, p in found if name not in self.shapes and not p.requires_grad)
+
+    def unfrozen(self) -> dict[str, Tensor]:
+        """Return {name: parameter} of those that the optimizer changes, and that are not in ``tensors`` yet."""
+        found = self._parameters() if self.masters is None else ()
+        return {name: p for name, p in found if name not in self.shapes and p.requires_grad}
 
     def buffers(self) -> Named:
-        """Yield (name, tensor) of the buffers."""
-        return ((plain_name(name), local(tensor)) for name, tensor in self.model.named_buffers())
+        """Yield ("buffer …", tensor) of the buffers."""
+        return ((f"buffer {plain_name(name)!r}", local(tensor)) for name, tensor in self.model.named_buffers())
 
-    def _parameters(self, *, changed: bool) -> Named:
+    def _parameters(self) -> Named:
         self.before()
-        for name, parameter in self.model.named_parameters():
-            if (plain_name(name) in self.names) is changed:
-                yield plain_name(name), local(parameter)
+        return ((plain_name(name), parameter) for name, parameter in self.model.named_parameters())
 
     def communicator(self, group: dist.ProcessGroup | None, node_group: NodeGroup) -> Communicator:
         """Return the workers of an exchange. Those of a node that hold the same values share its work."""
@@ -85,6 +88,8 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTen
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     model = uncompiled(model)
+    if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
+        raise ValueError("the model has tensors on the meta device, which have no values: call to_empty, and fill them")
     if is_deepspeed(model):
         return _of_deepspeed(model, group)
     if isinstance(model, DistributedDataParallel):
@@ -117,13 +122,19 @@ def local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(part) if part.is_complex() else part
 
 
+def kind(tensor: Tensor) -> str:
+    """Return what of a tensor must be equal on all workers."""
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
 def _of_parameters(model: nn.Module, **rest: Any) -> LocalTensors:
     """Return the tensors of a model whose parameters are what the optimizer changes."""
-    shapes = {plain_name(name): _largest_part(p) for name, p in model.named_parameters() if p.requires_grad}
-    return LocalTensors(model, frozenset(shapes), shapes, **rest)
+    found = LocalTensors(model, {}, **rest)
+    found.shapes.update({name: largest_part(parameter) for name, parameter in found.unfrozen().items()})
+    return found
 
 
-def _largest_part(parameter: Tensor) -> Shape:
+def largest_part(parameter: Tensor) -> Shape:
     """Return the shape of ``local(parameter)`` on the worker with the largest part."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
@@ -146,7 +157,6 @@ def _of_fsdp2(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTensors
     for shard in shards:
         _check_apart(shard, group, "fully_shard", advice)
     # After a forward pass without gradients, the root's parameters are still whole.
-    reshard(model)
     return _of_parameters(model, before=lambda: reshard(model), shards=shards)
 
 
@@ -173,9 +183,8 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
     )
 
     masters = functools.partial(masters_of, optimizer)
-    names = frozenset(plain_name(name) for name, p in module.named_parameters() if p.requires_grad)
     shapes = {f"group {index}": tuple(part.shape) for index, part in enumerate(masters())}
-    return LocalTensors(module, names, shapes, masters, refresh=optimizer.update_lp_params, shards=[workers])
+    return LocalTensors(module, shapes, masters, refresh=optimizer.update_lp_params, shards=[workers])
 
 
 def chosen_config(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from powersgd_triton.comm.agreement import together
+from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.common import broadcast_from_first
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, local
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, largest_part, local
 from powersgd_triton.ops.step import HostCopy
 
 logger = logging.getLogger("powersgd_triton.integrations.local_steps")
@@ -28,41 +30,74 @@ LARGEST = 1e30
 
 
 class OuterState:
-    """The shared parameters θ, in at least fp32, beside this worker's own, which are sent from ``device``."""
+    """The shared parameters θ, in at least fp32, beside this worker's own and the states of its ``inner`` optimizer."""
 
     def __init__(
-        self, local: LocalTensors, outer: Outer | None, communicator: Communicator, device: torch.device
+        self, local: LocalTensors, outer: Outer | None, communicator: Communicator, device: torch.device, inner: Any
     ) -> None:
-        self.local, self._communicator, self.device = local, communicator, device
-        self.shared = {
-            name: nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
-            for name, tensor in local.tensors()
-        }
+        self.local, self._communicator, self.device, self._inner = local, communicator, device, inner
+        self.shared = {name: _shared(tensor) for name, tensor in local.tensors()}
         parameters = list(self.shared.values())
         # By default, θ becomes the mean of the local parameters.
         self.optimizer = torch.optim.SGD(parameters, lr=1.0) if outer is None else outer(parameters)
+        found = type(self.optimizer).__name__
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise TypeError(f"outer must return a torch.optim.Optimizer; got {type(self.optimizer).__name__}")
+            raise TypeError(f"outer must return a torch.optim.Optimizer; got {found}")
+        try:
+            inspect.signature(self.optimizer.step).bind()
+        except TypeError as error:
+            raise TypeError(f"outer must return an optimizer whose step() needs no closure; got {found}") from error
         self._finite: HostCopy | None = None
-        # As they were after the last exchange.
-        self._buffers: list[Tensor] = []
+        # The parameters that were frozen at the start, and were equal on all workers then.
+        self._frozen: set[str] = set()
+        # What is averaged exactly, as the workers agreed; the buffers, as they were after the last exchange.
+        self._agreed: dict[str, str] = {}
+        self._buffers: Tensors = {}
 
-    def settings(self) -> list[Any]:
-        """Return the kind and the plain settings of the outer optimizer, which must be equal on all workers."""
-        plain = (bool, int, float, str)
-        groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in self.optimizer.param_groups]
-        return [type(self.optimizer).__name__, *groups]
+    def settings(self) -> Facts:
+        """Return the kind and the settings of the outer optimizer, which must be equal on all workers."""
+        names, facts = {id(p): name for name, p in self.shared.items()}, {"outer": type(self.optimizer).__name__}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for key, value in {**group, "params": [names.get(id(p)) for p in group["params"]]}.items():
+                text = json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else type(v).__name__)
+                facts[f"{key!r} of outer group {index}"] = text
+        return facts
+
+    def check(self) -> Facts:
+        """Return what must be equal before an exchange. ValueError if the model no longer has what is exchanged."""
+        found = dict(self.local.tensors())
+        for name, theta in self.shared.items():
+            expected, got = (t if t is None else (tuple(t.shape), str(t.device)) for t in (theta, found.get(name)))
+            if got != expected:
+                raise ValueError(f"{name!r} is exchanged as (shape, device) {expected}; got {got}: make new LocalSteps")
+        self._agreed = {name: kind(tensor) for name, tensor in sorted(self._exact().items())}
+        parameters = itertools.chain(found.items(), self.local.frozen())
+        return {**{f"parameter {name!r}": kind(tensor) for name, tensor in parameters}, **self._agreed}
+
+    def take_in(self, new: Mapping[str, Tensor]) -> None:
+        """Exchange parameters of ``local.unfrozen`` from now on. Collective."""
+        for name, parameter in new.items():
+            if name in self._frozen:
+                # The workers have changed it since they were equal, and nothing must be lost.
+                self._average([local(parameter)], local(parameter).isfinite().all())
+            else:
+                broadcast_from_first([local(parameter)], self._communicator)
+        for name, parameter in new.items():
+            self.local.shapes[name], self.shared[name] = largest_part(parameter), _shared(local(parameter))
+            self.optimizer.param_groups[0]["params"].append(self.shared[name])
 
     def theta(self) -> Tensors:
         """Return {name: θ} without gradients. They are not copies."""
         return {name: parameter.detach() for name, parameter in self.shared.items()}
 
+    @torch.no_grad()
     def begin_equal(self) -> None:
         """Give all workers the parameters and buffers of the first one. Collective."""
         found = itertools.chain(self.theta().items(), self.local.buffers(), self.local.frozen())
         broadcast_from_first((tensor for _, tensor in found), self._communicator)
         self.write(self.theta())
-        self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
+        self._frozen = {name for name, _ in self.local.frozen()}
+        self._buffers = {name: buffer.clone() for name, buffer in self.local.buffers()}
 
     def forget(self) -> None:
         """Begin anew from the first worker's parameters. Collective."""
@@ -73,9 +108,9 @@ class OuterState:
         self.begin_equal()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrite the local parameters."""
+        """Overwrite the local parameters that have ``values``."""
         for name, tensor in self.local.tensors():
-            tensor.copy_(values[name])
+            tensor.copy_(values.get(name, tensor))
         self.local.refresh()
 
     def pseudo_gradients(
@@ -89,7 +124,7 @@ class OuterState:
         found: Tensors = {}
         for name, tensor in self.local.tensors():
             start = self._start(name, tensor)
-            own = tensor.to(start.dtype) if begun is None else begun[name]
+            own = begun.get(name, start) if begun else tensor.to(start.dtype)
             found[name] = gradient = (start - own).to(self.device).contiguous()
             if gradient.shape != self.local.shapes[name]:
                 found[name] = gradient.new_zeros(self.local.shapes[name])
@@ -110,21 +145,26 @@ class OuterState:
         self.local.refresh()
         return copies
 
-    def update(self, means: Mapping[str, Tensor], begun: Mapping[str, Tensor] | None) -> None:
+    def update(self, means: Mapping[str, Tensor], finite: Tensor, begun: Tensors) -> None:
         """Update θ by {name: mean pseudo-gradient}, padded, and go on from it.
 
         What was changed since the exchange has ``begun`` with these local parameters is kept. They are overwritten.
+        Call it again if the optimizer raises an exception.
         """
-        for name, parameter in self.shared.items():
-            parameter.grad = without_padding(means[name], parameter).to(parameter.device)
-        self.optimizer.step()
+        for name, mean in means.items():
+            parameter = self.shared[name]
+            parameter.grad = without_padding(mean, parameter).to(parameter.device)
+        try:
+            self.optimizer.step()
+        except BaseException:
+            begun |= {} if begun else self.copies(finite)
+            raise
         self.optimizer.zero_grad()
-        values = self.theta()
-        if begun is not None:
-            for name, tensor in self.local.tensors():
-                # In the memory of ``begun``, since new pages are slow on the CPU.
-                changed = torch.sub(tensor.to(values[name].dtype), begun[name], out=begun[name])
-                values[name] = changed.add_(values[name])
+        values, tensors = {name: self.shared[name].detach() for name in means}, dict(self.local.tensors())
+        for name, start in begun.items():
+            # In the memory of ``begun``, since new pages are slow on the CPU.
+            changed = torch.sub(tensors[name].to(start.dtype), start, out=start)
+            values[name] = changed.add_(values[name])
         self.write(values)
 
     def parts(self, *, begun: bool) -> dict[str, Tensors]:
@@ -166,11 +206,10 @@ class OuterState:
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         if extremes:
             finite = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all()
-        if self._communicator.others:
-            flag = finite.int()
-            for shards in self._communicator.others:
-                shards.minimum(flag)
-            finite = flag > 0
+        flag = finite.int()
+        for shards in self._communicator.others:
+            shards.minimum(flag)
+        finite = flag > 0
         self.warn()
         # Read in the next exchange, so that the host does not wait for the device now.
         self._finite = HostCopy(finite)
@@ -182,46 +221,55 @@ class OuterState:
         if finite is not None and not finite.numbers():
             logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
 
-    def average_exactly(self, finite: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
+    def average_exactly(self, finite: Tensor) -> int:
         """Average changed buffers, and the optimizer's states if asked. Return the bytes sent. Collective.
 
-        Workers that are not finite, or have a NaN in what is averaged, do not count.
+        Workers that are not finite, or have a NaN in what is averaged, do not count. What has become another tensor
+        since the exchange began is left to the next one.
         """
-        tensors = self._changed_buffers()
-        if optimizer is not None:
-            # Parameters that were not updated yet have none.
-            known = optimizer.state
-            states = [known[p] for group in optimizer.param_groups for p in group["params"] if p in known]
-            found = [local(t) for state in states for t in state.values() if isinstance(t, Tensor) and t.dim()]
-            # They differ if a parameter had a gradient on some workers only.
-            shapes = {"shapes of the optimizer's states": [list(tensor.shape) for tensor in found]}
-            together("an average of states", lambda: (None, {}, shapes), self._communicator, self.device)
-            tensors += found
-        if not tensors or self._communicator.world_size == 1:
+        found, before = self._exact(), self._buffers
+        # 1 if it has not changed, as masks, for example.
+        flags = [
+            -1 if n not in found or kind(found[n]) != agreed else int(n in before and torch.equal(found[n], before[n]))
+            for n, agreed in self._agreed.items()
+        ]
+        if not flags or self._communicator.world_size == 1:
+            return 0
+        least = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        self._communicator.minimum(least)
+        numbers = dict(zip(self._agreed, least.tolist(), strict=True))
+        sent = self._average([found[name] for name, flag in numbers.items() if flag == 0], finite)
+        self._buffers = {name: buffer.clone() for name, buffer in self.local.buffers() if numbers.get(name, -1) >= 0}
+        return sent
+
+    def _average(self, tensors: Sequence[Tensor], finite: Tensor) -> int:
+        if not tensors:
             return 0
         # Integers and fp32 keep their values in fp64.
         whole = torch.cat([tensor.double().reshape(-1).to(self.device) for tensor in tensors])
-        counts = finite & ~whole.isnan().any()
+        counts = finite.to(self.device) & ~whole.isnan().any()
         whole = torch.cat([torch.where(counts, whole, 0), counts.double().view(1)])
         self._communicator.mean(whole)
-        share = whole[-1]
-        averages = (whole[:-1] / share).split([tensor.numel() for tensor in tensors])
+        averages = (whole[:-1] / whole[-1]).split([tensor.numel() for tensor in tensors])
         for tensor, average in zip(tensors, averages, strict=True):
             average = average if tensor.is_floating_point() else average.round()
             # If no worker counts, nothing changes.
-            tensor.copy_(torch.where(share > 0, average.view(tensor.shape), tensor.to(self.device)))
-        self._buffers = [buffer.clone() for _, buffer in self.local.buffers()]
+            tensor.copy_(torch.where(whole[-1] > 0, average.view(tensor.shape), tensor.to(self.device)))
         return whole.nbytes
 
-    def _changed_buffers(self) -> list[Tensor]:
-        """Return the buffers that a worker has changed since the last exchange. Masks, for example, never change."""
-        buffers = [buffer for _, buffer in self.local.buffers()]
-        if not buffers:
-            return []
-        same = [torch.equal(buffer, before) for buffer, before in zip(buffers, self._buffers, strict=True)]
-        unchanged = torch.tensor(same, dtype=torch.int32, device=self.device)
-        self._communicator.minimum(unchanged)
-        return [buffer for buffer, equal in zip(buffers, unchanged.tolist(), strict=True) if not equal]
+    def _exact(self) -> Tensors:
+        """Return what is averaged exactly: {name: buffer}, and {"state … of parameter …": state} if asked."""
+        found = dict(self.local.buffers())
+        groups = [] if self._inner is None else self._inner.param_groups
+        for index, parameter in enumerate(itertools.chain.from_iterable(group["params"] for group in groups)):
+            for key, state in self._inner.state.get(parameter, {}).items():
+                if isinstance(state, Tensor) and state.dim():
+                    found[f"state {key!r} of parameter {index}"] = local(state)
+        return found
+
+
+def _shared(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True).contiguous())
 
 
 def without_padding(padded: Tensor, tensor: Tensor) -> Tensor:

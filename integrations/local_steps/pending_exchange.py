@@ -28,7 +28,7 @@ class PendingExchange:
     def __init__(self, engine: Engine, undo: Undo, outer: OuterState, delay: int, since: int) -> None:
         self._engine, self._undo, self._outer = engine, undo, outer
         self.gradients, self.finite = outer.pseudo_gradients()
-        self.begun = outer.copies(self.finite) if delay else None
+        self.begun = outer.copies(self.finite) if delay else {}
         self.since, self._left = since, delay
         self._waiting = _fragments(self.gradients, delay)
         self.counts = False
@@ -70,7 +70,7 @@ class PendingExchange:
         # Again, since means may have been written over them.
         gradients, _ = self._outer.pseudo_gradients(self.finite, self.begun)
         # Where a sum was not finite, the average is NaN, and the engine has taken the gradient back itself.
-        self._undo.subtract({name: G for name, G in gradients.items() if not self.gradients[name].isnan().any()})
+        self._undo.subtract({name: gradients[name] for name, mean in self.gradients.items() if not mean.isnan().any()})
 
     def _start(self, names: list[str]) -> None:
         """Start averaging a fragment in place."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from powersgd_triton.checkpoint import load
 from powersgd_triton.comm.agreement import fingerprint
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.saved_state import listing
 
 KEY = "local_steps"
@@ -130,3 +131,12 @@ def joined(common: Path, own: Path) -> dict[str, Any]:
         )
     matrices = {name: {**parts, **mine["matrices"].get(name, {})} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices, KEY: ours}
+
+
+def file_name(communicator: Communicator, *, own: bool = False) -> str:
+    """Return the name of the file of this shard, or of this worker's ``own``."""
+    shard, shards = 0, 1
+    for workers in communicator.others:
+        shard, shards = shard * workers.world_size + workers.index, shards * workers.world_size
+    worker = f"-worker-{communicator.index}-of-{communicator.world_size}" if own else ""
+    return f"powersgd-local-{shard}-of-{shards}{worker}.pt"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +24,13 @@ from powersgd_triton.core.loading import adopt, checked, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, local_tensors
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, kind, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, logger, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.saved import COMMON, OWN, SavedRound, joined, pack, without
+from powersgd_triton.integrations.local_steps.saved import COMMON, OWN, SavedRound, file_name, joined, pack, without
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
-
-T = TypeVar("T")
 
 
 class LocalSteps(Handle):
@@ -49,7 +48,7 @@ class LocalSteps(Handle):
     Args:
         model: A module, a DistributedDataParallel over the workers of a node, an FSDP2 model that is sharded over
             ``mesh["shard"]``, or a DeepSpeed engine with ZeRO stage 1 or 2 inside a node. Parameters that do not
-            require gradients are left out.
+            require gradients are left out until they do.
         config: How pseudo-gradients are compressed: with ``codes``, or with factors as gradients are. Budgets and all
             fields that count steps count exchanges. None sends them in fp32.
         every: Number of steps from one exchange to the next, or a function of the number of steps so far that returns
@@ -72,7 +71,7 @@ class LocalSteps(Handle):
     Attributes:
         every: Number of steps of the round under way.
         outer: The outer optimizer, for example for a schedule of its learning rate.
-        steps, since: Number of steps so far, and since the last exchange began.
+        steps, since: Number of steps so far, and since the last exchange began. ``finish`` makes them equal.
     """
 
     no_loss_scale = "local steps send differences of parameters, which have no loss scale"
@@ -105,23 +104,22 @@ class LocalSteps(Handle):
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
             engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
-            self._outer = OuterState(local, outer, communicator, device)
-            own: dict[str, Any] = {"every": self.every, "delay": self.delay, "states": optimizer is not None}
-            own |= {"outer": self._outer.settings(), **common_facts(chosen, 0)}
-            dtypes = {f"dtype of {name!r}": str(tensor.dtype) for name, tensor in local.tensors()}
-            return engine, own, {**dtypes, **replicated_facts(chosen, local.shapes, engine.plan)}
+            self._outer = OuterState(local, outer, communicator, device, optimizer)
+            own = {"every": self.every, "delay": self.delay, "states": optimizer is not None, **common_facts(chosen, 0)}
+            replicated = {**replicated_facts(chosen, local.shapes, engine.plan), **self._outer.check()}
+            return engine, {**own, **self._outer.settings()}, replicated
 
         device = next((tensor.device for _, tensor in local.tensors()), torch.device("cpu"))
         if device.type == "cpu" and dist.is_initialized():
             # Offloaded parameters are exchanged from the GPU, if the group is one of GPUs.
             device = travel_device(communicator.group)
         super().__init__(together("LocalSteps", prepare, communicator, device))
-        self._device, self._optimizer, self.outer = device, optimizer, self._outer.optimizer
+        self._device, self.outer = device, self._outer.optimizer
+        self._compare: Any = functools.partial(together, communicator=communicator, device=device)
         self.since = self.steps = 0
         self._undo = Undo(self._engine)
         self._pending: PendingExchange | None = None
-        with torch.no_grad():
-            self._outer.begin_equal()
+        self._outer.begin_equal()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -129,7 +127,7 @@ class LocalSteps(Handle):
 
         Raises:
             RuntimeError: A worker was lost. The local and the shared parameters and the errors stay as they are.
-            DisagreementError: Workers differ; see ``PowerSGDConfig.check_every``.
+            ValueError, DisagreementError: What is exchanged has changed, or differs between workers. They stay as well.
         """
         self.steps += 1
         self.since += 1
@@ -144,18 +142,44 @@ class LocalSteps(Handle):
         The workers may have taken different numbers of steps since the last exchange.
         """
         self._advance(finish=True)
-        if self._everywhere(self.since == 0):
-            return
-        self._exchange()
-        self._advance(finish=True)
-        self._outer.warn()
+        self._catch_up("finish")
+        if self.since > 0:
+            self._exchange()
+            self._advance(finish=True)
+            self._outer.warn()
 
     def _exchange(self) -> None:
         """Begin an exchange. Without a delay, finish it."""
         self._advance(finish=True)
+        every = self._meet("an exchange", begins=True)
         self._pending = PendingExchange(self._engine, self._undo, self._outer, self.delay, self.since)
-        self.since, self.every = 0, self._length(self.steps)
+        self.since, self.every = 0, every
         self._advance(finish=False)
+
+    def _catch_up(self, call: str) -> None:
+        """Count as many steps as the worker that has taken most since the last exchange. Collective."""
+        self._compare(call, lambda: (None, {"steps before this round": self.steps - self.since}, {}))
+        ahead = self._most(self.steps) - self.steps
+        self.steps, self.since = self.steps + ahead, self.since + ahead
+
+    def _meet(self, call: str, *, begins: bool) -> int:
+        """Take in parameters that are trained since the last call. Return the length of the next round. Collective.
+
+        If an exchange or a round ``begins``, what must be equal on all workers then is compared.
+        """
+
+        def prepare() -> tuple[tuple[Tensors, int], Facts, Facts]:
+            new = self._outer.local.unfrozen()
+            found: dict[str, Any] = {f"unfrozen {name!r}": kind(tensor) for name, tensor in new.items()}
+            if not begins:
+                return (new, self.every), {}, found
+            every, common = self._length(self.steps), {"steps": self.steps, **self._outer.settings()}
+            found |= {"exchanges": self.iteration, **self._outer.check()}
+            return (new, every), {"every": every, **common}, found
+
+        new, every = self._compare(call, prepare)
+        self._outer.take_in(new)
+        return int(every)
 
     def _length(self, steps: int) -> int:
         return whole_number("every", self._every(steps) if callable(self._every) else self._every, 1)
@@ -166,16 +190,15 @@ class LocalSteps(Handle):
         if pending is None:
             return
         try:
-            ended = pending.advance(finish=finish)
+            ended = pending.counts or pending.advance(finish=finish)
         finally:
+            if ended and pending.counts:
+                self._outer.update(pending.gradients, pending.finite, pending.begun)
             if ended:
                 self._pending = None
-                if pending.counts:
-                    self._outer.update(pending.gradients, pending.begun)
-                else:
-                    self.since += pending.since
+                self.since += 0 if pending.counts else pending.since
         if pending.counts:
-            self._engine.sent += self._outer.average_exactly(pending.finite, self._optimizer)
+            self._engine.sent += self._outer.average_exactly(pending.finite)
             every, theta = self.config.check_every, self._outer.theta()
             if every and self._step.ended % every == 0:
                 prints = {f"shared {name!r}": int(fingerprint(tensor)) for name, tensor in theta.items()}
@@ -183,14 +206,12 @@ class LocalSteps(Handle):
         elif ended:
             logger.warning("another shard of the model was not exchanged; the next exchange sends what was changed")
 
-    def _everywhere(self, true: bool) -> bool:
-        flag = torch.tensor(int(true), device=self._device)
+    def _most(self, number: int) -> int:
+        """Return the greatest number of all workers. Collective."""
+        least = torch.tensor(-number, device=self._device)
         for workers in (self._communicator, *self._communicator.others):
-            workers.minimum(flag)
-        return bool(flag)
-
-    def _compare(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
-        return together(call, act, self._communicator, self._device)
+            workers.minimum(least)
+        return -int(least)
 
     def shared(self) -> Tensors:
         """Return copies {name: θ} of the shared parameters, in at least fp32, with the same bits on all workers."""
@@ -217,9 +238,10 @@ class LocalSteps(Handle):
         may not fit together, which ``load`` notices.
         """
         self._advance(finish=True)
+        self._meet("state_dict", begins=False)
         settle(self._engine)
         errors, engine = super().error(), save(self._engine)
-        parts = self._outer.parts(begun=self.since > 0)
+        parts = self._outer.parts(begun=self._most(self.since) > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
         rest = {"steps": self.steps, "since": self.since, "worker": list(self._place)}
@@ -229,44 +251,44 @@ class LocalSteps(Handle):
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """See ``Handle.load_state_dict``. Overwrites the model's parameters."""
 
-        def read() -> tuple[SavedRound, Facts, Facts]:
+        def read() -> tuple[tuple[SavedRound, int], Facts, Facts]:
             saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer)
             shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in saved.parts.items()}
-            return saved, {"steps": saved.steps, "since": saved.since}, shared
+            every = self._length(before := saved.steps - saved.since)
+            return (saved, every), {"steps before the saved round": before, "every": every}, shared
 
-        saved = self._compare("load_state_dict", read)
+        self._meet("load_state_dict", begins=False)
+        saved, every = self._compare("load_state_dict", read)
         # A worker's own parts are of use only if all workers have theirs.
-        own = self._everywhere(saved.worker == self._place)
+        own = not self._most(saved.worker != self._place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
             tensors, owner = sizes(self._engine.tensors(), self.config), self._place if own else None
-            found = checked(self._engine, saved.of_engine(own=own), tensors, owner=owner)
+            found = checked(self._engine, saved.of_engine(own=own), tensors, strict=False, owner=owner)
             return found, {}, saved_facts(found[0])
 
         loaded, report = self._compare("load_state_dict", check)
         self.outer.load_state_dict(saved.outer)
         self._pending = None
-        adopt(self._engine, loaded, report)
+        report = adopt(self._engine, loaded, report)
         self._outer.load(saved.parts, own=own)
-        self.steps, self.since = saved.steps, saved.since
-        self.every = self._length(self.steps - self.since)
-        if self.config.codes is None:
-            return report
+        self.steps, self.since, self.every = saved.steps, saved.since, every
         # Errors of tensors in codes are added to the next differences, as those of tensors without factors are.
-        return dataclasses.replace(report, loaded=report.carried, carried=())
+        return report if self.config.codes is None else dataclasses.replace(report, loaded=report.carried, carried=())
 
     def _write(self, state: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(without(state, COMMON), folder / self._file(own=True))
+        save_file(without(state, COMMON), folder / file_name(self._communicator, own=True))
         if self._communicator.index == 0:
             save_file(without(state, OWN), folder / self._file())
 
     def _read(self, path: Path) -> StateDict:
-        return self._together("load", lambda: joined(path, path.with_name(self._file(own=True))))
+        return self._together("load", lambda: joined(path, path.with_name(file_name(self._communicator, own=True))))
 
     def forget(self) -> None:
         """Set all errors to zero and begin a new round from the first worker's parameters. Collective."""
-        self._pending, self.since, self.every = None, 0, self._length(self.steps)
+        self._catch_up("forget")
+        self.every, self.since, self._pending = self._meet("forget", begins=True), 0, None
         super().forget()
         self._outer.forget()
 
@@ -275,9 +297,5 @@ class LocalSteps(Handle):
         """(index, number) of this worker."""
         return self._communicator.index, self._communicator.world_size
 
-    def _file(self, *, own: bool = False) -> str:
-        shard, shards = 0, 1
-        for workers in self._communicator.others:
-            shard, shards = shard * workers.world_size + workers.index, shards * workers.world_size
-        worker, workers_ = self._place
-        return f"powersgd-local-{shard}-of-{shards}" + (f"-worker-{worker}-of-{workers_}" if own else "") + ".pt"
+    def _file(self) -> str:
+        return file_name(self._communicator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -106,12 +106,6 @@ def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :5].sin() + 0.1 * worker
 
 
-def backward(net: nn.Module, worker: int, step: int) -> None:
-    x, y = batch(worker, step)
-    net.zero_grad()
-    (net(x) - y).square().mean().backward()
-
-
 def flat(net: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
 
@@ -184,6 +178,14 @@ class Training:
 
     def prepare(self) -> None:
         """Finish the wrapper, which may need the optimizer."""
+
+    def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Train these too."""
+        found = list(parameters)
+        self.trained += found
+        self.optimizer.add_param_group({"params": found})
+        self.start = torch.cat([self.start, *(parameter.detach().flatten() for parameter in found)])
+        self.changed = torch.cat([self.changed, torch.zeros(len(self.start) - len(self.changed))])
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.model(x.to(self.trained[0].dtype)).float(), y)

@@ -87,3 +87,11 @@ def test_two_levels_and_shards(worker: int, world_size: int) -> None:
             training.check()
         training.finish()
         assert theta(training.sync).isfinite().all()
+    # With a delay, the second of several fragments fails on all workers.
+    training = InFSDP2(worker, "ternary", 6, delay=5)
+    training.train(6)
+    with failing(3, 50) as failures:
+        training.train(5)
+    assert failures
+    training.train(7)
+    training.finish()
