@@ -34,7 +34,6 @@ CAPS = (5, 10, DEFAULT_CAP, 50, 100, 200)
 """Tried for ``bucket_cap_mb``."""
 LINKS, WORKERS = (0.1, 1.0, 10.0, 25.0, 100.0), (2, 8, 64, 256)
 """Gbit/s and numbers of workers of the table of ``bucket_cap_mb``."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 8
 """Steps of a model whose time is measured, after two that are not."""
 
@@ -56,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measure the network of this torchrun job instead")
     parser.add_argument("--two-levels", action="store_true", help='as with node_group="auto"')
     parser.add_argument("--step-ms", type=float, help="time of a step without communication (default: measured)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the gradients (default: fp32)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where training runs")
     parser.add_argument(
         "--bucket-caps", action="store_true", help="only print which bucket_cap_mb suits which link, at rank 4"
@@ -80,17 +78,22 @@ def run(arguments: argparse.Namespace) -> int:
         tensors, step = load(arguments.model, arguments.step_ms, device)
         config = PowerSGDConfig(compression=1, max_overhead=arguments.max_overhead)
         ds_config = None if arguments.write is None else json.loads(arguments.write.read_text())
+        if not isinstance(ds_config, dict | None):
+            raise ValueError(f"{arguments.write} must contain an object; got a {type(ds_config).__name__}")
         if arguments.measure and not dist.is_torchelastic_launched():
             raise ValueError("--measure needs workers: start it by torchrun -m powersgd_triton plan")
+    except json.JSONDecodeError as error:
+        print(f"plan: {arguments.write} is not JSON: {error}", file=sys.stderr)
+        return 2
     except (ValueError, RuntimeError, OSError, ImportError, AttributeError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     if arguments.bucket_caps:
         network = Network(2, latency=arguments.latency * 1e-6)
-        print(cap_table(Job([tensors], DTYPES[arguments.dtype].itemsize, step, network), PowerSGDConfig(rank=4)))
+        print(cap_table(Job([tensors], step, network), PowerSGDConfig(rank=4)))
         return 0
-    network, itemsize = _network(arguments, device), DTYPES[arguments.dtype].itemsize
-    job = Job(ddp_buckets(tensors), itemsize, step, network, arguments.two_levels, late=device.type == "cpu")
+    network = _network(arguments, device)
+    job = Job(ddp_buckets(tensors), step, network, arguments.two_levels, late=device.type == "cpu")
     # All workers of a job time compression, since they do in training too.
     rows, chosen = predictions(job, config, device)
     if arguments.measure and dist.get_rank() > 0:
@@ -132,7 +135,7 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
         raise ValueError(f"expected {', '.join(MODELS)} or package.module:function; got {model!r}")
     sys.path.insert(0, "")
     made = getattr(importlib.import_module(module), name)()
-    found, step = made if isinstance(made, tuple) else (made, None)
+    found, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(found, nn.Module):
         raise ValueError(f"{model} must return a torch.nn.Module or (module, step); got {type(found).__name__}")
     tensors = {name: tuple(p.shape) for name, p in reversed([*found.named_parameters()]) if p.requires_grad}

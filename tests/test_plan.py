@@ -92,12 +92,12 @@ def test_a_cap_is_a_choice_between_latency_and_waiting() -> None:
     tensors = {str(number): (1024, 1024) for number in range(48)}
     config = PowerSGDConfig(rank=4)
     slow, far = Network(2, card=1.25e6), Network(2, latency=5e-3)
-    seconds = {network: plan.cap_seconds(Job([tensors], 4, 0.1, network), config) for network in (slow, far)}
+    seconds = {network: plan.cap_seconds(Job([tensors], 0.1, network), config) for network in (slow, far)}
     assert plan.best_cap(seconds[slow]) <= plan.DEFAULT_CAP < plan.best_cap(seconds[far])
     # All sizes about as good: DDP's default, so that nothing has to be set.
     assert plan.best_cap(dict.fromkeys(plan.CAPS, 1.0)) == plan.DEFAULT_CAP
     # A late message is counted on the CPU.
-    job, free = Job(plan.ddp_buckets(tensors), 4, 10.0, Network(2)), ComputeTime((0.0, 0.0, 0.0))
+    job, free = Job(plan.ddp_buckets(tensors), 10.0, Network(2)), ComputeTime((0.0, 0.0, 0.0))
     late, early = (dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False))
     (*_, before, _) = dataclasses.replace(job, late=False).messages(job.layouts(config), config)
     assert late - early == pytest.approx(before / 2)
@@ -115,13 +115,17 @@ def with_step():
 
 def wrong():
     return 3
+
+def alone():
+    return model(),
 """
 
 
 def test_a_model_is_made_by_a_function(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "planned_here.py").write_text(MODULE)
+    for name, content in (("planned_here.py", MODULE), ("list.json", "[]"), ("broken.json", "{")):
+        (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     tensors, seconds = plan.load("planned_here:with_step", None, CPU)
@@ -132,6 +136,7 @@ def test_a_model_is_made_by_a_function(
     for arguments, complaint in (
         (["planned_here:model"], "returns no function that takes a step"),
         (["planned_here:wrong", "--step-ms", "1"], "must return a torch.nn.Module or (module, step); got int"),
+        (["planned_here:alone", "--step-ms", "1"], "must return a torch.nn.Module or (module, step); got tuple"),
         (["planned_here:missing", "--step-ms", "1"], "has no attribute 'missing'"),
         (["not_a_module_here:f", "--step-ms", "1"], "No module named 'not_a_module_here'"),
         (["gpt3"], "expected gpt2, "),
@@ -140,6 +145,8 @@ def test_a_model_is_made_by_a_function(
         (["gpt2", "--step-ms", "1", "--bandwidth", "0"], "--bandwidth must be a positive number; got 0.0"),
         (["gpt2", "--step-ms", "1", "--measure"], "start it by torchrun"),
         (["gpt2", "--step-ms", "1", "--write", "missing.json"], "missing.json"),
+        (["gpt2", "--step-ms", "1", "--write", "list.json"], "list.json must contain an object"),
+        (["gpt2", "--step-ms", "1", "--write", "broken.json"], "broken.json is not JSON"),
     ):
         assert main(["plan", *arguments]) == 2
         assert complaint in capsys.readouterr().err

@@ -126,7 +126,7 @@ def work(task: Mapping[str, Any]) -> list[dict[str, Any]]:
         found = turns.take_turns(name, arms, task["turns"], task["limit"], rounds)
         if ALONE in task["arms"]:
             alone = next(statistics.median(one["seconds"]) for one in found if one["arm"] == ALONE)
-            job = Job(_buckets(MODELS[name][0]), 4, alone, network)
+            job = Job(_buckets(MODELS[name][0]), alone, network)
             found = [{**one, "predicted": predict(one["arm"], job, times)} for one in found]
         figures += found
         del arms

@@ -118,7 +118,6 @@ class Job:
 
     Attributes:
         buckets: {name: shape} of each bucket's gradients, in the order in which the backward pass fills them.
-        itemsize: Bytes of an element of a gradient.
         compute: Seconds of a step without communication.
         network: The network between the workers.
         two_levels: Whether gradients are summed inside a node first.
@@ -128,7 +127,6 @@ class Job:
     """
 
     buckets: Sequence[Tensors]
-    itemsize: int
     compute: float
     network: Network
     two_levels: bool = False
@@ -140,14 +138,14 @@ class Job:
         """All gradients, {name: shape}."""
         return {name: tuple(shape) for bucket in self.buckets for name, shape in bucket.items()}
 
-    def exact_messages(self, itemsize: int | None = None) -> list[float]:
-        """Return the seconds of an all-reduce of each bucket."""
-        size = itemsize or self.itemsize
-        return [self.network.sum(ALL_REDUCE, size * sum(map(math.prod, bucket.values()))) for bucket in self.buckets]
+    def exact_messages(self, itemsize: int = 4) -> list[float]:
+        """Return the seconds of an all-reduce of each bucket, of elements of ``itemsize`` bytes."""
+        numels = [sum(map(math.prod, bucket.values())) for bucket in self.buckets]
+        return [self.network.sum(ALL_REDUCE, itemsize * numel) for numel in numels]
 
-    def exact(self, itemsize: int | None = None) -> Prediction:
-        """Predict a step that averages by all-reduces, of elements of ``itemsize`` bytes (default: the gradients')."""
-        size = (itemsize or self.itemsize) * sum(map(math.prod, self.tensors.values()))
+    def exact(self, itemsize: int = 4) -> Prediction:
+        """Predict a step that averages by all-reduces, of elements of ``itemsize`` bytes."""
+        size = itemsize * sum(map(math.prod, self.tensors.values()))
         return Prediction(None, {}, float(size), step_seconds(self.compute, 0.0, self.exact_messages(itemsize)))
 
     def layouts(self, config: PowerSGDConfig) -> list[Layout]:

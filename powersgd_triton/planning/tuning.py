@@ -76,9 +76,9 @@ class Tuning(Listener):
         network = Network(network.nodes, network.node_size, 1 / worst[0], 1 / worst[1], *worst[2:])
         times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
         options = communicator.inside is not None, not self._plan.buckets, device.type == "cpu"
-        job = Job(buckets, self._engine.itemsize, step, network, *options)
-        job = dataclasses.replace(job, compute=cost.compute_of(step, job.exact_messages()))
-        exact = dataclasses.replace(job.exact(), seconds=step)
+        job, itemsize = Job(buckets, step, network, *options), self._engine.itemsize
+        job = dataclasses.replace(job, compute=cost.compute_of(step, job.exact_messages(itemsize)))
+        exact = dataclasses.replace(job.exact(itemsize), seconds=step)
         found = cost.budgets(job, config, times)
         best = cost.choose(exact, found)
         # Workers with other shards may have chosen something else. The first of all choices is an all-reduce.

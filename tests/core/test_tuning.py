@@ -177,7 +177,7 @@ CONFIG = PowerSGDConfig(compression=20)
 
 
 def job_at(megabits: float) -> Job:
-    return Job(BUCKETS, 4, 0.05, Network(2, card=megabits * 1e6 / 8))
+    return Job(BUCKETS, 0.05, Network(2, card=megabits * 1e6 / 8))
 
 
 def test_a_time_between_measured_ranks_is_on_a_line():
