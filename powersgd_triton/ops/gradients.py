@@ -66,7 +66,10 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def in_form(real: Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the result of ``as_real`` as a view of the shape and the kind, real or complex, that the tensor had."""
-    return torch.view_as_complex(real.view(*shape, 2)) if dtype.is_complex else real.view(shape)
+    if not dtype.is_complex:
+        return real.view(shape)
+    # No complex dtype has the range of bf16.
+    return torch.view_as_complex((real.float() if real.dtype == torch.bfloat16 else real).view(*shape, 2))
 
 
 def write_back(real: Tensor, tensor: Tensor) -> None:
