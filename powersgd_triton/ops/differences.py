@@ -134,6 +134,9 @@ def _finite(base: Tensor) -> Tensor:
 def _spans(flat: Tensor, content: Tensor, width: WireFormat) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return views of elements, their scales [blocks, 1] and packed codes [blocks that share bytes, their bytes]."""
     numel = len(flat)
+    if not numel:
+        # A row of no bytes may begin anywhere, also where no scale can be.
+        return []
     blocks, (codes, _) = width.difference_blocks(numel), width.difference_bytes(numel)
     scales = content[: SCALE_BYTES * blocks].view(torch.bfloat16).view(blocks, 1)
     code_bytes = BLOCK * width.bits // 8

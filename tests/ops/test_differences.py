@@ -110,6 +110,7 @@ def test_what_is_not_finite_makes_its_block_nan_until_it_recovers(width: WireFor
     follow(target, copies, width)
     follow(target, zeros, width)
     assert torch.equal(copies, zeros)
+    follow(torch.empty(0), torch.empty(2, 0, dtype=dtype), width)
 
 
 @pytest.mark.parametrize("numel", [127, 641, 5000])
