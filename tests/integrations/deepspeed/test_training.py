@@ -50,6 +50,7 @@ QUICK = [
     Case("stage 0, accumulation, clipping", 0, {**ACCUMULATE, **CLIPPING}),
     Case("stage 0, predivide", 0, {"gradient_predivide_factor": 4.0}, optimizer="sgd"),
     Case("stage 0, sparse embedding", 0, sparse=True, optimizer="sgd"),
+    *[Case(f"stage {stage}, sequence parallel", stage, way="sequence", optimizer="sgd") for stage in range(3)],
     Case("stage 0, pipeline", 0, pipeline_stages=1),
     Case("stage 1, BF16_Optimizer", 1, BF16_OPTIMIZER),
     Case("stage 1, small buckets", 1, SMALL),
@@ -92,6 +93,9 @@ def full_rank(case: Case) -> None:
     found = []
     for section in (None, FULL_RANK):
         with engine_for(case, section) as engine:
+            for owner in (engine, engine.optimizer) if case.way == "sequence" else ():
+                # What two workers compute is of one sequence, and is summed.
+                owner.sequence_parallel_size = 2
             found.append(losses(engine, range(STEPS), case.way))
     plain, ours = found
     assert ours == pytest.approx(plain, rel=0, abs=case.limit)
