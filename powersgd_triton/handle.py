@@ -233,6 +233,8 @@ class Handle:
         self._together("load", check)
         if not missing_ok:
             raise FileNotFoundError(f"there is no saved PowerSGD state {path}")
+        # It counts, also if the adapter does not know yet that it has ended.
+        self._engine.finish()
         self.forget()
 
     def _together(self, call: str, act: Callable[[], T], fact: str | None = None) -> T:

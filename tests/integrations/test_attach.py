@@ -102,7 +102,9 @@ def interrupted_save(worker: int, _world_size: int) -> None:
             shutil.rmtree(f"{path}/powersgd")
         dist.barrier()
         assert complaint(state.load, path).startswith("FileNotFoundError: there is no saved PowerSGD state")
+        train(model, worker, steps=range(1))
         assert state.load(path, missing_ok=True) is None
+        assert state.iteration == 2
         of_ddp.save(path)
         assert "has powersgd.pt and not powersgd: the" in complaint(state.load, path, missing_ok=True)
 
