@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton.comm.agreement import together
+from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.comm.nodes import NodeGroup
+from powersgd_triton.comm.nodes import NodeGroup, given_groups
 from powersgd_triton.config import PowerSGDConfig, logger
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.common import announce, describe, is_deepspeed, uncompiled
-from powersgd_triton.ops.step import LossScaleSource
+from powersgd_triton.ops.step import LossScale, LossScaleSource
 
 NO_STATE = "powersgd: %s has no PowerSGD state; errors start at zero"
 
@@ -53,19 +53,24 @@ def attach(
         ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
             configuration. Nothing was changed.
     """
-    config = chosen(config, options)
-    if not isinstance(model, nn.Module):
-        raise TypeError(_not_wrapped(model))
+
+    def given() -> tuple[PowerSGDConfig | None, Facts, Facts]:
+        given_groups(node_group)
+        if loss_scale is not None:
+            LossScale(loss_scale)
+        return chosen(config, options), {"node_group is given": node_group is not None}, {}
+
     bare = uncompiled(model)
-    state = attached().get(bare)
+    state = attached().get(bare) if isinstance(bare, nn.Module) else None
     if state is None:
-        state = _compress(bare, config, node_group)
+        # The other workers would wait in the adapter, or in the first step, for one that has refused its arguments.
+        state = _compress(bare, together("attach", given, found("attach", lambda: _workers(bare))), node_group)
         _attached[bare] = weakref.ref(state)
         if not is_deepspeed(bare):
             # DeepSpeed's adapter has said it.
             announce(describe(state))
-    elif config is not None and config != state.config:
-        raise ValueError(f"the model is compressed with {state.config} already; got {config}")
+    elif (wanted := chosen(config, options)) is not None and wanted != state.config:
+        raise ValueError(f"the model is compressed with {state.config} already; got {wanted}")
     elif node_group is not None and node_group != state._communicator.node_group:
         raise ValueError(
             f"the model is compressed with node_group={state._communicator.node_group!r} already; got {node_group!r}"
@@ -89,9 +94,34 @@ def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDCo
     return PowerSGDConfig.from_dict(options) if options else config
 
 
-def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeGroup) -> Handle:
+def _workers(model: object) -> Communicator:
+    """Return the workers that average a model's gradients. TypeError if it is not wrapped."""
     # Imported when they are needed: FSDP takes about a second, and every import of powersgd_triton would wait for it.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if is_deepspeed(model):
+        return Communicator()
+    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
+        return Communicator(model.process_group)
+    if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
+        from powersgd_triton.integrations.fsdp2.units import worker_groups
+
+        replicas, others = worker_groups(model, None)
+        return Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or is_deepspeed(module):
+            raise TypeError(
+                f"attach expects the wrapped model; {type(model).__name__} has one as {name!r}: attach that"
+            )
+    raise TypeError(
+        f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
+        "DistributedDataParallel(model), fully_shard(model), replicate(model), FullyShardedDataParallel(model) or "
+        "deepspeed.initialize(model=model, …). For a plain loop use powersgd_triton.integrations.optimizer"
+    )
+
+
+def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeGroup) -> Handle:
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     if is_deepspeed(model):
         from powersgd_triton.integrations import deepspeed
@@ -125,33 +155,17 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
         sharded = fsdp1.PowerSGDState(model, config, node_group=node_group)
         model.register_comm_hook(sharded, fsdp1.powerSGD_hook)
         return sharded
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        from powersgd_triton.integrations.fsdp2 import apply_powersgd
+    from powersgd_triton.integrations.fsdp2 import apply_powersgd
 
-        if node_group is not None:
-            raise ValueError(
-                "node_group is for DDP, FSDP1 and DeepSpeed; with fully_shard, use a two-dimensional mesh that shards "
-                "within the node and replicates over the nodes"
-            )
-        return apply_powersgd(model, config)
-    raise TypeError(_not_wrapped(model))
+    if node_group is not None:
+        raise ValueError(
+            "node_group is for DDP, FSDP1 and DeepSpeed; with fully_shard, use a two-dimensional mesh that shards "
+            "within the node and replicates over the nodes"
+        )
+    return apply_powersgd(model, config)
 
 
 def load_from(state: Handle, folder: Folder) -> None:
     """Continue from a checkpoint's state. Start with errors of zero, and log that, if it has none. Collective."""
     if state.load(folder, missing_ok=True) is None:
         logger.warning(NO_STATE, folder)
-
-
-def _not_wrapped(model: object) -> str:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-    for name, module in modules.items():
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or is_deepspeed(module):
-            return f"attach expects the wrapped model; {type(model).__name__} has one as {name!r}: attach that"
-    return (
-        f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
-        "DistributedDataParallel(model), fully_shard(model), replicate(model), FullyShardedDataParallel(model) or "
-        "deepspeed.initialize(model=model, …). For a plain loop use powersgd_triton.integrations.optimizer"
-    )

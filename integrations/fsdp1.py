@@ -101,27 +101,29 @@ class PowerSGDState(WholeHandle):
     def __init__(
         self, fsdp_model: FullyShardedDataParallel, config: PowerSGDConfig, *, node_group: NodeGroup = None
     ) -> None:
-        if not isinstance(fsdp_model, FullyShardedDataParallel):
-            raise TypeError(
-                f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
-                "powersgd_triton.integrations.fsdp2 for fully_shard and …integrations.ddp for DistributedDataParallel"
-            )
-        group: Any = fsdp_model.process_group
-        device = fsdp_model.compute_device or torch.device("cpu")
+        # Another model has none, and all workers are told.
+        group: Any = getattr(fsdp_model, "process_group", None)
+        device = getattr(fsdp_model, "compute_device", None) or torch.device("cpu")
         communicator = Communicator(group)
-        sharded = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
 
-        def prepare() -> tuple[tuple[dict[Unit, Any], Engine], Facts, Facts]:
+        def prepare() -> tuple[tuple[dict[Unit, Any], Engine, bool], Facts, Facts]:
+            if not isinstance(fsdp_model, FullyShardedDataParallel):
+                raise TypeError(
+                    f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
+                    "powersgd_triton.integrations.fsdp2 for fully_shard and …integrations.ddp for "
+                    "DistributedDataParallel"
+                )
+            sharded = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
             given_groups(node_group)
             units = _units(fsdp_model)
             shapes = {name: shape for unit in units for name, shape in unit.shapes.items()}
             engine = new_engine(config, communicator, lambda: shapes, device, buckets=len(units))
             if sharded:
                 refuse_auto(config, "a sharded model")
-            return (units, engine), {}, {}
+            return (units, engine, sharded), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.
-        units, engine = together("PowerSGDState", prepare, communicator, device)
+        units, engine, sharded = together("PowerSGDState", prepare, communicator, device)
         super().__init__(engine, DeviceMesh.from_group(group, device.type))
         self.use_own_group(node_group)
         self.replaces_reduce_scatter = sharded

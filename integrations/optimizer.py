@@ -118,9 +118,13 @@ class PowerSGD(Aggregator):
             TypeError, ValueError: The gradients do not match the parameters in their shapes and order. Nothing was
                 changed.
         """
-        for index, gradient in enumerate(gradients):
-            if isinstance(gradient, Tensor) and gradient.layout == torch.strided:
-                check_writable(str(index), gradient)
+
+        def check() -> None:
+            for index, gradient in enumerate(gradients):
+                if isinstance(gradient, Tensor) and gradient.layout == torch.strided:
+                    check_writable(str(index), gradient)
+
+        self._compressor._examined(check)
         try:
             compressed = self._compressor.compress(gradients)
         except ValueError as error:

@@ -123,7 +123,7 @@ class Compressor(Handle):
             TypeError, ValueError: The gradients do not match the compressor's tensors. Nothing was changed.
             DisagreementError: In the first step, another worker has other tensors or another configuration.
         """
-        named = self._named(gradients)
+        named = self._examined(lambda: self._named(gradients))
         kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in named.items()}
         # A flat buffer does not show which tensors are complex.
         self._kinds = kinds | self._kinds if isinstance(gradients, Tensor) else kinds

@@ -229,13 +229,20 @@ class Handle:
                     f"{path.parent} has {', '.join(found)} and not {path.name}: the state of another wrapper, or of "
                     "several models. Continue with what saved it, or remove it to start with errors of zero"
                 )
+            if not missing_ok:
+                raise FileNotFoundError(f"there is no saved PowerSGD state {path}")
 
         self._together("load", check)
-        if not missing_ok:
-            raise FileNotFoundError(f"there is no saved PowerSGD state {path}")
         # It counts, also if the adapter does not know yet that it has ended.
         self._engine.finish()
         self.forget()
+
+    def _examined(self, examine: Callable[[], T]) -> T:
+        """Return what a step finds in its arguments. In the first step, other workers are told if it raises an error.
+
+        In later steps, they have begun a sum, which would meet this worker's next one if they left it.
+        """
+        return self._together("a step", examine) if self._engine.buckets.compared is None else examine()
 
     def _together(self, call: str, act: Callable[[], T], fact: str | None = None) -> T:
         """Run code that may fail on one worker only. ``fact`` says what a result means that is true on all or none."""

@@ -178,21 +178,22 @@ class PowerSGDState(Handle):
         Arguments, result and errors are those of ``Compressor.load_state_dict``. Without ``module=``, parameters are
         compared with those of the state in the first step.
         """
-        rename = {plain_name(old): plain_name(new) for old, new in (rename or {}).items()}
         expected: Record = []
+        names: dict[str, str] = {}
 
         def read() -> tuple[Any, Mapping[str, Size] | None]:
+            names.update((plain_name(old), plain_name(new)) for old, new in (rename or {}).items())
             saved = opened(state_dict)
             if not isinstance(saved, Mapping) or "buckets" not in saved:
                 raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
             check_version(saved.get("format_version"))
-            record = self._names.check(saved["buckets"], strict=strict, rename=rename)
+            record = self._names.check(saved["buckets"], strict=strict, rename=names)
             expected[:] = record
             # A state with matrices but without a record is of batched_powerSGD_hook, which does not know parameters.
             shapes = self._names.shapes() if record or saved.get("matrices") == {} else None
             return saved, None if shapes is None else sizes(shapes, self.config)
 
-        report = load(self._engine, read, strict=strict, rename=rename)
+        report = load(self._engine, read, strict=strict, rename=names)
         self._names.expect(expected)
         return report
 

@@ -17,8 +17,6 @@ try:
 except ImportError as error:
     raise ImportError("DeepSpeed is not installed; run pip install 'powersgd_triton[deepspeed]'") from error
 
-import torch
-
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
@@ -87,7 +85,7 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
         return (state, parameters), {"enabled": True, "parameters": parameters}, {}
 
     # The other workers would wait in the first step for one that has refused its configuration.
-    prepared = together("deepspeed.enable", prepare, Communicator(), torch.device(engine.device))
+    prepared = together("deepspeed.enable", prepare, Communicator())
     if prepared is None:
         announce('powersgd: off, the section has "enabled": false')
         return None

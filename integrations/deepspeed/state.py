@@ -141,10 +141,11 @@ class DeepSpeedState(Handle):
 
     def load(self, folder: Folder, *, missing_ok: bool = False) -> LoadReport | None:
         """See ``Handle.load``. The folder may also be one that ``engine.save_checkpoint`` has written."""
-        path = Path(folder)
-        go_on = self.read(lambda: path if (path / self._file()).exists() else self.tagged(path, None) or path)
+        go_on = self.read(
+            lambda: path if ((path := Path(folder)) / self._file()).exists() else self.tagged(path, None) or path
+        )
         if go_on is None:
-            self._begin_without(path / self._file(), missing_ok)
+            self._begin_without(Path(folder) / self._file(), missing_ok)
             return None
         return go_on()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from powersgd_triton.checkpoint import StateDict
-from powersgd_triton.comm.agreement import Facts, fingerprint, together
+from powersgd_triton.comm.agreement import Facts, fingerprint, found, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import LoadReport
@@ -54,7 +54,7 @@ def apply_powersgd(
         RuntimeError: This version of torch was not tried with a replicate dimension in the mesh, or the group cannot be
             used.
     """
-    replicas, others = worker_groups(model, replicate_group)
+    replicas, others = found("apply_powersgd", lambda: worker_groups(model, replicate_group))
     communicator = Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
 
     def prepare() -> tuple[HybridShardState | FullShardState, Facts, Facts]:
@@ -118,10 +118,10 @@ class HybridShardState(ShardedHandle):
     @torch.no_grad()
     def check_replicas(self) -> None:
         """Compare parameters and buffers of all replicas, bit by bit. Collective. RuntimeError if replicas differ."""
-        found = dict(local_tensors(self._model))
-        prints = self._communicator.gather(torch.stack([fingerprint(tensor).cpu() for tensor in found.values()]))
+        tensors = dict(local_tensors(self._model))
+        prints = self._communicator.gather(torch.stack([fingerprint(tensor).cpu() for tensor in tensors.values()]))
         unequal = (prints != prints[0]).any(dim=0).tolist()
-        names = [name for name, differs in zip(found, unequal, strict=True) if differs]
+        names = [name for name, differs in zip(tensors, unequal, strict=True) if differs]
         if names:
             raise RuntimeError(
                 f"replicas differ in {len(names)} tensors, the first of them {names[:3]}. They are equal after "

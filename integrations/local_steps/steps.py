@@ -14,7 +14,7 @@ from torch import nn
 
 from powersgd_triton.checkpoint import StateDict, opened
 from powersgd_triton.checkpoint import save as save_file
-from powersgd_triton.comm.agreement import Facts, fingerprint, together
+from powersgd_triton.comm.agreement import Facts, fingerprint, found, together
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
 from powersgd_triton.config import PowerSGDConfig, whole_number
@@ -93,7 +93,7 @@ class LocalSteps(Handle):
             return (local, local.communicator(group, node_group)), {}, {}
 
         # The other workers would wait for one that has refused its model.
-        local, communicator = together("LocalSteps", find, Communicator(group))
+        local, communicator = together("LocalSteps", find, found("LocalSteps", lambda: Communicator(group)))
 
         def prepare() -> tuple[Engine, Facts, Facts]:
             self._every, self.delay = every, whole_number("delay", delay)
@@ -264,8 +264,8 @@ class LocalSteps(Handle):
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
             tensors, owner = sizes(self._engine.tensors(), self.config), self._place if own else None
-            found = checked(self._engine, saved.of_engine(own=own), tensors, strict=False, owner=owner)
-            return found, {}, saved_facts(found[0])
+            loaded = checked(self._engine, saved.of_engine(own=own), tensors, strict=False, owner=owner)
+            return loaded, {}, saved_facts(loaded[0])
 
         loaded, report = self._compare("load_state_dict", check)
         self.outer.load_state_dict(saved.outer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import json
 import weakref
@@ -73,12 +74,19 @@ def together(
         del own, difference
 
 
+def found(call: str, find: Callable[[], T]) -> T:
+    """Return what tells a call its workers. If that raises an exception, tell all workers of the default group."""
+    with contextlib.suppress(Exception):
+        return find()
+    return together(call, lambda: (find(), {}, {}), Communicator())
+
+
 def _announce(call: str, communicator: Communicator, device: torch.device | None) -> None:
     """Let workers that wait in a step for this one take part in the call, so that all hear of the mistake."""
-    found = weakref.ref(communicator)
+    reference = weakref.ref(communicator)
 
     def answer() -> None:
-        known = found()
+        known = reference()
         if known is not None:
             together(WAITING, lambda: (None, {}, {}), known, device)
 

@@ -95,7 +95,7 @@ class Buckets:
         self.communicator, self.device = communicator, device
         self._buckets: dict[Hashable, BucketState] = {}
         # The tensors whose facts were compared; None before the first step.
-        self._compared: Tensors | None = None
+        self.compared: Tensors | None = None
 
     def together(self, call: str, act: Callable[[], tuple[T, Facts, Facts]]) -> T:
         """Run ``act`` on all workers. Collective. See ``agreement.together``."""
@@ -112,7 +112,7 @@ class Buckets:
         known = self._buckets.get(key)
         if known is not None:
             return known
-        first = self._compared is None
+        first = self.compared is None
 
         def introduce() -> tuple[Layout, Facts, Facts]:
             layout = Layout.build(shapes(), self._plan.config, compress=compress)
@@ -131,7 +131,7 @@ class Buckets:
         layout = self.together("a step", introduce)
         if first:
             self._form_nodes(device)
-            self._compared = self._tensors() or layout.shapes
+            self.compared = self._tensors() or layout.shapes
         found = self._buckets[key] = BucketState(layout, layout)
         return found
 
@@ -222,13 +222,13 @@ class Buckets:
         """Lay out all buckets anew when they come again. With ``communicator``, compare everything with its workers."""
         self._buckets.clear()
         if communicator is not None:
-            self.communicator, self._compared = communicator, None
+            self.communicator, self.compared = communicator, None
             self._residuals.regroup()
 
     def end_step(self) -> None:
         """Compare configuration, tensors, step and the bits of the factors each ``check_every`` steps. Collective."""
         # Counted by ``ended``: the iteration is one of the things in which workers may differ.
-        every, tensors = self._plan.config.check_every, self._compared
+        every, tensors = self._plan.config.check_every, self.compared
         if not every or self._step.ended % every or tensors is None:
             return
 

@@ -262,14 +262,13 @@ def settled(worker: int, world_size: int) -> None:
 
 def wrong_use(worker: int, world_size: int) -> None:
     applied = FSDP1(Net(), RANK_2)
-    other, of_ddp, alone = (FSDP1(Net(), None).module for _ in range(3))
+    other, of_ddp = (FSDP1(Net(), None).module for _ in range(2))
     other.register_comm_hook(applied.state, powerSGD_hook)
     of_ddp.register_comm_hook(ddp.PowerSGDState(None), powerSGD_hook)
     frozen = Net().requires_grad_(False)
     single = dist.new_group([worker], use_local_synchronization=True)
     groups = {"process_group": (dist.group.WORLD, single)}
     cut = FSDP1(Net(), None, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **groups).module
-    config, wrong = (RANK_2 if worker != 1 else {"rank": 2}), "config must be a PowerSGDConfig; got dict"
     check_said(
         (complaint(PowerSGDState, applied.module, RANK_2), "ValueError.*communication hook already.*once"),
         (complaint(backward, other, worker), "RuntimeError.*does not know.*Build PowerSGDState from the model"),
@@ -277,7 +276,6 @@ def wrong_use(worker: int, world_size: int) -> None:
         (complaint(PowerSGDState, cut, RANK_2), "ValueError.*HYBRID_SHARD.*replicate_group"),
         (complaint(PowerSGDState, nn.Linear(2, 2), RANK_2), "TypeError.*Linear.*integrations.fsdp2"),
         (complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2), "ValueError.*no trainable parameters"),
-        (complaint(PowerSGDState, alone, config), wrong),
     )
     mesh, line = hybrid_mesh(2, 2), full_mesh(world_size)
     shards, group = mesh["shard"], mesh["replicate"].get_group()
@@ -291,8 +289,8 @@ def wrong_use(worker: int, world_size: int) -> None:
     head.set_custom_reduce_scatter(nn.Identity())
     fully_shard(on_dim_1, mesh=shards, shard_placement_fn=lambda _: Shard(1))
 
-    def attempt(model: Any, config: Any = RANK_2, replicate_group: Any = group) -> str:
-        return complaint(apply_powersgd, model, config, replicate_group)
+    def attempt(model: Any, replicate_group: Any = group) -> str:
+        return complaint(apply_powersgd, model, RANK_2, replicate_group)
 
     # One worker has another version of torch, so to speak.
     with mock.patch.object(units, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else units.TORCH_VERSIONS):
@@ -309,7 +307,6 @@ def wrong_use(worker: int, world_size: int) -> None:
         (attempt(sharded(Net(), mesh), replicate_group=shards.get_group()), f"{wrong_group}leave replicate_group out"),
         (attempt(sharded(Net(), mesh)), "^nothing$"),
         (attempt(Net()), "ValueError.*fully_shard"),
-        (attempt(sharded(Net(), shards), config), wrong),
         (attempt(on_dim_1), "ValueError.*'weight'.*dim 0"),
         (attempt(sharded(custom, line), replicate_group=None), r"'head'.*custom reduce-scatter \(Identity\)"),
         (complaint(backward, divided, worker), r"RuntimeError.*divide_factor.*_force_sum_reduction_for_comms\(True\)"),

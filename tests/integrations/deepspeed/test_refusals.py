@@ -235,6 +235,9 @@ def is_refused_with_all_reasons() -> None:
     said = complaint(made, {"rnk": 4}, **options)
     assert all(part in said for part in ("3 problems", "rnk", "contiguous_gradients", "deepcompile")), said
     with engine_for(Case("", 2)) as engine:
+        for call in (adapter.enable, attach):
+            said = complaint(call, None if dist.get_rank() == 1 else engine, PowerSGDConfig())
+            assert dist.get_rank() == 1 or "failed on worker 1" in said, said
         said = complaint(attach, engine, bytes_per_step=10 if dist.get_rank() == 1 else 10**6)
         assert "at rank 1 this model sends" in said
         engine._config._param_dict["powersgd"] = {"bytes_per_step": 10}
