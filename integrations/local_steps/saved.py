@@ -19,8 +19,9 @@ KEY = "local_steps"
 OUTER = "outer_"
 """Begins the names of the outer optimizer's tensors."""
 
-OWN = ("own", "own_error")
-"""Parts that belong to one worker: its parameters, unless they are θ, and its error."""
+OWN = ("own", "own_start", "own_error")
+"""Parts that belong to one worker: its parameters, unless they are θ, what they were before its changes if that is not
+the rounded θ, and its error."""
 
 COMMON = ("shared", "changes")
 """Parts that are equal on all workers: θ, and the mean pseudo-gradient, if a round was begun."""

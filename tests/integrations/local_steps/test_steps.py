@@ -70,6 +70,10 @@ def conserves(worker: int, world_size: int) -> None:
         assert training.sync.iteration == 3 - (delay > 0), (config, delay)
         training.finish()
         assert training.sync.iteration == 3, (config, delay)
+    # What is rounded when θ lands beside newer changes is no change.
+    training = Training(worker, "exact", EVERY, net=model().bfloat16(), delay=3)
+    training.train(STEPS)
+    training.finish()
 
 
 def averages_buffers(worker: int, world_size: int) -> None:
