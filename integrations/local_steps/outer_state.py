@@ -88,6 +88,11 @@ class OuterState:
             self.local.shapes[name], self.shared[name] = largest_part(parameter), _shared(local(parameter))
             self.optimizer.param_groups[0]["params"].append(self.shared[name])
 
+    def names(self) -> list[str]:
+        """Return the names of the shared parameters in the order of the optimizer."""
+        names = {id(parameter): name for name, parameter in self.shared.items()}
+        return [names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def theta(self) -> Tensors:
         """Return {name: θ} without gradients. They are not copies."""
         return {name: parameter.detach() for name, parameter in self.shared.items()}
