@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,9 @@ from powersgd_triton.ranks.plan import is_count
 KEY = "local_steps"
 OUTER = "outer_"
 """Begins the names of the outer optimizer's tensors."""
+
+NUMBERS = ("step", "eta", "mu", "mu_product")
+"""Tensors of torch's optimizers that have one element."""
 
 OWN = ("own", "own_start", "own_error")
 """Parts that belong to one worker: its parameters, unless they are θ, what they were before its changes if that is not
@@ -96,16 +98,22 @@ class SavedRound:
         for name, shared in theta.items():
             for key in ("shared", *begun, *(["changes"] if since else []), *(matrices[name].keys() & {"own_start"})):
                 _check_part(f"{key!r} of {name!r}", matrices[name].get(key), tuple(shared.shape))
+        # In torch's own, all parameters have the same values: single numbers, and tensors of their shape.
+        strict = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ != "Adafactor"
         outer: dict[int, dict[str, Any]] = {}
         for index, name in enumerate(names):
-            tensors = {k.removeprefix(OUTER): part for k, part in matrices[name].items() if k.startswith(OUTER)}
-            if values := {**numbers.get(name, {}), **tensors}:
-                outer[index] = values
-        _check_outer(outer, [(name, tuple(theta[name].shape)) for name in names], optimizer)
+            _check_form(f"{KEY}.outer.state.{name}", values := dict(numbers.get(name, {})), values)
+            for key in (key for key in matrices[name] if key.startswith(OUTER)):
+                shapes = [() if key.removeprefix(OUTER) in NUMBERS else tuple(theta[name].shape)] if strict else []
+                # A copy, since optimizers change the tensors that they have loaded.
+                values[key.removeprefix(OUTER)] = _check_part(
+                    f"{key!r} of {name!r}", matrices[name][key], *shapes
+                ).clone()
+            if strict and values and values.keys() != next(iter(outer.values()), values).keys():
+                raise ValueError(f"the outer optimizer's saved state of {name!r} has other parts than that of others")
+            outer |= {index: values} if values else {}
         groups = [{**group, "params": mine["params"]} for group, mine in zip(groups, own, strict=True)]
-        # Copied, since optimizers change the tensors that they have loaded.
-        loads = {"state": copy.deepcopy(outer), "param_groups": groups}
-        return cls(state, matrices, steps, since, worker, loads)
+        return cls(state, matrices, steps, since, worker, {"state": outer, "param_groups": groups})
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all workers that load their parts of it."""
@@ -150,34 +158,15 @@ def _check_form(what: str, found: Any, own: Any) -> None:
         _check_form(f"{what}.{field}", found[field], own[field])
 
 
-def _check_part(what: str, part: Any, *shapes: tuple[int, ...]) -> None:
-    """Raise ValueError unless a tensor is real, finite and in memory, and has one of the shapes, if there are some."""
+def _check_part(what: str, part: Any, *shapes: tuple[int, ...]) -> Tensor:
+    """Return a tensor. ValueError unless it is real, finite and in memory, and of the shape if one is given."""
     right = is_whole(part) and not part.is_complex() and (not shapes or tuple(part.shape) in shapes)
     if not right or not is_finite(part):
         got = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part)
-        of = f" of shape {' or '.join(map(str, shapes))}" if shapes else ""
+        of = f" of shape {shapes[0]}" if shapes else ""
         raise ValueError(f"{what} in the saved state must be a finite tensor{of}; got {got}")
-
-
-def _check_outer(
-    states: Mapping[int, Mapping[str, Any]],
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Raise ValueError unless an optimizer of tensors of these shapes can load {index: its values}."""
-    # In these, a value is of its parameter's shape or one number, and all parameters have the same ones.
-    strict = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ != "Adafactor"
-    known: dict[bool, dict[str, Any]] = {}
-    for index, values in states.items():
-        name, shape = shapes[index]
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                _check_part(f"{OUTER + key!r} of {name!r}", value, *([shape, ()] if strict else []))
-            elif isinstance(value, float):
-                _check_form(f"{key!r} of {name!r}", value, 0.0)
-        kinds = {key: value.dim() > 0 if isinstance(value, Tensor) else type(value) for key, value in values.items()}
-        if strict and kinds != known.setdefault(bool(shape), kinds):
-            raise ValueError(f"the outer optimizer's saved state of {name!r} has other parts than that of others")
+    found: Tensor = part.detach()
+    return found
 
 
 def without(state: Mapping[str, Any], dropped: Iterable[str]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ CRAFTED: list[tuple[str, Any, str]] = [
     (f"{M}/changes", torch.zeros(20, 1), r"'changes' of '0.weight' .*got torch.float32 \(20, 1\)"),
     (f"{M}/own", None, "'own' of '0.weight' .*got None"),
     (f"{M}/outer_momentum_buffer", torch.full((20, 12), torch.nan), "'outer_momentum_buffer' of '0.weight' .* finite"),
-    (f"{M}/outer_momentum_buffer", torch.zeros(()), "saved state of '0.bias' has other parts|saved state of '.*other"),
+    (f"{M}/outer_momentum_buffer", torch.zeros(()), "'outer_momentum_buffer' of '0.weight' .*got torch.float32"),
     ("matrices/0.bias", [], "matrices.0.bias is .*form of {}"),
     ("local_steps", {"steps": 1}, "local_steps is {'steps': 1}"),
     ("local_steps/steps", -1, "numbers of steps"),
@@ -104,19 +104,6 @@ def goes_on_elsewhere(worker: int, _world_size: int, saved_in: str) -> None:
         save(other, path)
         other.sync.finish()
         assert torch.allclose(mean(flat(other.net)), flat(other.net), atol=1e-6), (config, options)
-
-
-def loads_the_other_kind(worker: int, _world_size: int) -> None:
-    """Codes and factors load each other's states, in the middle of a round and of an exchange under way."""
-    for saves, loads in (("ternary", "rank"), ("rank", "ternary"), ("int4", "exact")):
-        first, second = Training(worker, saves), Training(worker, loads, delay=2)
-        first.train(EVERY + 1)
-        second.train(EVERY + 1)
-        report = second.sync.load_state_dict(first.sync.state_dict())
-        assert report.loaded or report.carried
-        second.start, second.changed = first.start, first.changed.clone()
-        second.train(2 * EVERY)
-        second.finish()
 
 
 def saves_after_a_failure(worker: int, _world_size: int) -> None:
@@ -200,7 +187,7 @@ def test_runs_go_on(tmp_path: Path) -> None:
         run(goes_on_elsewhere, workers, str(tmp_path))
 
 
-test_states = make_test([loads_the_other_kind, saves_after_a_failure, refuses_bad_files], 2)
+test_states = make_test([saves_after_a_failure, refuses_bad_files], 2)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "state.safetensors"])
