@@ -48,6 +48,8 @@ class OuterState:
         except TypeError as error:
             raise TypeError(f"outer must return an optimizer whose step() needs no closure; got {found}") from error
         self._finite: HostCopy | None = None
+        # What local parameters in 16 bits have changed since the last exchange counts from here, unless from θ.
+        self._starts: Tensors = {}
         # The parameters that were frozen at the start, and were equal on all workers then.
         self._frozen: set[str] = set()
         # What is averaged exactly, as the workers agreed; the buffers, as they were after the last exchange.
@@ -86,6 +88,11 @@ class OuterState:
             self.local.shapes[name], self.shared[name] = largest_part(parameter), _shared(local(parameter))
             self.optimizer.param_groups[0]["params"].append(self.shared[name])
 
+    def names(self) -> list[str]:
+        """Return the names of the shared parameters in the order of the optimizer."""
+        names = {id(parameter): name for name, parameter in self.shared.items()}
+        return [names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def theta(self) -> Tensors:
         """Return {name: θ} without gradients. They are not copies."""
         return {name: parameter.detach() for name, parameter in self.shared.items()}
@@ -108,9 +115,14 @@ class OuterState:
         self.begin_equal()
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrite the local parameters that have ``values``."""
+        """Overwrite the local parameters that have ``values``. Rounding them to 16 bits counts as no change."""
         for name, tensor in self.local.tensors():
-            tensor.copy_(values.get(name, tensor))
+            value, theta = values.get(name), self.shared[name].detach()
+            if value is not None:
+                tensor.copy_(value)
+                self._starts.pop(name, None)
+                if tensor.dtype != theta.dtype and value.data_ptr() != theta.data_ptr():
+                    self._starts[name] = theta - (value - tensor)
         self.local.refresh()
 
     def pseudo_gradients(
@@ -139,9 +151,11 @@ class OuterState:
         """Return copies of the local parameters. If this worker is not finite, it gets θ first."""
         copies: Tensors = {}
         for name, tensor in self.local.tensors():
-            start = self._start(name, tensor)
-            copies[name] = torch.where(finite.to(tensor.device), tensor.to(start.dtype), start)
+            theta, here = self._rounded(name, tensor), finite.to(tensor.device)
+            copies[name] = torch.where(here, tensor.to(theta.dtype), theta)
             tensor.copy_(copies[name])
+            if name in self._starts:
+                self._starts[name] = torch.where(here, self._starts[name], theta)
         self.local.refresh()
         return copies
 
@@ -179,23 +193,32 @@ class OuterState:
             for name, tensor in self.local.tensors():
                 changes = without_padding(self._communicator.mean(gradients[name]), tensor).to(tensor.device)
                 parts[name] |= {"own": copies[name].to(tensor.dtype), "changes": changes}
+            for name, start in self._starts.items():
+                parts[name]["own_start"] = start.clone()
         return parts
 
     def load(self, parts: Mapping[str, Tensors], *, own: bool) -> None:
         """Continue from what ``parts`` has returned: from the worker's own parameters, or from the mean of all."""
         for name, theta in self.theta().items():
             theta.copy_(parts[name]["shared"])
-        values: Tensors = {}
-        for name, tensor in self.local.tensors():
-            saved, start = parts[name], self._start(name, tensor)
+        values = self.theta()
+        for name, theta in values.items():
+            saved = parts[name]
             if own and "own" in saved:
-                values[name] = saved["own"]
-            else:
-                values[name] = start - saved["changes"].to(start.device) if "changes" in saved else start
+                values[name] = saved["own"].to(theta)
+            elif "changes" in saved:
+                values[name] = theta - saved["changes"].to(theta)
         self.write(values)
+        if own:
+            found = {name: saved["own_start"] for name, saved in parts.items() if "own_start" in saved}
+            self._starts = {name: start.to(self.shared[name], copy=True) for name, start in found.items()}
 
     def _start(self, name: str, tensor: Tensor) -> Tensor:
-        """Return θ as it was rounded into the local parameters."""
+        """Return what a local parameter was before its changes."""
+        return self._starts[name] if name in self._starts else self._rounded(name, tensor)
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """Return θ as a local parameter has it."""
         shared = self.shared[name].detach()
         return shared.to(tensor.dtype).to(shared.dtype)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ from torch import Tensor
 from powersgd_triton.checkpoint import load
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.core.saved_state import listing
+from powersgd_triton.core.saved_state import is_finite, is_whole, listing
+from powersgd_triton.ranks.plan import is_count
 
 KEY = "local_steps"
 OUTER = "outer_"
 """Begins the names of the outer optimizer's tensors."""
 
-OWN = ("own", "own_error")
-"""Parts that belong to one worker: its parameters, unless they are θ, and its error."""
+NUMBERS = ("step", "eta", "mu", "mu_product")
+"""Tensors of torch's optimizers that have one element."""
+
+OWN = ("own", "own_start", "own_error")
+"""Parts that belong to one worker: its parameters, unless they are θ, what they were before its changes if that is not
+the rounded θ, and its error."""
 
 COMMON = ("shared", "changes")
 """Parts that are equal on all workers: θ, and the mean pseudo-gradient, if a round was begun."""
@@ -28,16 +34,17 @@ COMMON = ("shared", "changes")
 Matrices = dict[str, dict[str, Tensor]]
 
 
-def pack(engine: Mapping[str, Any], parts: Matrices, outer: Mapping[str, Any], **rest: Any) -> dict[str, Any]:
+def pack(
+    engine: Mapping[str, Any], parts: Matrices, outer: Mapping[str, Any], names: Sequence[str], **rest: Any
+) -> dict[str, Any]:
     """Return a saved state, as tensors by name and plain values, from those of the engine and the outer optimizer.
 
-    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``rest`` are the numbers
-    of steps, and this worker as [index, number].
+    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``names`` are in the outer
+    optimizer's order. ``rest`` are the numbers of steps, and this worker as [index, number].
     """
-    matrices: Matrices = {name: dict(saved) for name, saved in engine["matrices"].items()}
+    matrices: Matrices = {name: {**engine["matrices"].get(name, {}), **own} for name, own in parts.items()}
     numbers: dict[str, dict[str, Any]] = {}
-    for index, (name, own) in enumerate(parts.items()):
-        matrices[name] = {**matrices.get(name, {}), **own}
+    for index, name in enumerate(names):
         for key, value in outer["state"].get(index, {}).items():
             if isinstance(value, Tensor):
                 matrices[name][OUTER + key] = value.detach().clone()
@@ -61,8 +68,13 @@ class SavedRound:
     outer: dict[str, Any]
 
     @classmethod
-    def parse(cls, state: Any, theta: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> SavedRound:
-        """Read a saved state. ValueError unless it fits the shared parameters {name: θ} and their optimizer."""
+    def parse(
+        cls, state: Any, theta: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, names: Sequence[str]
+    ) -> SavedRound:
+        """Read a saved state, and check all that ``pack`` has added to that of the engine.
+
+        ValueError unless it fits the shared parameters {name: θ} and the optimizer that has them in the order of names.
+        """
         if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
             raise ValueError(
                 "expected a saved state of LocalSteps; got something else, such as the state of an adapter"
@@ -73,27 +85,43 @@ class SavedRound:
                 "the saved state belongs to another model; parameters missing from it: "
                 f"{listing(theta.keys() - matrices)}; only in it: {listing(matrices.keys() - theta.keys())}"
             )
+        own = optimizer.state_dict()["param_groups"]
+        form = {"steps": 0, "since": 0, "worker": (0, 0), "outer": {"state": {}, "param_groups": own}}
+        _check_form(KEY, rest, form)
+        _check_form("matrices", matrices, {name: {} for name in theta})
+        numbers, groups = rest["outer"]["state"], rest["outer"]["param_groups"]
+        _check_form(f"{KEY}.outer.state", numbers, {name: {} for name in numbers})
+        steps, since, worker = rest["steps"], rest["since"], tuple(rest["worker"])
+        if not all(map(is_count, (steps, since, *worker))) or since > steps:
+            raise ValueError(f"{KEY!r} must have numbers of steps since ≤ steps, and a worker; got {rest!r}")
+        begun = {key for key in ("changes", "own") if any(key in parts for parts in matrices.values())}
+        for name, shared in theta.items():
+            for key in ("shared", *begun, *(["changes"] if since else []), *(matrices[name].keys() & {"own_start"})):
+                _check_part(f"{key!r} of {name!r}", matrices[name].get(key), tuple(shared.shape))
+        # In torch's own, all parameters have the same values: single numbers, and tensors of their shape.
+        strict = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ != "Adafactor"
         outer: dict[int, dict[str, Any]] = {}
-        for index, (name, shared) in enumerate(theta.items()):
-            for key in ("shared", "changes", "own"):
-                part, shape = matrices[name].get(key), tuple(shared.shape)
-                if part is None and key != "shared":
-                    continue
-                if not isinstance(part, Tensor) or part.shape != shape or not bool(part.isfinite().all()):
-                    got = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-                    raise ValueError(f"{key!r} of {name!r} must be a finite tensor of shape {shape}; got {got}")
-            tensors = {k.removeprefix(OUTER): part for k, part in matrices[name].items() if k.startswith(OUTER)}
-            if values := {**rest["outer"]["state"].get(name, {}), **tensors}:
-                outer[index] = values
-        groups, own = rest["outer"]["param_groups"], optimizer.state_dict()["param_groups"]
-        found, expected = ([(len(group["params"]), sorted(group)) for group in each] for each in (groups, own))
-        if found != expected:
-            raise ValueError(
-                "the saved state belongs to another outer optimizer: its groups have (parameters, settings) "
-                f"{found}, and those of this one {expected}"
-            )
-        worker = (int(rest["worker"][0]), int(rest["worker"][1]))
-        return cls(state, matrices, rest["steps"], rest["since"], worker, {"state": outer, "param_groups": groups})
+        for index, name in enumerate(names):
+            _check_form(f"{KEY}.outer.state.{name}", values := dict(numbers.get(name, {})), values)
+            for key in (key for key in matrices[name] if key.startswith(OUTER)):
+                shapes = [() if key.removeprefix(OUTER) in NUMBERS else tuple(theta[name].shape)] if strict else []
+                # A copy, since optimizers change the tensors that they have loaded.
+                values[key.removeprefix(OUTER)] = _check_part(
+                    f"{key!r} of {name!r}", matrices[name][key], *shapes
+                ).clone()
+            if strict and values and values.keys() != next(iter(outer.values()), values).keys():
+                raise ValueError(f"the outer optimizer's saved state of {name!r} has other parts than that of others")
+            outer |= {index: values} if values else {}
+        groups = [{**group, "params": mine["params"]} for group, mine in zip(groups, own, strict=True)]
+        return cls(state, matrices, steps, since, worker, {"state": outer, "param_groups": groups})
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal on all workers that load their parts of it."""
+        common = {
+            f"saved {name!r}": [int(fingerprint(parts[k])) for k in sorted(parts) if k in COMMON or k.startswith(OUTER)]
+            for name, parts in self.parts.items()
+        }
+        return {**common, "saved outer optimizer": repr(self.state[KEY]["outer"])}
 
     def of_engine(self, *, own: bool) -> dict[str, Any]:
         """Return the engine's saved state, with this worker's ``own`` errors or with the mean."""
@@ -105,6 +133,40 @@ class SavedRound:
             if saved:
                 matrices[name] = saved
         return {**{key: value for key, value in self.state.items() if key != KEY}, "matrices": matrices}
+
+
+def _check_form(what: str, found: Any, own: Any) -> None:
+    """Raise ValueError unless a saved value has the form of ``own``: its fields, finite numbers, equal flags."""
+    fields: Iterable[Any] = ()
+    if isinstance(own, Mapping):
+        right, fields = isinstance(found, Mapping) and own.keys() <= found.keys(), own
+    elif isinstance(own, (list, tuple)):
+        right, fields = isinstance(found, (list, tuple)) and len(found) == len(own), range(len(own))
+    elif own is None or isinstance(own, bool):
+        right = found is None or found is own or (own is None and isinstance(found, bool))
+    elif isinstance(own, (int, float, Tensor)):
+        number = found.item() if is_whole(found) and found.numel() == 1 else found
+        right = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    else:
+        right = isinstance(found, type(own))
+    if not right:
+        raise ValueError(
+            f"the saved state is damaged, or belongs to another outer optimizer: {what} is {found!r}, and must have "
+            f"the form of {own!r}"
+        )
+    for field in fields:
+        _check_form(f"{what}.{field}", found[field], own[field])
+
+
+def _check_part(what: str, part: Any, *shapes: tuple[int, ...]) -> Tensor:
+    """Return a tensor. ValueError unless it is real, finite and in memory, and of the shape if one is given."""
+    right = is_whole(part) and not part.is_complex() and (not shapes or tuple(part.shape) in shapes)
+    if not right or not is_finite(part):
+        got = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part)
+        of = f" of shape {shapes[0]}" if shapes else ""
+        raise ValueError(f"{what} in the saved state must be a finite tensor{of}; got {got}")
+    found: Tensor = part.detach()
+    return found
 
 
 def without(state: Mapping[str, Any], dropped: Iterable[str]) -> dict[str, Any]:

@@ -245,17 +245,16 @@ class LocalSteps(Handle):
         for name, error in errors.items():
             parts[name]["own_error"] = error
         rest = {"steps": self.steps, "since": self.since, "worker": list(self._place)}
-        return pack(engine, parts, self.outer.state_dict(), **rest)
+        return pack(engine, parts, self.outer.state_dict(), self._outer.names(), **rest)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> LoadReport:
         """See ``Handle.load_state_dict``. Overwrites the model's parameters."""
 
         def read() -> tuple[tuple[SavedRound, int], Facts, Facts]:
-            saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer)
-            shared = {f"saved {name!r}": int(fingerprint(parts["shared"])) for name, parts in saved.parts.items()}
+            saved = SavedRound.parse(opened(state_dict), self._outer.theta(), self.outer, self._outer.names())
             every = self._length(before := saved.steps - saved.since)
-            return (saved, every), {"steps before the saved round": before, "every": every}, shared
+            return (saved, every), {"steps before the saved round": before, "every": every}, saved.facts()
 
         self._meet("load_state_dict", begins=False)
         saved, every = self._compare("load_state_dict", read)

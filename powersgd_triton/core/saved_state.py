@@ -200,18 +200,26 @@ def _is_size(size: Any) -> bool:
 
 
 def is_part(value: Any, size: tuple[int | None, int | None] = (None, None)) -> bool:
-    """Return whether a value is a dense real matrix of this size, all of whose elements are in memory.
+    """Return whether a value is a dense real matrix of this size, all of whose elements are in memory."""
+    if not is_whole(value) or value.dtype not in DTYPES or value.dim() != 2:
+        return False
+    return all(expected in (None, found) for expected, found in zip(size, value.shape, strict=True))
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a dense tensor, all of whose elements are in memory.
 
     An expanded tensor has one element in memory, however large it is, and copying it takes the memory that it claims.
     """
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.is_meta:
         return False
-    return (
-        value.dtype in DTYPES
-        and value.dim() == 2
-        and all(expected in (None, found) for expected, found in zip(size, value.shape, strict=True))
-        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
-    )
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all elements are finite. Unlike isfinite(), this takes no memory."""
+    # A NaN is both the smallest and the largest element.
+    return not tensor.numel() or all(math.isfinite(extreme) for extreme in tensor.detach().aminmax())
 
 
 def _check_sizes(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:
@@ -238,8 +246,7 @@ def _check_sizes(name: str, size: Size, parts: Mapping[str, Any], needed: set[st
 def _check_values(name: str, parts: Mapping[str, Tensor]) -> None:
     """Raise ValueError if an element is not finite."""
     for key, part in sorted(parts.items()):
-        # Unlike isfinite(), this takes no memory. A NaN is both the smallest and the largest element.
-        if part.numel() and not all(math.isfinite(extreme) for extreme in part.detach().aminmax()):
+        if not is_finite(part):
             raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
 
 

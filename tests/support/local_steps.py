@@ -116,6 +116,17 @@ def mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return total / dist.get_world_size(group)
 
 
+def put(value: Any, path: str, junk: Any) -> Any:
+    """Return a copy of nested mappings and lists with something else at "key/index/…"."""
+    key, _, rest = path.partition("/")
+    if not path:
+        return junk
+    copied = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    found = next((k for k in copied if str(k) == key), key)
+    copied[found] = put(copied.get(found), rest, junk)
+    return copied if isinstance(value, Mapping) else [*copied.values()]
+
+
 def same_bits(tensor: Tensor, group: dist.ProcessGroup | None = None) -> bool:
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, tensor, group=group)
@@ -171,7 +182,7 @@ class Training:
         if share:
             more["optimizer"] = self.optimizer
         self.sync = LocalSteps(self.model, CONFIGS[config], every, **{"group": self.group, **more})
-        self.start, self.changed = self.flat(), torch.zeros_like(self.flat())
+        self.start, self.changed = self.flat(), torch.zeros_like(self.flat(), dtype=torch.float32)
 
     def wrap(self) -> None:
         """Wrap the model, and set the groups."""
@@ -216,14 +227,14 @@ class Training:
         for _ in range(steps):
             before = self.flat()
             self.advance(*batch(self.worker, self.done))
-            self.changed += before - self.flat()
+            self.changed += before.float() - self.flat().float()
             self.done += 1
             self.sync.step()
 
     def check(self) -> None:
         """That nothing is lost, and θ has the same bits on all workers. Nothing may be under way."""
         # What neither θ nor the errors nor the local parameters have of all changes.
-        kept = mean(owed(self.sync) + theta(self.sync) - self.flat(), self.mean_over)
+        kept = mean(owed(self.sync) + theta(self.sync).to(self.start) - self.flat(), self.mean_over)
         missing = mean(self.changed, self.mean_over) - (self.start - theta(self.sync)) - kept
         assert missing.abs().max() < LOST, missing.abs().max()
         assert same_bits(theta(self.sync), self.mean_over), "workers hold different bits"
@@ -231,7 +242,7 @@ class Training:
     def finish(self) -> None:
         """Exchange the rest, after which the workers' own parameters are θ."""
         self.sync.finish()
-        assert torch.equal(self.flat(), theta(self.sync))
+        assert torch.equal(self.flat(), theta(self.sync).to(self.start))
         self.check()
 
     def save(self, _path: str) -> Any:

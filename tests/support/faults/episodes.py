@@ -17,6 +17,7 @@ from torch import Tensor
 
 from powersgd_triton import checkpoint
 from tests.support.distributed import PROCESS_GROUP_TIMEOUT
+from tests.support.faults.local import Local
 from tests.support.faults.trainer import BIASES, CAPS, MATRICES, SHAPES, Gradients, Setting, Trainer
 
 INF, NAN = float("inf"), float("nan")
@@ -54,14 +55,16 @@ class Fault:
         scaled: whether the loss is scaled; None for at random.
         early: whether half of the injections come in a state's first step.
         algorithm: None for at random.
+        local: whether it happens in local steps.
     """
 
     title: str
     outcome: str
-    inject: Callable[[Trainer, Path], None]
+    inject: Callable[[Any, Path], None]
     scaled: bool | None = None
     early: bool = False
     algorithm: str | None = None
+    local: bool = False
 
     @property
     def __name__(self) -> str:
@@ -71,7 +74,7 @@ class Fault:
         """A case for ``run_cases``: so many episodes of some steps before, the fault, and a step or two after it."""
         tally = Tally()
         dice = random.Random(self.title)
-        trainer = Trainer(worker, world_size, dice)
+        trainer: Any = (Local if self.local else Trainer)(worker, world_size, dice)
         for _ in range(times):
             setting = Setting.draw(dice, scaled=self.scaled, algorithm=self.algorithm)
             start = time.monotonic()
@@ -86,10 +89,10 @@ class Fault:
                 tally.add(lost=[] if late else reason, poisoned=[], hung=reason if late else [])
                 break
             if trainer.lost or trainer.poisoned:
-                tally.details.append(f"… with {setting}")
+                tally.details.append(f"… with {trainer.setting}")
         return tally
 
-    def _episode(self, trainer: Trainer, setting: Setting, folder: Path) -> None:
+    def _episode(self, trainer: Any, setting: Setting, folder: Path) -> None:
         dice = trainer.dice
         trainer.begin(setting)
         for _ in range(0 if self.early and dice.random() < 0.5 else dice.randrange(1, 5)):

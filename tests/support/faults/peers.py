@@ -19,17 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import Compressor, DisagreementError, checkpoint
+from powersgd_triton.core import schedule
 from powersgd_triton.integrations.ddp import PowerSGDState
 from tests.support.distributed import run_cases
 from tests.support.exchanges import bytes_decide
 from tests.support.faults.episodes import Tally
 from tests.support.faults.ledger import Fate, Ledger
+from tests.support.faults.local import LOST, Local, after
 from tests.support.faults.trainer import SHAPES, Setting, Trainer
 
 PATIENCE = 240.0
 """Seconds after which whoever still waits for a lost peer counts as hung."""
 
-GROUP_TIMEOUT = {"dies": 200.0, "stops": 10.0}
+GROUP_TIMEOUT = {"dies": 200.0, "stops": 10.0, "dies in local steps": 200.0}
 
 
 # Workers that differ --------------------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ class Loss:
     """A case for ``run_cases``: workers are lost one after the other, and the rest goes on as a smaller group.
 
     Attributes:
-        kind: "dies" (by SIGKILL) or "stops" (until the others have gone on without it).
+        kind: "dies" (by SIGKILL), perhaps "in local steps", or "stops" (until the others have gone on without it).
         victims: which, in this order.
         seed: of all that is drawn.
     """
@@ -124,7 +126,7 @@ class Loss:
             dist.barrier()
             name = f"{self.__name__}-{len(alive)}"
             self._connect(folder / f"{name}.before", alive.index(worker), len(alive))
-            trainer = Trainer(worker, len(alive), dice)
+            trainer: Any = (Local if "local" in self.kind else Trainer)(worker, len(alive), dice)
             trainer.begin(Setting.draw(dice, scaled=False))
             for _ in range(dice.randrange(1, 4)):
                 trainer.step()
@@ -155,12 +157,15 @@ class Loss:
         bytes_decide()
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers, timeout=timeout)
 
-    def _lose(self, trainer: Trainer, victim: int, done: Path) -> list[str]:
+    def _lose(self, trainer: Trainer | Local, victim: int, done: Path) -> list[str]:
         """A step in the middle of which a worker is lost. What the others gave to it they owe still.
 
         Returns:
             What is to be said of a survivor that waited too long.
         """
+        if isinstance(trainer, Local):
+            _lose_local(trainer, victim)
+            return []
         at = trainer.dice.choice(list(SHAPES))
         before = {name: error.double() for name, error in trainer.state.error().items()}
         given = trainer.gradients()
@@ -191,6 +196,23 @@ class Loss:
                 time.sleep(0.05)
 
         return die if self.kind == "dies" else stop
+
+
+def _lose_local(local: Local, victim: int) -> None:
+    """Local steps until a worker dies at a message. What an exchange that does not count has sent is owed still."""
+    last = local.dice.randrange(12)
+    try:
+        with after(
+            schedule, "wait", last if local.worker == victim else -1, lambda: os.kill(os.getpid(), signal.SIGKILL)
+        ):
+            for _ in range(100):
+                local.step()
+    except RuntimeError:
+        if local.moved.any() and not float((local.seen()[2] - local.kept).abs().max()) <= LOST:
+            local.lost.append("the errors have changed")
+        local.audit_local()
+    else:
+        local.lost.append("exchanges without one of the workers look complete")
 
 
 def _owed_differently(trainer: Trainer, before: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.support.distributed import run_cases
-from tests.support.faults import alone, episodes, peers
+from tests.support.faults import alone, episodes, local, peers
 from tests.support.faults.episodes import Fault, Tally
 
 PAGE = Path("docs", "faults.md")
@@ -109,9 +109,23 @@ FAULTS = [
     Fault("a worker with another configuration", TOLD, peers.other_configuration),
     Fault("a worker at another step", TOLD, peers.other_iteration),
     Fault("a worker with other tensors", TOLD, peers.other_tensors),
+    *(
+        Fault(f"local steps: {title}", outcome, inject, local=True)
+        for title, outcome, inject in (
+            ("a parameter frozen for a time", "an ordinary exchange", local.freezes),
+            ("a parameter that is unfrozen", "it is exchanged from then on", local.unfreezes),
+            ("buffers of new values and sizes, perhaps a NaN", "the mean of the others", local.averages_buffers),
+            ("±inf or NaN in the parameters of one worker", "only its changes are lost", local.is_not_finite),
+            ("an exchange that fails", "the exception; the next exchange sends what was changed", local.fails),
+            ("other numbers of steps before `finish`", "an ordinary exchange", local.finishes_unevenly),
+            ("saved and loaded in mid-round", "the same bits, or the mean of what all had", local.resumes),
+            ("a wrong field in a saved state", REFUSED_BY_ALL, local.refuses),
+        )
+    ),
 ]
 LOSSES = [
     ("a worker killed (SIGKILL) in the middle of a step, of 3 and of 2", "dies"),
+    ("a worker killed (SIGKILL) in an exchange of local steps, of 3 and of 2", "dies in local steps"),
     ("a worker that stops for longer than the group's timeout, of 3 and of 2", "stops"),
 ]
 

@@ -1,0 +1,326 @@
+"""A worker that takes local steps with gradients of its choice, and keeps books of what it has changed and sent."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from powersgd_triton.comm.control import DisagreementError
+from powersgd_triton.core import schedule
+from powersgd_triton.core.buckets import Buckets
+from powersgd_triton.core.engine import Engine
+from powersgd_triton.integrations.local_steps import LocalSteps, pending_exchange, steps
+from powersgd_triton.integrations.local_steps.outer_state import OuterState
+from tests.support.faults.trainer import InjectedError
+from tests.support.local_steps import CONFIGS, NESTEROV, SGD, mean, put, real, same_bits
+from tests.support.training import patched
+
+SHAPES = {"w": (12, 8), "v": (7, 9), "b": (9,), "s": (), "e": (0, 4), "c": (3, 5), "z": (4, 3)}
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OUTER = (None, NESTEROV, SGD, functools.partial(torch.optim.Adam, lr=0.01))
+LOST = 1e-5
+"""What rounding to fp32 may lose of changes of parameters below 10 in a run."""
+NOT_HERE = torch.ones(2, device="meta")
+JUNK: list[Any] = [None, "x", [], {}, float("nan"), torch.tensor(torch.nan), torch.ones(3, 1, 2), NOT_HERE]
+"""In place of a field of a saved state."""
+
+
+class Local:
+    """See above. ``state`` is the newest ``LocalSteps``. ``dice`` are the same on all workers.
+
+    The mean over the workers of changed − unsent − E, minus the means that were sent, never changes. What is unsent was
+    changed since the last exchange began, so that the local parameters are θ − unsent.
+    """
+
+    def __init__(self, worker: int, workers: int, dice: random.Random) -> None:
+        self.worker, self.workers, self.dice = worker, workers, dice
+        self.generator = torch.Generator().manual_seed(dice.randrange(1 << 40) * 64 + worker)
+        self.net = nn.ParameterDict()
+        self.lost: list[str] = []
+        self.poisoned: list[str] = []
+
+    def begin(self, _setting: Any = None) -> None:
+        """Begin an episode."""
+        dice = self.dice
+        self.dtypes = {n: torch.complex64 if n == "z" else dice.choice(DTYPES) for n in SHAPES}
+        self.every, self.outer, self.share = dice.randrange(1, 7), dice.choice(OUTER), dice.random() < 0.3
+        self.delay, self.fragment = dice.randrange(min(self.every, 4)), dice.choice((1 << 25, 50))
+        self.setting = (
+            f"every={self.every}, {self.delay=}, {self.outer=}, {self.share=}, {self.fragment=}, {self.dtypes}"
+        )
+        self.renew(dice.choice(list(CONFIGS)))
+        self.rebase()
+
+    def renew(self, config: str) -> None:
+        """Make a new model, and new local steps. "c" is frozen at first."""
+        trains = self.net["c"].requires_grad if self.net else False
+        self.config, self.net = config, nn.ParameterDict()
+        for name, dtype in self.dtypes.items():
+            # Users load parameters that are frozen themselves.
+            value = torch.randn(SHAPES[name], generator=self.generator) if name != "c" else torch.ones(SHAPES[name])
+            self.net[name] = nn.Parameter(value.to(dtype), name != "c" or trains)
+        self.net.register_buffer("average", torch.zeros(5))
+        self.net.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.03, momentum=0.5)
+        options: dict[str, Any] = {"optimizer": self.optimizer} if self.share else {}
+        every = self.every if self.every % 2 else lambda steps: self.every + steps // 30
+        self.state = LocalSteps(self.net, CONFIGS[config], every, self.outer, delay=self.delay, **options)
+        self.frozen = not trains
+        self.state.outer.register_step_pre_hook(lambda *_: self._applied())
+
+    def rebase(self) -> None:
+        """Begin the books anew."""
+        self.unsent = self.flat(self.state._outer.pseudo_gradients()[0])
+        self.changed, self.sent, self.moved = (torch.zeros_like(self.unsent) for _ in range(3))
+        self.base, self.frozen = self._balance(), "c" not in self.state.shared()
+
+    def flat(self, named: Mapping[str, Tensor]) -> Tensor:
+        found = {name: real(tensor) for name, tensor in named.items()}
+        parts = [found.get(name, torch.zeros_like(real(p))) for name, p in self.net.items()]
+        return torch.cat([part.double().reshape(-1) for part in parts])
+
+    def local(self) -> Tensor:
+        return self.flat(dict(self.net.items()))
+
+    def seen(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The local parameters, θ and E."""
+        return self.local(), self.flat({**self.net, **self.state.shared()}), self.flat(self.state.error())
+
+    def differs(self, before: tuple[Tensor, ...]) -> bool:
+        return not all(map(torch.equal, before, self.seen()))
+
+    def _balance(self) -> Tensor:
+        return mean(self.changed - self.unsent - self.seen()[2]) - self.sent
+
+    def act(self, call: Callable[[], Any]) -> Any:
+        """Call something of the local steps, and note the exchanges that begin in it."""
+        with patched(steps, "PendingExchange", self._begun), patched(pending_exchange, "FRAGMENT", self.fragment):
+            return call()
+
+    def _begun(self, *arguments: Any) -> Any:
+        self.drop()
+        self.moved, self.kept = self.unsent.clone(), self.seen()[2]
+        return pending_exchange.PendingExchange(*arguments)
+
+    def drop(self) -> None:
+        """If this worker is not finite, its changes are lost. Those of a parameter that was unfrozen are averaged."""
+        if self.frozen and "c" in self.state.shared():
+            at, self.frozen = self.flat({"c": torch.ones(SHAPES["c"])}), False
+            self.sent += at * mean(self.unsent)
+            self.unsent *= 1 - at
+        if not self.local().isfinite().all():
+            self.changed -= self.unsent
+            self.unsent.zero_()
+
+    def _applied(self) -> None:
+        self.sent += self.flat(
+            {n: theta.grad for n, theta in self.state._outer.shared.items() if theta.grad is not None}
+        )
+        self.unsent -= self.moved
+        self.moved = torch.zeros_like(self.moved)
+
+    def step(self) -> None:
+        before = self.local()
+        for parameter in self.net.values():
+            if parameter.requires_grad:
+                gradient = torch.randn(parameter.shape, generator=self.generator, dtype=torch.float64)
+                parameter.grad = gradient.to(parameter.dtype)
+        self.optimizer.step()
+        if self.local().isfinite().all():
+            self.changed += before - self.local()
+            self.unsent += before - self.local()
+        self.act(self.state.step)
+
+    def audit(self) -> None:
+        """Compare with the books. An exchange under way is finished, and sometimes one begins."""
+        if self.dice.random() < 0.5 or self.state._pending is not None:
+            self.act(self.state.finish)
+        local, theta, error = self.seen()
+        self.poisoned += [str(self.state.steps) for tensor in (local, theta, error) if not tensor.isfinite().all()]
+        missing = float((self._balance() - self.base).abs().max())
+        if not missing <= LOST or not same_bits(theta):
+            self.lost.append(f"{missing:.3g} of the changes, or workers hold different bits of θ")
+        self.audit_local()
+
+    def audit_local(self) -> None:
+        local, theta, _ = self.seen()
+        eps = {n: torch.full_like(real(p), torch.finfo(p.dtype).eps * (p.itemsize == 2)) for n, p in self.net.items()}
+        known = self.flat({name: torch.ones_like(shared) for name, shared in self.state.shared().items()})
+        away = (local - (theta - known * self.unsent)).abs() - LOST - self.flat(eps) * (1 + theta.abs())
+        if not float(away.max()) <= 0:
+            self.lost.append(f"local parameters are {float(away.max()):.3g} away from θ and what is unsent")
+
+    def unwrap(self) -> None:
+        """Nothing wraps the model."""
+
+    def regroup(self, saved: Any) -> None:
+        """Go on from a saved state in the process group that is the default one now."""
+        self.renew(self.config)
+        self.state.load_state_dict(saved)
+        self.rebase()
+
+
+def takes_steps(local: Local, _folder: Path) -> None:
+    for _ in range(local.dice.randrange(1, 6)):
+        local.step()
+
+
+def freezes(local: Local, folder: Path) -> None:
+    parameter = local.net[local.dice.choice(("w", "b", "z"))].requires_grad_(False)
+    parameter.grad = None
+    takes_steps(local, folder)
+    parameter.requires_grad_(True)
+
+
+def unfreezes(local: Local, folder: Path) -> None:
+    local.net["c"].requires_grad_(True)
+    takes_steps(local, folder)
+
+
+def averages_buffers(local: Local, _folder: Path) -> None:
+    """Exactly, without the workers that have a NaN there, and in new sizes."""
+    local.act(local.state.finish)
+    size = local.dice.randrange(1, 9)
+    values = torch.tensor([[local.dice.gauss(0, 1) for _ in range(size)] for _ in range(local.workers)])
+    first = int(local.workers > 1 and local.dice.random() < 0.3)
+    values[:first, 0] = torch.nan
+    average, count = values[local.worker].clone(), local.net.get_buffer("count")
+    local.net.register_buffer("average", average)
+    count.fill_(2 * local.worker)
+    local.step()
+    local.act(local.state.finish)
+    if not torch.allclose(average, values[first:].mean(0)) or int(count) != first + local.workers - 1:
+        local.lost.append(f"buffers are {average} and {count}, and were {values}")
+
+
+def is_not_finite(local: Local, _folder: Path) -> None:
+    victim, value = local.dice.randrange(local.workers), local.dice.choice((torch.inf, torch.nan))
+    if local.worker == victim:
+        local.net["w"].data[0, 0] = value
+    local.step()
+    local.act(local.state.finish)
+
+
+@contextlib.contextmanager
+def after(owner: Any, name: str, number: int, act: Callable[[], Any]) -> Iterator[None]:
+    """Do something after a call of a function."""
+    original, calls = getattr(owner, name), itertools.count()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        if next(calls) == number:
+            act()
+        return result
+
+    with patched(owner, name, call):
+        yield
+
+
+def _fail() -> None:
+    raise InjectedError
+
+
+POINTS = [(schedule, "wait", 12), (Buckets, "find", 4), (Engine, "end_step", 1), (OuterState, "average_exactly", 1)]
+"""What fails in an exchange, and how many calls it has: messages, fragments, the end, and what comes after it."""
+
+
+def fails(local: Local, folder: Path) -> None:
+    owner, name, most = local.dice.choice(POINTS)
+    with after(owner, name, local.dice.randrange(most), _fail):
+        for _ in range(local.state.every + local.delay):
+            theta, sent = local.seen()[1], local.sent.clone()
+            try:
+                local.step()
+            except InjectedError:
+                if not torch.equal(theta, local.seen()[1]) and torch.equal(sent, local.sent):
+                    local.lost.append("an exchange that has failed has changed θ")
+    takes_steps(local, folder)
+
+
+def finishes_unevenly(local: Local, _folder: Path) -> None:
+    # So that optimizers have states on all workers.
+    local.step()
+    local.act(local.state.finish)
+    numbers = [local.dice.randrange(local.every) for _ in range(local.workers)]
+    for _ in range(numbers[local.worker]):
+        local.step()
+    local.act(local.state.finish)
+    theta = {name: shared.to(local.net[name].dtype.to_real()) for name, shared in local.state.shared().items()}
+    if not torch.equal(local.local(), local.flat({**local.net, **theta})):
+        local.lost.append("the parameters are not θ after the last exchange")
+
+
+def resumes(local: Local, folder: Path) -> None:
+    """From its own state or file, in place or anew, with the same bits; or from the mean, perhaps in other codes."""
+    kind = local.dice.choice(("in place", "anew", "file", "mean", "other"))
+    config = local.dice.choice(list(CONFIGS)) if kind == "other" else local.config
+    found = [local.act(local.state.state_dict)]
+    local.drop()
+    if kind == "file":
+        local.state.save(folder)
+    if kind == "mean":
+        dist.broadcast_object_list(found, 0)
+        local.unsent = mean(local.unsent)
+    before, number = local.seen(), (local.state.steps, local.state.since)
+    if kind != "in place":
+        local.renew(config)
+    local.state.load(folder) if kind == "file" else local.state.load_state_dict(found[0])
+    dist.barrier()
+    if kind not in ("mean", "other") and (local.differs(before) or number != (local.state.steps, local.state.since)):
+        local.lost.append(f"a state that was loaded {kind} differs")
+
+
+def _fields(value: Any, at: str = "") -> Iterator[str]:
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for key, part in items:
+        yield f"{at}{key}"
+        yield from _fields(part, f"{at}{key}/")
+
+
+def refuses(local: Local, _folder: Path) -> None:
+    """A field of a state is junk, on one worker or on all. What is not refused was not needed."""
+    state = local.act(local.state.state_dict)
+    local.drop()
+    bad = put(state, local.dice.choice([*_fields(state)]), local.dice.choice(JUNK))
+    victims, before = local.dice.choice(([local.dice.randrange(local.workers)], range(local.workers))), local.seen()
+    try:
+        local.state.load_state_dict(bad if local.worker in victims else state)
+    except (ValueError, DisagreementError):
+        if local.differs(before):
+            local.lost.append("a refused state has changed something")
+    dist.barrier()
+    local.state.load_state_dict(state)
+    if local.differs(before):
+        local.lost.append("a state that was loaded twice differs")
+
+
+def forgets(local: Local, _folder: Path) -> None:
+    local.act(local.state.forget)
+    local.rebase()
+    if local.unsent.any() or local.seen()[2].any() or local.state.outer.state or local.state.since:
+        local.lost.append("something is not forgotten")
+
+
+EVENTS = [
+    unfreezes,
+    takes_steps,
+    freezes,
+    averages_buffers,
+    is_not_finite,
+    fails,
+    finishes_unevenly,
+    resumes,
+    refuses,
+    forgets,
+]
