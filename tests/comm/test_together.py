@@ -1,11 +1,10 @@
-"""What only one worker meets, all are told before they wait for it: refused states, exceptions, failed allocations."""
+"""What only one worker meets, all are told before they wait for it. Files: see the table of tests/faults."""
 
 from __future__ import annotations
 
 import datetime
 import pickle
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton import Compressor, PowerSGDConfig, checkpoint
+from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.schemes import factors
 from tests.support.checks import everything, gradients, same_bits, step
 from tests.support.distributed import on_workers
 from tests.support.small import RANK_2, backward, complaint, stack
-from tests.support.training import digest, gradients_of
+from tests.support.training import digest
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
 VICTIM = 1
@@ -41,33 +40,6 @@ def check_same(found: dict[str, Tensor]) -> None:
 def told(said: str, own: str, others: str) -> None:
     """The victim has its own error and the others one that names it."""
     assert said.startswith(own if dist.get_rank() == VICTIM else others), said
-
-
-@on_workers(*WORLD_SIZES)
-def test_a_file_that_one_worker_cannot_read_changes_nothing(worker: int, world_size: int, tmp_path: Path) -> None:
-    """DDP: a file that is cut off on one worker. All go on."""
-    model = stack()
-    state = PowerSGDState(None, module=model, **RANK_2, compression=None, algorithm="alternating")
-    again = backward(model, state)
-    again()
-    saved = state.state_dict()
-    for number in range(1, 4):
-        again(number)
-    path = tmp_path / f"state-{worker}.pt"
-    checkpoint.save(saved, path)
-    whole = path.read_bytes()
-    if worker == VICTIM:
-        path.write_bytes(whole[:-100])
-    told(
-        complaint(state.load_state_dict, path), "ValueError: ", "ValueError: load_state_dict failed on worker 1: Value"
-    )
-    for number in range(4, 6):
-        again(number)
-    check_same(gradients_of(model))
-    assert state.iter == 6
-    path.write_bytes(whole)
-    assert complaint(state.load_state_dict, str(path)) == "nothing"
-    assert state.iter == 1
 
 
 @on_workers(*WORLD_SIZES)
