@@ -1,10 +1,11 @@
-"""What only one worker meets, all are told before they wait for it. Files: see the table of tests/faults."""
+"""What only one worker meets, all are told before they wait for it: refused states, exceptions, failed allocations."""
 
 from __future__ import annotations
 
 import datetime
 import pickle
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton import Compressor, PowerSGDConfig, checkpoint
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.schemes import factors
 from tests.support.checks import everything, gradients, same_bits, step
 from tests.support.distributed import on_workers
 from tests.support.small import RANK_2, backward, complaint, stack
-from tests.support.training import digest
+from tests.support.training import digest, gradients_of
 
 SHAPES = {"a": (16, 12), "b": (5,), "c": (8, 8), "d": (12, 16)}
 VICTIM = 1
@@ -40,6 +41,24 @@ def check_same(found: dict[str, Tensor]) -> None:
 def told(said: str, own: str, others: str) -> None:
     """The victim has its own error and the others one that names it."""
     assert said.startswith(own if dist.get_rank() == VICTIM else others), said
+
+
+@on_workers(*WORLD_SIZES)
+def test_a_file_that_one_worker_cannot_read_changes_nothing(worker: int, world_size: int, tmp_path: Path) -> None:
+    """A file that is cut off on one worker. All are told at once, and go on."""
+    model = stack()
+    state = PowerSGDState(None, module=model, **RANK_2)
+    again = backward(model, state)
+    again()
+    path = tmp_path / f"state-{worker}.pt"
+    checkpoint.save(state.state_dict(), path)
+    if worker == VICTIM:
+        path.write_bytes(path.read_bytes()[:-100])
+    said = complaint(state.load_state_dict, path)
+    told(said, "ValueError: ", "ValueError: load_state_dict failed on worker 1: Value")
+    again(1)
+    check_same(gradients_of(model))
+    assert state.iter == 2
 
 
 @on_workers(*WORLD_SIZES)
