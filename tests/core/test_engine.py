@@ -22,7 +22,6 @@ from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import MODES, everything, same_bits, step, trained
 from tests.support.checks import gradients as random_gradients
-from tests.support.streams import Pair
 
 CPU = torch.device("cpu")
 SHAPES = dict.fromkeys("abc", (12, 10))
@@ -84,32 +83,6 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any], waits: b
     assert not any(error.any() for error in fresh.residuals.error(fresh.step).values())
     assert all(tensor.isfinite().all() for tensor in steps(fresh))
     assert abandoned == []
-
-
-class LateNetwork(Pair):
-    """``late`` is what a message of an interrupted step still writes to."""
-
-    late: Tensor | None = None
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        if self.late is not None:
-            self.late.fill_(torch.nan)
-        self.newest = tensor.mul_(2)
-
-
-def test_a_message_of_an_interrupted_step_does_not_reach_the_next_one():
-    network = LateNetwork()
-    engine = new_engine(everything(2), network, lambda: SHAPES)
-    for name in "abc":
-        give(engine, name, 0, keys=(name,), last=name == "c")
-    give(engine, "a", 1, keys=("a",), last=False)
-    interrupted = network.newest
-    # The step is interrupted, since its first bucket comes again. Its message arrives while the next one is computed.
-    engine.begin("a", lambda: {"a": SHAPES["a"]}, CPU, keys=("a",), last=True)
-    network.late = interrupted
-    average = random_gradients(2, {"a": SHAPES["a"]})
-    engine.average(engine.buckets.find("a", dict, CPU), average)
-    assert average["a"].isfinite().all()
 
 
 @pytest.mark.parametrize("start_iter", [0, 10])
