@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import triton
 
-from benchmarks.bucket_costs import record_bucket
 from benchmarks.compiled import GPUS
 from powersgd_triton.kernels.availability import OLDEST_TRITON_ON_ROCM
 from tests.support.distributed import HUNG
@@ -110,16 +108,6 @@ def test_aligned_memory_is_accessed_in_128_bits(report: Rows):
             assert stores or kernel == "encode_difference", name
     assert all(wide[kernel] == architectures for kernel in WIRE)
     assert all(wide[kernel] >= architectures for kernel in DIFFERENCES)
-
-
-@pytest.mark.parametrize("rank", [4, 32])
-def test_programs_of_a_bucket(rank: int):
-    """As many as keep an H100 busy over whole gradients."""
-    layout, phases = record_bucket("sm_90", "gpt2-124M", rank)
-    assert layout.compressed
-    for launch in [launch for launches in phases.values() for launch in launches]:
-        if launch.name in WHOLE_GRADIENT:
-            assert math.prod(launch.grid) >= GPUS["sm_90"].multiprocessors, launch.name
 
 
 def test_steps_launch_few_kernels_that_all_buckets_and_ranks_share():

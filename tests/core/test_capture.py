@@ -33,8 +33,7 @@ EAGER, NOT_FINITE = 2, 2
 class FakeGraph(TorchDispatchMode):
     """A CUDA graph without a GPU: operations and kernels of Triton's interpreter, noted once and run again.
 
-    Nothing has happened after it was entered and left, until ``replay``. Kernels reach ``memory`` through addresses.
-    ``work`` is what a replay runs: one function for each launch.
+    Kernels reach ``memory`` through addresses. ``work`` is what a replay runs: one function for each launch.
     """
 
     def __init__(self, memory: list[Tensor]) -> None:

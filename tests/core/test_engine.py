@@ -22,7 +22,6 @@ from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import MODES, everything, same_bits, step, trained
 from tests.support.checks import gradients as random_gradients
-from tests.support.streams import Pair
 
 CPU = torch.device("cpu")
 SHAPES = dict.fromkeys("abc", (12, 10))
@@ -41,7 +40,7 @@ def give(engine: Engine, name: str, seed: int, value: float | None = None, **how
         gradients[name][0, 0] = value
 
     bucket = engine.begin(name, lambda: {name: SHAPES[name]}, CPU, **how)
-    engine.average(bucket, gradients, done=lambda: written.append(name))
+    engine.average(bucket, gradients, done=lambda: written.append(name), join=True)
     return written
 
 
@@ -54,8 +53,12 @@ def test_a_first_bucket_voids_an_interrupted_step_though_its_tensors_are_others(
     assert engine.step.iteration == 1
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["sent", "waits"])
 @pytest.mark.parametrize("fields", [{}, {"error_feedback": False}], ids=str)
-def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
+def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any], waits: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also a bucket that waits for the next ones. So does a new start."""
+    monkeypatch.setattr("powersgd_triton.core.buckets.waits", lambda *_: waits)
+
     def steps(engine: Engine) -> list[Tensor]:
         # The first bucket is another one than that which is under way, so that it does not begin a step by itself.
         for seed in range(3, 6):
@@ -75,34 +78,11 @@ def test_a_loaded_state_drops_what_is_under_way(fields: dict[str, Any]):
     for one, other in zip(steps(interrupted), steps(fresh), strict=True):
         assert torch.equal(one, other)
     assert stale == [], "an abandoned bucket was written"
+    abandoned = give(fresh, "a", 2, torch.nan, keys=("a",), last=False)
     forget(fresh)
     assert not any(error.any() for error in fresh.residuals.error(fresh.step).values())
-
-
-class LateNetwork(Pair):
-    """``late`` is what a message of an interrupted step still writes to."""
-
-    late: Tensor | None = None
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        if self.late is not None:
-            self.late.fill_(torch.nan)
-        self.newest = tensor.mul_(2)
-
-
-def test_a_message_of_an_interrupted_step_does_not_reach_the_next_one():
-    network = LateNetwork()
-    engine = new_engine(everything(2), network, lambda: SHAPES)
-    for name in "abc":
-        give(engine, name, 0, keys=(name,), last=name == "c")
-    give(engine, "a", 1, keys=("a",), last=False)
-    interrupted = network.newest
-    # The step is interrupted, since its first bucket comes again. Its message arrives while the next one is computed.
-    engine.begin("a", lambda: {"a": SHAPES["a"]}, CPU, keys=("a",), last=True)
-    network.late = interrupted
-    average = random_gradients(2, {"a": SHAPES["a"]})
-    engine.average(engine.buckets.find("a", dict, CPU), average)
-    assert average["a"].isfinite().all()
+    assert all(tensor.isfinite().all() for tensor in steps(fresh))
+    assert abandoned == []
 
 
 @pytest.mark.parametrize("start_iter", [0, 10])
@@ -210,24 +190,3 @@ def test_only_buckets_of_one_dtype_and_device_are_joined(dtype: torch.dtype, dev
     assert schedule.ready(first, lambda _: False) == []
     assert schedule.ready(second, lambda _: False) == [[first]]
     assert schedule.ready(third, None) == [[second, third]]
-
-
-def test_forgetting_drops_the_buckets_that_wait(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("powersgd_triton.core.buckets.waits", lambda *_: True)
-    engine = new_engine(everything(8), Communicator(), lambda: SHAPES)
-
-    def give(names: str, value: float) -> dict[str, Tensor]:
-        gradients = {name: torch.full((12, 10), value) for name in names}
-        for name in names:
-            bucket = engine.begin(
-                name, functools.partial(dict, {name: SHAPES[name]}), CPU, keys=(name,), last=name == "c"
-            )
-            engine.average(bucket, {name: gradients[name]}, join=True)
-        return gradients
-
-    give("a", 100.0)
-    forget(engine)
-    for value in (1.0, 2.0):
-        averages = give("abc", value)
-        assert all(torch.allclose(average, torch.full((12, 10), value)) for average in averages.values())
-    assert engine.step.iteration == 2

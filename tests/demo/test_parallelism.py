@@ -39,17 +39,7 @@ def test_what_cannot_be_is_explained(arguments: str, tmp_path: Path, capsys: pyt
 def test_every_parallelism_trains_with_fewer_bytes(parallelism: str, tmp_path: Path) -> None:
     if parallelism.startswith("zero"):
         pytest.importorskip("deepspeed")
-    arguments = [
-        "--steps",
-        "3",
-        "--workers",
-        "4" if parallelism == "hsdp" else "2",
-        "--arms",
-        "allreduce",
-        "ours:4",
-        "--device",
-        "cpu",
-    ]
+    arguments = f"--steps 3 --workers {4 if parallelism == 'hsdp' else 2} --arms allreduce ours:4 --device cpu".split()
     assert main(["demo", "--parallelism", parallelism, *arguments, "--output", str(tmp_path)]) == 0
     exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
     # Up to two numbers of ZeRO itself: whether a step overflowed, and the gradient's norm.

@@ -49,10 +49,8 @@ def step(compressor: Compressor, given: Mapping[str, Tensor], device: torch.devi
 class Truth:
     """fp64 compressors: one with the gradients as they are, four with what rounding may make of them.
 
-    Products of fp32 values in any order are exact for a matrix of which no element is off by more than γ (backward
-    error, as in ``tests/ops/test_reference.py``). So the kernels may be as far from the truth as these are; twice that,
-    since four are not all. Where errors are kept in bf16, M is rounded to it (in the interpreter by up to a whole unit
-    in the last place), and M may be a few times as large as G.
+    The kernels may be twice as far from the truth as these are, since four are not all. Where errors are kept in bf16,
+    M is rounded to it, and M may be a few times as large as G.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], config: PowerSGDConfig, device: torch.device) -> None:

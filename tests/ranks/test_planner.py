@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, compressed_rank, tensor_bytes, wire_format
-from powersgd_triton.layout.wire_format import WirePlan
+from powersgd_triton.layout.layout import Layout, compressed_rank, tensor_bytes
 from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 from powersgd_triton.ranks.report import RankReport
 
@@ -146,19 +145,3 @@ def test_any_plan_keeps_to_the_budget_and_uses_it(
             elif rank < min(most, max(ranks[name] + 1, ranks[name] * 4 // 3)):
                 assert tensor_bytes(model[name], 1, settings) > spare
         ranks = found
-
-
-@pytest.mark.parametrize("workers", [3, 64, 1024])
-def test_a_budget_counts_the_cuts_of_buckets_that_are_not_joined(workers: int):
-    """Thirteen layers, each with messages of its own."""
-    layers = [{f"{layer}.a": (2304, 768), f"{layer}.b": (768, 3072), f"{layer}.norm": (768,)} for layer in range(13)]
-    model = {name: shape for layer in layers for name, shape in layer.items()}
-    settings = config(50, wire_dtype="int4")
-    ranks = Planner(model, settings, workers, buckets=len(layers)).starting_ranks()
-    sent = 0
-    for layer in layers:
-        layout = Layout.build(layer, settings).with_ranks(lambda segment: ranks[segment.name])
-        for left, exact in ((True, layout.bypass_numel), (False, 0)):
-            plan = WirePlan.build(wire_format(settings), layout.factor_shapes(left=left), exact, 4, workers)
-            sent += plan.size * workers
-    assert sent <= 1.02 * budget(model, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -103,10 +104,7 @@ def test_report():
     shares = {tensor.name: tensor.energy_sent for tensor in report.tensors}
     assert shares["bias"] is shares["tiny"] is None
     assert 0 < shares["flat"] < shares["steep"] <= 1 + 1e-6  # type: ignore[operator]
-    lines = str(report).splitlines()
-    assert len(lines) == 1 + len(SHAPES) + 1
-    assert "exact" in lines[-2]
-    assert lines[-1].endswith("x fewer")
+    assert re.search(r"exact.*\n.*x fewer$", str(report))
     # How messages travel.
     config = PowerSGDConfig(rank=2, wire_dtype="int4")
     layout = Layout.build({"a": (64, 64)}, config)

@@ -25,9 +25,7 @@ CHECKED = interpreter.interpreter_builder.options
 def make_faster() -> None:
     """Remember what the interpreter looks up again and again, which takes as long as the kernels of the tests.
 
-    In each launch it replaces members of Triton's language, always the same ones, and again in each call of a function
-    within a kernel, which finds them replaced. For each value it looks up a NumPy dtype in a table that it makes anew,
-    and it computes each sum of integers once more to find an overflow, as compiled kernels do only when debugged.
+    These are the members of Triton's language that it replaces, and NumPy's dtypes. Overflows are not looked for.
     """
     names: dict[Any, list[str]] = {}
     dtypes: dict[str, Any] = {}
@@ -80,11 +78,7 @@ def make_exact() -> None:
 
 
 def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
-    """accumulator + a b, summed in fp64 and rounded once to the accumulator's dtype.
-
-    Products of fp32 values are exact, and NumPy adds rows of more than one element one after the other, so that the
-    order of a sum depends on nothing else.
-    """
+    """accumulator + a b, in one order: NumPy adds rows of more than one element one after the other."""
     if not {a.dtype, b.dtype} <= {np.dtype(np.float32), np.dtype(np.float64)}:
         raise TypeError(f"expected products of fp32 or fp64 values; got {a.dtype} and {b.dtype}")
     assert a.shape[0] * b.shape[1] > 1
