@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault(
         "a worker that loads a state alone, while the others step or save",
-        "an exception with the reason on all workers, within the group's timeout; no error is lost",
+        "a DisagreementError on all workers after a second; no error is lost",
         alone.loads_alone,
     ),
     Fault(
