@@ -36,14 +36,12 @@ def training(worker: int, world_size: int, steps: int, happen: bool) -> float:
     plan: dict[str, str] = {}
 
     def faulty(name: str, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        if name not in plan:
-            return gradient
-        if plan[name] in ("zero", "overflow"):
+        kind = plan.get(name)
+        if kind in ("zero", "overflow"):
             # All of it: the product of a few such elements with a basis may be in range, and the average applied.
-            return gradient.fill_(3e38 if plan[name] == "overflow" else 0)
-        gradient.view(-1)[0] = float(plan[name])
-        return gradient
+            return torch.full_like(gradient, 3e38 if kind == "overflow" else 0)
+        first = torch.zeros(1, dtype=torch.int64)
+        return gradient if kind is None else gradient.flatten().index_fill(0, first, float(kind)).view_as(gradient)
 
     names = [name for name, _ in model.net.blocks.named_parameters(prefix="blocks")]
     for name, parameter in model.net.named_parameters():

@@ -142,10 +142,16 @@ def refuses_later(worker: int, _world_size: int) -> None:
     assert same_bits(flat(training.net))
 
 
-def takes_in_what_is_added_later(worker: int, _world_size: int) -> None:
-    """New parameters begin as the first worker's, and new buffers are averaged. The fuzzer unfreezes and resizes."""
-    training = Training(worker, "rank", EVERY, delay=2)
-    net: Any = training.net
+def takes_in_what_trains_later(worker: int, _world_size: int) -> None:
+    """What is unfrozen is averaged; new parameters begin as the first worker's, and new buffers are averaged."""
+    net: Any = model()
+    net[0].requires_grad_(False)
+    training = Training(worker, "rank", EVERY, net=net, delay=2)
+    training.train(EVERY + 2)
+    net[0].requires_grad_(True)
+    training.unfreeze(net[0].parameters())
+    training.train(EVERY)
+    training.finish()
     net.late = nn.Parameter(torch.full((4,), worker + 1.0))
     net.register_buffer("average", torch.full((3,), worker * 2.0))
     training.train(1)
@@ -195,7 +201,7 @@ def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
 
 ANY_NUMBER = [equals_diloco, averages_states, refuses]
 test_two_workers = make_test(
-    [*ANY_NUMBER, takes_rounds_of_other_lengths, refuses_later, takes_in_what_is_added_later, tries_again], 2
+    [*ANY_NUMBER, takes_rounds_of_other_lengths, refuses_later, takes_in_what_trains_later, tries_again], 2
 )
 test_three_workers = pytest.mark.slow(make_test(ANY_NUMBER, 3))
 
