@@ -1,7 +1,4 @@
-"""Exchanges that fail on two levels and of shards: nothing is lost, and the next one sends what they have not.
-
-The fuzzer has failures of one level.
-"""
+"""Exchanges that fail on two levels and of shards: nothing is lost, and the next one sends what they have not."""
 
 from __future__ import annotations
 
