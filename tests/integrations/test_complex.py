@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd_triton import Compressor, PowerSGDConfig, attach
+from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD
@@ -69,7 +69,7 @@ def mean(tensor: Tensor) -> Tensor:
 
 
 def in_ddp(worker: int, world_size: int) -> None:
-    """At full rank as DDP alone, with the same bits on all workers; at low rank Σ_w E_T + W Σ_t Ĝ_t = Σ_w Σ_t G_t."""
+    """At full rank as DDP alone, with the same bits on all workers."""
     for dtype, as_view in ((torch.complex64, False), (torch.complex128, True)):
         expected: list[dict[str, Tensor]] = []
         # The batched hook has a few exact steps first.
@@ -82,19 +82,6 @@ def in_ddp(worker: int, world_size: int) -> None:
             check_same(got[-1].values())
             expected = expected or got
             check_equal(got, expected)
-        model = Waves(dtype)
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-        state = attach(wrapped, **LOW)
-        given: dict[str, Any] = {name: 0 for name, _ in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(lambda G, n=name, to=given: to.__setitem__(n, to[n] + G.clone()))
-        averages = steps(model, wrapped, worker, dtype)
-        errors = state.error()
-        assert errors.keys() == {"first.weight", "second.weight", "real.weight"}
-        for name, error in errors.items():
-            left = mean(given[name]) - sum(average[name] for average in averages)
-            left = torch.view_as_real(left) if averages[0][name].is_complex() else left.real
-            assert relative(total(error) / 2, left.reshape(error.shape)) <= LIMIT, name
 
 
 def in_fsdp2(worker: int, world_size: int) -> None:

@@ -53,7 +53,11 @@ def saved(wrapper: str) -> Cell:
     return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True)
 
 
-SOURCES = [("replicate", "HSDP"), ("FSDP2", "HSDP"), ("FSDP1", "HSDP"), ("HSDP", "FSDP1"), ("HSDP", "HSDP by group")]
+SOURCES = [
+    *(("replicate", "HSDP"), ("FSDP2", "HSDP"), ("FSDP1", "HSDP"), ("HSDP", "FSDP1"), ("HSDP", "HSDP by group")),
+    # A matrix of three rows is compressed whole and not in shards.
+    ("HSDP by group", "replicate"),
+]
 """(wrapper, the one whose saved state it loads), on four workers."""
 
 

@@ -21,7 +21,6 @@ MANY, FEW, ONE = 0.02, 0.05, 100.0
 # DDP's first backward pass has one bucket whatever their size, but for this option, with which it has several at once.
 AT_ONCE = {"find_unused_parameters": True}
 Messages = list[tuple[int, str]]
-Results = dict[str, list[Any]]
 Saved = dict[str, Any]
 
 

@@ -24,7 +24,6 @@ from tests.support.deepspeed_training import (
     RANK_4,
     Case,
     Job,
-    StubScaler,
     each,
     engine_for,
     logged_bytes,
@@ -34,7 +33,7 @@ from tests.support.deepspeed_training import (
     weights,
     zero,
 )
-from tests.support.properties import Ledger, batches, build, check_close
+from tests.support.properties import Ledger, batches, build
 from tests.support.sharded_training import Net
 from tests.support.training import patched, total
 from tests.support.wrappers import RANK_2
@@ -102,16 +101,6 @@ def full_rank(case: Case) -> None:
     assert plain[-1] < plain[0] - 0.2, "nothing was learned"
 
 
-def trains_as_ddp(stage: int) -> None:
-    """The same gradients, bases and errors, summed in another order."""
-    ours, theirs = build(f"DeepSpeed {stage}", RANK_2), build("DDP", RANK_2)
-    start = theirs.parameters()
-    for step in range(4):
-        for model in (ours, theirs):
-            model.step(batches(model, step))
-    check_close(ours.parameters(), theirs.parameters(), start, 1e-4)
-
-
 def writes_its_own_slice(stage: int) -> None:
     """Of averages each worker writes what it keeps. Buckets cut through the model, and partitions through matrices."""
     with engine_for(Case("slices", stage, SMALL), RANK_4) as engine:
@@ -171,8 +160,11 @@ def sends_what_is_reported(stage: int) -> None:
     assert computed.gradients == (model / 2 if stage == 3 else model)
 
 
-def skips_overflows(stage: int, where: str) -> None:
-    """A step that overflows in one gradient of one worker leaves parameters, errors and bases."""
+def skips_overflows_in_fp16(where: str) -> None:
+    """At stage 0 with autocast, a step that overflows in one gradient of one worker changes nothing.
+
+    At other stages the table has it.
+    """
 
     def everything(engine: Any) -> dict[str, Tensor]:
         matrices = engine.powersgd._engine.residuals.matrices
@@ -180,10 +172,7 @@ def skips_overflows(stage: int, where: str) -> None:
         errors = {f"error of {name}": error.clone() for name, error in engine.powersgd.error().items()}
         return {**weights(engine), **bases, **errors}
 
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-    with engine_for(Case("", stage, {} if stage else autocast), RANK_4) as engine:
-        if stage:
-            engine.optimizer.loss_scaler = StubScaler()
+    with engine_for(Case("", 0, {"torch_autocast": {"enabled": True, "dtype": "float16"}}), RANK_4) as engine:
         losses(engine, range(3))
         before = everything(engine)
         with spoiled(dict(engine.module.named_parameters())[where]):
@@ -194,8 +183,6 @@ def skips_overflows(stage: int, where: str) -> None:
             # One rounding of |M|, which is |G| + |E|, relative to the largest element of E.
             allowed = 16 * 2**-23 * float(old.abs().max()) if name.startswith("error") else 0.0
             assert float((after[name] - old).abs().max()) <= allowed, f"{name} has changed"
-        if stage:
-            assert engine.optimizer.loss_scaler.cur_scale == 128
         assert torch.tensor(losses(engine, range(3, 5))).isfinite().all()
 
 
@@ -234,16 +221,15 @@ JOBS: list[Job] = [
     *each(full_rank, *[Case(f"stage {stage}, small buckets", stage, SMALL) for stage in ALL], workers=3),
     *each(full_rank, *WIDE_CASES, slow=True),
     *each(full_rank, *PIPELINES, workers=4, slow=True),
-    *each(trains_as_ddp, *ALL),
     *each(writes_its_own_slice, *ALL, workers=3),
     *each(compresses_once_a_step, *[(Case(f"stage {n}", n, THRICE), 2 if n < 2 else 6) for n in ALL]),
     *each(compresses_once_a_step, *[(Case(f"stage {n}, coalesced", n, way="coalesced"), 2) for n in SHARDED]),
     *each(compresses_once_a_step, (Case("pipeline", 0, THRICE, pipeline_stages=1), 2)),
     *each(sends_what_is_reported, *ALL),
     *each(notices_what_goes_around, *ALL),
-    # Stage 0 last: DeepSpeed remembers autocast for a process's life.
     *each(carries_what_deepspeed_alone_skips, 1, 2),
-    *each(skips_overflows, *[(n, name) for n in (1, 2, 3, 0) for name in ("blocks.0.up.weight", "blocks.0.norm.bias")]),
+    # Last: DeepSpeed remembers autocast for a process's life.
+    *each(skips_overflows_in_fp16, "blocks.0.up.weight", "blocks.0.norm.bias"),
 ]
 
 
