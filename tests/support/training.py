@@ -118,6 +118,14 @@ def flat(gradients: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([gradients[name].reshape(-1) for name in sorted(gradients)])
 
 
+def local_gradients(model: nn.Module) -> Gradients:
+    """A mapping that each backward pass fills with this worker's own gradients, before DDP averages them."""
+    found: Gradients = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient.detach().clone()))
+    return found
+
+
 def total(tensor: Tensor) -> Tensor:
     """Sum over all workers, in fp64."""
     summed = tensor.detach().double().clone()

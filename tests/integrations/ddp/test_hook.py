@@ -30,9 +30,14 @@ from tests.support.training import (
     Run,
     batch,
     flat,
+    gradients_of,
+    linear_stack,
+    local_gradients,
     patched,
+    relative,
     squared_error,
     step_differences,
+    total,
 )
 from tests.support.wrappers import Wrapped, loss_of
 
@@ -182,12 +187,26 @@ def batched_where_buckets_may_change(worker: int, world_size: int) -> None:
         assert all(part in said for part in parts), said
 
 
-def rounded(worker: int, world_size: int) -> None:
-    """torch's wrapper rounds to fp16 before and after. Else gradients are exact."""
-    model = stack()
-    got = training(model, worker, state_of(model), STEPS, hook=fp16_compress_wrapper(powerSGD_hook))
-    expected = training(stack(), worker, None, STEPS)
-    assert max(step_differences(got.gradients, expected.gradients)) <= 2 * torch.finfo(torch.float16).eps
+def dtypes(worker: int, world_size: int) -> None:
+    """Gradients of other float dtypes, and rounded by torch's wrapper, are exact but for their own rounding."""
+    rounding_hook = fp16_compress_wrapper(powerSGD_hook)
+    for dtype, hook, wire in (
+        (torch.bfloat16, powerSGD_hook, torch.bfloat16),
+        (torch.float64, powerSGD_hook, torch.float64),
+        (torch.float32, rounding_hook, torch.float16),
+    ):
+        model = linear_stack(3, WIDTH).to(dtype)
+        own = local_gradients(model)
+        replica = replicated(model, state_of(model), hook)
+        for step in range(3):
+            model.zero_grad()
+            inputs, targets = batch(worker, step, width=WIDTH)
+            # fp16's smallest normal number is 6e-5: keep the elements of the gradients above it.
+            (64 * squared_error(replica(inputs.to(dtype)).double(), targets)).backward()
+            for name, gradient in gradients_of(model).items():
+                # Rounded before and after; the workers' gradients may cancel.
+                allowed = 2 * torch.finfo(wire).eps + 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+                assert relative(gradient, total(own[name]) / world_size) <= allowed, (dtype, wire, name)
 
 
 def uneven_inputs(worker: int, world_size: int) -> None:
@@ -236,7 +255,7 @@ def unused(worker: int, world_size: int) -> None:
 
 
 test_on_two_workers = make_test(
-    [collectives, groups, batched, batched_where_buckets_may_change, rounded, uneven_inputs, unused], 2
+    [collectives, groups, batched, batched_where_buckets_may_change, dtypes, uneven_inputs, unused], 2
 )
 
 
