@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,14 @@ from powersgd_triton.ops.reference import note_overflow
 
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, if it is there, or the file or the link in its place, but not what a link leads to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class ShardedHandle(Handle):
@@ -135,7 +144,7 @@ class ShardedHandle(Handle):
 
     def save(self, folder: Folder) -> None:
         # What an interrupted call has left is gone before a worker writes.
-        self._together("save", lambda: shutil.rmtree(Path(folder) / f"{FOLDER}.new", ignore_errors=True))
+        self._together("save", lambda: remove(Path(folder) / f"{FOLDER}.new"))
         super().save(folder)
 
     def _file(self) -> str:
@@ -157,11 +166,11 @@ class ShardedHandle(Handle):
         # All workers of the group have written. One worker is the first one of all its groups. If it is interrupted,
         # ``load`` finds the old state.
         if all(workers.index == 0 for workers in (self._communicator, *self._communicator.others)):
-            if path.exists():
-                shutil.rmtree(old, ignore_errors=True)
+            if os.path.lexists(path):
+                remove(old)
                 path.rename(old)
             new.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
+            remove(old)
 
     def _read(self, path: Path) -> StateDict:
         saved = self.state_dict()

@@ -164,13 +164,13 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
     from powersgd_triton.integrations.deepspeed.engines import averaging_group, masters_of
 
     stage, optimizer, module = int(engine.zero_optimization_stage()), engine.optimizer, engine.module
+    if engine.pipeline_parallelism:
+        raise ValueError("local steps do not support pipeline parallelism; got DeepSpeed's PipelineEngine")
     if stage not in (1, 2):
         raise ValueError(
             "local steps need DeepSpeed's ZeRO stage 1 or 2, where each worker owns the fp32 copies of some "
             f'parameters; got stage {stage}: set "zero_optimization": {{"stage": 2}}'
         )
-    if engine.pipeline_parallelism:
-        raise ValueError("local steps do not support pipeline parallelism; got DeepSpeed's PipelineEngine")
     if getattr(engine, "powersgd", None) is not None:
         raise ValueError(
             'the engine compresses gradients within its node, since its configuration has the section "powersgd". The '

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd_triton.checkpoint import load
+from powersgd_triton.checkpoint import load, save
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.core.saved_state import is_finite, is_whole, listing
@@ -173,6 +173,29 @@ def without(state: Mapping[str, Any], dropped: Iterable[str]) -> dict[str, Any]:
     """Return a saved state without some parts of its tensors."""
     matrices = {name: {k: parts[k] for k in parts.keys() - {*dropped}} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices}
+
+
+def write(state: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
+    """Write what ``joined`` reads, in files that end in .new."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, dropped in _files(folder, communicator):
+        new = path.with_suffix(".new")
+        # What an interrupted call has left takes room.
+        new.unlink(missing_ok=True)
+        save(without(state, dropped), new)
+
+
+def replace(folder: Path, communicator: Communicator) -> None:
+    """Replace earlier files by those that all workers have written, so that they fit together if one cannot write."""
+    for path, _ in _files(folder, communicator):
+        path.with_suffix(".new").replace(path)
+
+
+def _files(folder: Path, communicator: Communicator) -> list[tuple[Path, Sequence[str]]]:
+    """Return the files of this worker, and which parts they do not have."""
+    found: list[tuple[Path, Sequence[str]]]
+    found = [(folder / file_name(communicator, own=True), COMMON), (folder / file_name(communicator), OWN)]
+    return found[: 2 if communicator.index == 0 else 1]
 
 
 def joined(common: Path, own: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.checkpoint import StateDict, opened
-from powersgd_triton.checkpoint import save as save_file
 from powersgd_triton.comm.agreement import Facts, fingerprint, found, together
 from powersgd_triton.comm.communicator import Communicator, travel_device
 from powersgd_triton.comm.nodes import NodeGroup, check_groups
@@ -23,11 +22,11 @@ from powersgd_triton.core.facts import common_facts, replicated_facts, saved_fac
 from powersgd_triton.core.loading import adopt, checked, save, settle
 from powersgd_triton.core.saved_state import LoadReport, SavedState
 from powersgd_triton.core.undo import Undo
-from powersgd_triton.handle import Handle
+from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, chosen_config, kind, local_tensors
 from powersgd_triton.integrations.local_steps.outer_state import Outer, OuterState, Tensors, logger, without_padding
 from powersgd_triton.integrations.local_steps.pending_exchange import PendingExchange
-from powersgd_triton.integrations.local_steps.saved import COMMON, OWN, SavedRound, file_name, joined, pack, without
+from powersgd_triton.integrations.local_steps.saved import SavedRound, file_name, joined, pack, replace, write
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ranks.report import RankReport
 from powersgd_triton.schemes import new_engine
@@ -234,8 +233,8 @@ class LocalSteps(Handle):
         that, each worker must save and load its local optimizer, too. Any worker's result can be loaded on any number
         of workers: all then start from the mean of what the workers had. An exchange under way is finished.
 
-        ``save`` writes one file with what all workers share, and one of each worker's own. If it is interrupted, files
-        may not fit together, which ``load`` notices.
+        ``save`` writes one file with what all workers share, and one of each worker's own. They replace earlier ones
+        when all are written. If a worker is killed then, files may not fit together, which ``load`` notices.
         """
         self._advance(finish=True)
         self._meet("state_dict", begins=False)
@@ -275,11 +274,12 @@ class LocalSteps(Handle):
         # Errors of tensors in codes are added to the next differences, as those of tensors without factors are.
         return report if self.config.codes is None else dataclasses.replace(report, loaded=report.carried, carried=())
 
+    def save(self, folder: Folder) -> None:
+        super().save(folder)
+        self._together("save", lambda: replace(Path(folder), self._communicator))
+
     def _write(self, state: Mapping[str, Any], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(without(state, COMMON), folder / file_name(self._communicator, own=True))
-        if self._communicator.index == 0:
-            save_file(without(state, OWN), folder / self._file())
+        write(state, folder, self._communicator)
 
     def _read(self, path: Path) -> StateDict:
         return self._together("load", lambda: joined(path, path.with_name(file_name(self._communicator, own=True))))

@@ -92,6 +92,14 @@ def interrupted_save(worker: int, _world_size: int) -> None:
         assert size_of_errors(state) == pytest.approx(before, rel=0.5)
         state.save(path)
         assert [file.name for file in Path(path).iterdir()] == ["powersgd"]
+        dist.barrier()
+        if worker == 0:
+            (Path(path) / "powersgd").rename(Path(path) / "moved")
+            for suffix in ("", ".new", ".old"):
+                (Path(path) / f"powersgd{suffix}").symlink_to("moved")
+        dist.barrier()
+        state.save(path)
+        assert sorted(file.name for file in Path(path).iterdir() if not file.is_symlink()) == ["moved", "powersgd"]
         other_wrapper = complaint(of_ddp.load, path, missing_ok=True)
         assert "has powersgd and not powersgd.pt: the state of another wrapper" in other_wrapper
         dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -135,6 +136,10 @@ def refuses_bad_files(worker: int, world_size: int) -> None:
     with folder(worker) as name:
         path = Path(name)
         ours.sync.save(path / "early")
+        ours.train(1)
+        with mock.patch("os.fsync", side_effect=OSError("no space")) if worker == 1 else contextlib.nullcontext():
+            assert "no space" in complaint(ours.sync.save, path / "early")
+        ours.sync.load(path / "early")
         ours.train(1)
         ours.sync.save(path / "late")
         dist.barrier()
