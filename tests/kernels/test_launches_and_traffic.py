@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.runtime import interpreter
 
-from powersgd_triton import Compressor
+from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.kernels import table
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import everything, gradients
@@ -180,3 +181,17 @@ def test_kernels_stay_in_the_memory_of_their_arguments(algorithm: str):
             compressor.decompress(compressor.compress(gradients), out)
     assert out["odd"].isnan().all()
     assert not far
+
+
+def test_uploads_of_a_loop() -> None:
+    """Those of flat buckets are counted with the launches of a step."""
+    shapes = {"weight": (16, 12), "odd": (7, 9), "bias": (7,)}
+    compressor = Compressor(PowerSGDConfig(rank=2, backend="triton"), shapes)
+    gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
+    uploads = []
+    for _ in range(2):
+        with mock.patch.object(table, "on_host", wraps=table.on_host) as on_host:
+            for _ in range(3):
+                compressor.decompress(compressor.compress(gradients))
+        uploads.append(on_host.call_count)
+    assert uploads[0] > 0 == uploads[1], uploads

@@ -54,12 +54,9 @@ def over_dtypes(argument: str, dtypes: Sequence[torch.dtype | None]) -> pytest.M
 
 
 class Memory:
-    """Tensors one behind the other, with ``gap`` guards between them.
+    """Tensors one behind the other, with ``gap`` guards between them: ``views``, one-dimensional and NaN at first.
 
-    Attributes:
-        flat: all of them and the guards between; ``offsets`` are elements in it.
-        views: the tensors, one-dimensional; NaN at first.
-    """
+    ``flat`` is all of them and the guards between; ``offsets`` are elements in it."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, gap: int = 0) -> None:
         self.offsets = list(itertools.accumulate((size + gap for size in sizes), initial=0))[:-1]

@@ -152,10 +152,7 @@ def real(tensor: Tensor) -> Tensor:
 class Training:
     """Local steps of a model, and the sum of what this worker has changed. A plain one begins differently everywhere.
 
-    Attributes:
-        group: The workers that exchange.
-        mean_over: The workers that have the same part of the model.
-    """
+    The workers of ``group`` exchange, and those of ``mean_over`` have the same part of the model."""
 
     group: Any = None
     mean_over: Any = None

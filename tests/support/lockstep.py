@@ -173,14 +173,9 @@ class Noting:
 
 
 class Fleet:
-    """Workers that compress the same tensors, each with an engine of its own.
+    """Workers that compress the same tensors, {name: shape}, each with an engine of its own and the same ``config``.
 
-    Args:
-        config: the same on all of them.
-        shapes: {name: shape}.
-        world_size: number of workers.
-        node_size: workers of each node; sums take two levels if it is more than 1.
-    """
+    Sums take two levels if ``node_size``, the workers of each node, is more than 1."""
 
     def __init__(
         self, config: PowerSGDConfig, shapes: Mapping[str, Sequence[int]], world_size: int, node_size: int = 1

@@ -27,9 +27,7 @@ from powersgd_triton.core.scheme import Listener, Task, watched
 class FakeStream:
     """A stream, with the number of operations of each stream that its next operation comes after.
 
-    Attributes:
-        time: When what was enqueued so far is done.
-    """
+    ``time`` is when what was enqueued so far is done."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device, self.priority = device, priority

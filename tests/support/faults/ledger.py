@@ -66,14 +66,7 @@ class Ledger:
         self._amplified: list[str] = []
 
     def enter(self, name: str, fate: Fate, given: Sequence[Tensor], average: Tensor) -> None:
-        """One step of a parameter.
-
-        Args:
-            name: the parameter's.
-            fate: what has become of the step.
-            given: every worker's G, fp64, without loss scale.
-            average: Ĝ, likewise.
-        """
+        """One step of a parameter, its ``fate``, every worker's G in fp64 without loss scale, and Ĝ likewise."""
         given = [torch.where(gradient.isfinite(), gradient, 0).view_as(self._owed[name]) for gradient in given]
         norms = sum(float(gradient.norm()) for gradient in given)
         size, rank = self._size[name] + norms, self.ranks[name]
@@ -121,9 +114,7 @@ class Ledger:
     def differences(self, errors: Sequence[Named]) -> list[str]:
         """Parameters whose Σ E is not what it must be, or whose averages were too large; from here on Σ E is given.
 
-        Args:
-            errors: every worker's E, fp64; zeros for what it owes nothing for.
-        """
+        ``errors`` are every worker's E in fp64; zeros for what it owes nothing for."""
         found, self._amplified = self._amplified, []
         for name, owed in self._owed.items():
             matrices = [error[name].view_as(owed) for error in errors]

@@ -158,11 +158,9 @@ class Loss:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers, timeout=timeout)
 
     def _lose(self, trainer: Trainer | Local, victim: int, done: Path) -> list[str]:
-        """A step in the middle of which a worker is lost. What the others gave to it they owe still.
+        """A step in the middle of which a worker is lost, and what is to be said of a survivor that waited too long.
 
-        Returns:
-            What is to be said of a survivor that waited too long.
-        """
+        What the others gave to it they owe still."""
         if isinstance(trainer, Local):
             _lose_local(trainer, victim)
             return []

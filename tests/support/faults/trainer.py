@@ -90,13 +90,7 @@ class Setting:
 
 
 class Trainer:
-    """One worker of several that do the same.
-
-    Args:
-        worker: its number.
-        workers: how many there are.
-        dice: the same on all workers.
-    """
+    """One of several workers that do the same. ``dice`` are the same on all of them."""
 
     def __init__(self, worker: int, workers: int, dice: random.Random) -> None:
         self.worker, self.workers, self.dice = worker, workers, dice
