@@ -7,7 +7,7 @@ environment switches it off. Nothing else of this package is imported before Dee
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import os
 import sys
 import types
@@ -34,8 +34,9 @@ def start() -> None:
 
 def is_active() -> bool:
     """Return whether ``start`` has found or awaits DeepSpeed."""
-    found = isinstance(sys.modules.get(DEEPSPEED), _DeepSpeed)
-    return found or any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    if DEEPSPEED in sys.modules:
+        return isinstance(sys.modules[DEEPSPEED], _DeepSpeed)
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def is_section(key: object) -> bool:
@@ -60,13 +61,13 @@ class _DeepSpeed(types.ModuleType):
 
 
 class _Finder:
-    """Finds DeepSpeed once, as the other finders do."""
+    """Finds DeepSpeed as the other finders do, as often as somebody asks whether it is installed."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != DEEPSPEED:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder.find_spec for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (find_spec(name, path, target) for find_spec in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

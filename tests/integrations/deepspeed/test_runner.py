@@ -118,7 +118,8 @@ def test_a_program_runs_without_a_changed_line(launcher: str, tmp_path: Path) ->
 
 
 AUTOLOADED = """
-import IMPORTS, sys, types
+import IMPORTS, importlib.util, sys, types
+assert importlib.util.find_spec("deepspeed")  # as frameworks ask whether it is installed
 import deepspeed
 from deepspeed import initialize
 from powersgd_triton.autoload import is_active
