@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
-from powersgd_triton.config import PowerSGDConfig, logger
+from powersgd_triton.config import PowerSGDConfig, logger, unlike
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.common import announce, describe, is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScale, LossScaleSource
@@ -42,7 +42,7 @@ def attach(
             own needs not be given.
         node_group: "auto", or groups of the workers that share a node, for DDP, FSDP1 and DeepSpeed; see
             docs/cluster.md.
-        options: Fields of ``PowerSGDConfig``, for example ``rank=4`` or ``compression=20``.
+        options: Fields of ``PowerSGDConfig``, for example ``compression=20`` or ``rank=8``.
 
     Returns:
         The state of the compression. Its ``save(folder)`` and ``load(folder)`` belong into a checkpoint, and
@@ -70,7 +70,7 @@ def attach(
             # DeepSpeed's adapter has said it.
             announce(describe(state))
     elif (wanted := chosen(config, options)) is not None and wanted != state.config:
-        raise ValueError(f"the model is compressed with {state.config} already; got {wanted}")
+        raise ValueError("the model is compressed with {} already; got {}".format(*unlike(state.config, wanted)))
     elif node_group is not None and node_group != state._communicator.node_group:
         raise ValueError(
             f"the model is compressed with node_group={state._communicator.node_group!r} already; got {node_group!r}"

@@ -42,7 +42,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     def __init__(self, trainer: Trainer, config: PowerSGDConfig | None = None, **options: Any) -> None:
         if not isinstance(trainer, Trainer):
             kind = type(trainer).__name__
-            raise TypeError(f"expected a Trainer, as in PowerSGDCallback(trainer, rank=4); got {kind}")
+            raise TypeError(f"expected a Trainer, as in PowerSGDCallback(trainer, compression=20); got {kind}")
         self.powersgd: Handle | None = None
         self._trainer = trainer
         self._config = chosen(config, options)

@@ -87,8 +87,7 @@ def _compressing(initialize: Callable[..., Any]) -> Callable[..., Any]:
         engine = returned[0]
         section = getattr(getattr(engine, "_config", None), "_param_dict", None)
         if isinstance(section, Mapping) and any(map(is_section, section)):
-            # None of the ways to switch it on does so twice.
-            importlib.import_module("powersgd_triton.integrations.deepspeed").enable(engine)
+            importlib.import_module("powersgd_triton.integrations.deepspeed").enable_from_section(engine)
         return returned
 
     return run

@@ -250,3 +250,11 @@ class PowerSGDConfig:
         if callable(self.rank):
             fields["rank"] = f"function {getattr(self.rank, '__qualname__', type(self.rank).__qualname__)}"
         return fields
+
+
+def unlike(ours: PowerSGDConfig, theirs: PowerSGDConfig) -> tuple[str, str]:
+    """Return the fields in which two configurations differ, with the values of either, for a message."""
+    names = [field.name for field in dataclasses.fields(PowerSGDConfig)]
+    different = [name for name in names if getattr(ours, name) != getattr(theirs, name)]
+    first, second = (", ".join(f"{name}={getattr(config, name)!r}" for name in different) for config in (ours, theirs))
+    return first, second

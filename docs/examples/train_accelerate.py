@@ -15,7 +15,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 accelerator = Accelerator(cpu=True)  # on GPUs: Accelerator()
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-compress(accelerator, model, rank=4)
+compress(accelerator, model, compression=20)
 
 
 def train_epoch() -> float:

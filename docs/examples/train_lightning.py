@@ -29,7 +29,7 @@ class Classifier(pl.LightningModule):
 def trainer(epochs):
     """Make a trainer with compressed gradients."""
     return pl.Trainer(
-        callbacks=[PowerSGD(rank=4), ModelCheckpoint("output", "{epoch}", save_top_k=-1)],
+        callbacks=[PowerSGD(compression=20), ModelCheckpoint("output", "{epoch}", save_top_k=-1)],
         accelerator="cpu",  # leave this out on GPUs
         strategy="ddp",
         devices=2,

@@ -21,7 +21,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = Trainer(model, arguments, train_dataset=samples)
-trainer.add_callback(PowerSGDCallback(trainer, rank=4))
+trainer.add_callback(PowerSGDCallback(trainer, compression=20))
 trainer.train()
 
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,4 +1,4 @@
-"""DeepSpeed: gradient compression through a section ``"powersgd": {"rank": 4}`` of ds_config.json, ZeRO stages 0 to 3.
+"""DeepSpeed: a section ``"powersgd": {"compression": 20}`` of ds_config.json compresses gradients at ZeRO 0 to 3.
 
 At stages 1 and 2 the parameters that workers gather after a step are compressed too.
 
@@ -10,6 +10,7 @@ are forwarded to DeepSpeed.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -20,12 +21,19 @@ except ImportError as error:
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, unlike
 from powersgd_triton.integrations.common import announce
 from powersgd_triton.integrations.deepspeed.engines import Traffic, describe, loss_scale_source
 from powersgd_triton.integrations.deepspeed.overrides import override_methods
 from powersgd_triton.integrations.deepspeed.parameters import ParameterOverride, why_not_differences
-from powersgd_triton.integrations.deepspeed.refusals import PowerSGDConfigError, chosen, refusal, section_of
+from powersgd_triton.integrations.deepspeed.refusals import (
+    NODE_GROUP,
+    PARAMETERS,
+    PowerSGDConfigError,
+    chosen,
+    refusal,
+    section_of,
+)
 from powersgd_triton.integrations.deepspeed.state import DeepSpeedState
 
 __all__ = ["DeepSpeedState", "PowerSGDConfigError", "enable", "expected_traffic", "initialize"]
@@ -50,6 +58,15 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     return returned
 
 
+def enable_from_section(engine: Any) -> None:
+    """Compress an engine's gradients if its configuration says how. Else the program may call ``enable`` later."""
+    section = section_of(engine)
+    if isinstance(section, Mapping) and section and {PARAMETERS, NODE_GROUP}.issuperset(section):
+        announce(f'powersgd: off until the program switches it on: the section has only "{", ".join(section)}"')
+    else:
+        enable(engine)
+
+
 def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: NodeGroup = None) -> DeepSpeedState | None:
     """Compress an engine's gradients. Collective. Call it before training.
 
@@ -68,8 +85,8 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
     """
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:
-        if config not in (None, state.config):
-            raise refusal([f"the engine is compressed with {state.config} already; got {config}"])
+        if config is not None and config != state.config:
+            raise refusal(["the engine is compressed with {} already; got {}".format(*unlike(state.config, config))])
         return state
 
     def prepare() -> tuple[tuple[DeepSpeedState, str | None] | None, Facts, Facts]:

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from powersgd_triton.autoload import SECTION, is_section
 from powersgd_triton.comm.nodes import AUTO
-from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig
+from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig, unlike
 from powersgd_triton.integrations.deepspeed.engines import averaging_group, is_bf16_optimizer
 from powersgd_triton.integrations.deepspeed.overrides import averaging_method
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
@@ -66,7 +66,7 @@ class Section:
 def read_section(section: Any) -> Section:
     """Check a section and return its content."""
     if not isinstance(section, Mapping):
-        return Section(problems=(f'"{SECTION}" must be an object like {{"rank": 4}}; got {section!r}',))
+        return Section(problems=(f'"{SECTION}" must be an object like {{"compression": 20}}; got {section!r}',))
     keys = [*OWN_KEYS, *(field.name for field in dataclasses.fields(PowerSGDConfig))]
     problems: list[str] = []
     valid: dict[str, Any] = {}
@@ -197,14 +197,17 @@ def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, 
     """Return the section's configuration, or else the program's, and the section. None if that is switched off."""
     given = section_of(engine)
     if given is None and config is None:
-        raise refusal([f'the DeepSpeed configuration has no section "{SECTION}": add "{SECTION}": {{"rank": 4}}'])
+        raise refusal(
+            [f'DeepSpeed\'s configuration has no section "{SECTION}": add "{SECTION}": {{"compression": 20}}']
+        )
     section = read_section({} if given is None else given)
     problems = list(section.problems)
     if not section.enabled and not problems:
         return None
     wanted = section.config or config or PowerSGDConfig()
-    if config not in (None, wanted) and not problems:
-        problems = [f'the section "{SECTION}" gives {wanted}, and the program {config}: leave out one of them']
+    if config is not None and config != wanted and not problems:
+        values = unlike(wanted, config)
+        problems = ['the section "{}" gives {}, and the program {}: leave out one of them'.format(SECTION, *values)]
     problems += engine_problems(engine, section)
     if problems:
         raise refusal(problems)

@@ -215,13 +215,16 @@ def is_switched_on_and_off() -> None:
     state, line = spoken(adapter.enable, by_hand)
     says(line, "powersgd: on at ZeRO stage 2")
     assert adapter.enable(by_hand) is state is by_hand.powersgd
-    assert 'add "powersgd": {"rank": 4}' in complaint(adapter.enable, off)
+    assert 'add "powersgd": {"compression": 20}' in complaint(adapter.enable, off)
+    off._config._param_dict["powersgd"] = {"parameters": "int4"}
+    _, line = spoken(adapter.enable_from_section, off)
+    says(line, 'powersgd: off until the program switches it on: the section has only "parameters"')
     attached, line = spoken(attach, off, rank=3)
     says(line, "powersgd: on at ZeRO stage 2", "rank 3")
     assert attach(off) is adapter.enable(off) is attached is off.powersgd
     assert attach(on) is on.powersgd
     assert "the engine is compressed with" in complaint(adapter.enable, off, PowerSGDConfig(rank=2))
-    assert "is compressed with" in complaint(attach, on, rank=5)
+    assert "is compressed with rank=2, start_iter=3 already; got rank=5, start_iter=0" in complaint(attach, on, rank=5)
     assert '"enabled": false' in complaint(attach, disabled)
     for one in (on, off, disabled, by_hand):
         one.destroy()

@@ -123,7 +123,7 @@ assert importlib.util.find_spec("deepspeed")  # as frameworks ask whether it is 
 import deepspeed
 from deepspeed import initialize
 from powersgd_triton.autoload import is_active
-sys.modules["powersgd_triton.integrations.deepspeed"] = types.SimpleNamespace(enable=print)
+sys.modules["powersgd_triton.integrations.deepspeed"] = types.SimpleNamespace(enable_from_section=print)
 for section in ("powersgd", "PowerSGD", "power_sgd", "zero_optimization"):
     print(section, is_active(), flush=True)
     (deepspeed.initialize if section == "powersgd" else initialize)({section: {"rank": 4}})

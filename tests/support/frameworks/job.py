@@ -77,7 +77,7 @@ class Job:
             "gradient_accumulation_steps": self.MICRO_BATCHES,
             "gradient_clipping": self.clip,
             "zero_optimization": {"stage": 2},
-            # DeepSpeed and Accelerate ignore the section.
+            # By itself, it switches nothing on.
             "powersgd": {"parameters": None},
         }
 
