@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from powersgd_triton.compressor import Compressor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.handle import Handle
-from powersgd_triton.integrations.attach import attach, attached, load_from
+from powersgd_triton.integrations.attach import attach, attached, chosen, load_from
 from powersgd_triton.integrations.common import announce
 
 try:
@@ -26,7 +27,7 @@ _followed: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 def compress(
     accelerator: Accelerator, model: nn.Module, config: PowerSGDConfig | None = None, **options: Any
-) -> Handle | None:
+) -> Handle:
     """Compress the gradients of a prepared model, from its next step on. Collective. Prints one line on worker 0.
 
     From then on ``accelerator.save_state`` and ``accelerator.load_state`` save and load the compression's state too.
@@ -39,15 +40,15 @@ def compress(
             enough.
 
     Returns:
-        The state of the compression. A second call for the same model returns the same state. None if there is only
-        one process, which has nothing to send.
+        The state of the compression. A second call for the same model returns the same state. If there is only one
+        process, which has nothing to send, it is a ``Compressor`` that nothing uses.
 
     Raises:
         TypeError, ValueError: See ``powersgd_triton.attach``. The model is not prepared, for example.
     """
     if accelerator.num_processes == 1:
         announce("powersgd: off, since there is only one process and nothing to send")
-        return None
+        return Compressor(chosen(config, options) or PowerSGDConfig(), dict(model.named_parameters()))
     try:
         state = attach(model, config, loss_scale=accelerator.scaler, **options)
     except TypeError as error:

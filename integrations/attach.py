@@ -88,7 +88,9 @@ def attached() -> dict[nn.Module, Handle]:
 def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDConfig | None:
     """Return the configuration that a user gave as such, or by its fields. None if there is neither."""
     if config is not None and not isinstance(config, PowerSGDConfig):
-        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+        raise TypeError(
+            f"config must be a PowerSGDConfig; got {type(config).__name__}. Give its fields by name, as compression=20"
+        )
     if config is not None and options:
         raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
     return PowerSGDConfig.from_dict(options) if options else config

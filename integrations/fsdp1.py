@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
@@ -147,21 +148,28 @@ class PowerSGDState(WholeHandle):
         return unit
 
 
+# DDP refuses other annotations and names than its own, with a message that does not help, before it calls a hook.
 @torch.no_grad()
-def powerSGD_hook(state: PowerSGDState, gradient: Tensor, output: Tensor | None = None) -> None:
+def powerSGD_hook(state: PowerSGDState, bucket, output=None):  # type: ignore[no-untyped-def]
     """Average a unit's flat gradient in compressed form. Register it with ``fsdp_model.register_comm_hook(state, …)``.
 
     Args:
         state: State created from the same model.
-        gradient: Flat gradient of the whole unit. With NO_SHARD it is averaged in place.
-        output: Takes this worker's shard of the average. None with NO_SHARD.
+        bucket: Flat gradient of the whole unit, a tensor. With NO_SHARD it is averaged in place.
+        output: A tensor that takes this worker's shard of the average. None with NO_SHARD.
 
     Raises:
         TypeError: ``state`` is not a ``PowerSGDState`` of this module.
         RuntimeError: The gradient belongs to a unit that the state does not know.
     """
+    if isinstance(bucket, GradBucket):
+        raise TypeError(
+            "this powerSGD_hook is for FullyShardedDataParallel. For DistributedDataParallel, import PowerSGDState and "
+            "powerSGD_hook from powersgd_triton.integrations.ddp"
+        )
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"expected a PowerSGDState of {__name__}; got {type(state).__module__}.{type(state).__name__}")
+    gradient: Tensor = bucket
     unit, engine = state._unit_of(gradient), state._engine
     bucket = engine.begin(unit, lambda: unit.shapes, gradient.device, keys=(unit,))
     if not engine.compressing:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch import nn
 
 from powersgd_triton.config import PowerSGDConfig
 
@@ -42,6 +43,11 @@ SIGNATURE = inspect.Signature(
 def setting(name: str) -> Any:
     """Return a property that reads a hyperparameter of torch's from the configuration."""
     return property(lambda state: getattr(state.config, FIELDS[name]))
+
+
+def of_torchs_hook(state: object) -> NoReturn:  # noqa: ARG001
+    """Refuse to be read by torch's hook."""
+    raise AttributeError("torch's hook cannot use this state: register powersgd_triton.integrations.ddp.powerSGD_hook")
 
 
 def parsed(positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[PowerSGDConfig, dict[str, Any]]:
@@ -96,4 +102,5 @@ def check_group(group: Any) -> None:
     # torch.distributed.new_group returns this to workers that are not in the group; ``Communicator`` refuses it.
     outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
     if not (outside or group is None or isinstance(group, dist.ProcessGroup)):
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None; got {group!r}")
+        got = f"a {type(group).__name__}: give it as module=" if isinstance(group, nn.Module) else repr(group)
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup or None; got {got}")

@@ -19,7 +19,11 @@ SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of its remaining elements."""
 
 
-def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def powerSGD_hook(
+    state: PowerSGDState,
+    bucket: GradBucket,
+    *others: object,  # noqa: ARG001 - what only FSDP1 gives, which is refused
+) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket's gradients in compressed form. Register it with ``ddp_model.register_comm_hook(state, …)``.
 
     A bucket's Future is completed when a later bucket is processed. The last bucket completes all.
@@ -29,11 +33,12 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     format was changed after DDP had built its buckets.
 
     Raises:
-        TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
+        TypeError: The bucket is not a dense floating-point tensor, DDP uses its Python reducer without buckets, or the
+            model is not DDP's.
         RuntimeError: A loaded checkpoint does not fit the model, a gradient is not in its bucket, or a collective
             failed.
     """
-    _check_bucket(bucket)
+    _check(state, bucket)
     parameters = bucket.parameters()
 
     def shapes() -> dict[str, tuple[int, ...]]:
@@ -59,7 +64,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
         ValueError: ``start_powerSGD_iter`` is below 2, or ranks are given for each parameter.
         RuntimeError: A bucket's size has changed, or a collective failed.
     """
-    _check_bucket(bucket)
+    _check(state, bucket)
     if state.config.start_iter < 2:
         raise ValueError(
             "batched_powerSGD_hook keeps errors by bucket, and DDP rebuilds its buckets after the first iteration: "
@@ -84,8 +89,18 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return _average(state, bucket, (index, numel), shapes, whole=True)
 
 
-def _check_bucket(bucket: object) -> None:
-    """Refuse what DDP's Python reducer gives a hook in place of a bucket: a pair of gradient and parameter."""
+def _check(state: object, bucket: object) -> None:
+    """Refuse other states, gradients of FSDP1, and what DDP's Python reducer gives: pairs of gradient and parameter."""
+    if isinstance(bucket, Tensor):
+        raise TypeError(
+            "this powerSGD_hook is for DistributedDataParallel. For FullyShardedDataParallel, import PowerSGDState and "
+            "powerSGD_hook from powersgd_triton.integrations.fsdp1"
+        )
+    if not isinstance(state, PowerSGDState):
+        raise TypeError(
+            f"expected a PowerSGDState of powersgd_triton.integrations.ddp; got one of {type(state).__module__}: take "
+            "state and hook of one module"
+        )
     # It does not say which parameter is a step's last, and leaves out those without a gradient on this worker.
     if isinstance(bucket, tuple):
         raise TypeError(

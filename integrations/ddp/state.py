@@ -17,7 +17,15 @@ from powersgd_triton.core.loading import load, own_state, restore, save
 from powersgd_triton.core.saved_state import LoadReport, Size, check_version
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.common import plain_name, uncompiled
-from powersgd_triton.integrations.ddp.arguments import SIGNATURE, check_group, log, parsed, setting, torchs_logger
+from powersgd_triton.integrations.ddp.arguments import (
+    SIGNATURE,
+    check_group,
+    log,
+    of_torchs_hook,
+    parsed,
+    setting,
+    torchs_logger,
+)
 from powersgd_triton.integrations.ddp.parameters import ParameterNames, Record, UnusedParameters
 from powersgd_triton.integrations.ddp.views import Place
 from powersgd_triton.layout.layout import sizes
@@ -65,6 +73,8 @@ class PowerSGDState(Handle):
     warm_start = setting("warm_start")
     orthogonalization_epsilon = setting("orthogonalization_epsilon")
     batch_tensors_with_same_shape = setting("batch_tensors_with_same_shape")
+
+    error_dict = p_memory_dict = q_memory_dict = rng = property(of_torchs_hook)
 
     @overload
     def __init__(

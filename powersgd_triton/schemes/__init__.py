@@ -4,25 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.ops.backends import select_backend
 from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.quantized import Quantized
 
 
-def new_engine(config: PowerSGDConfig, *arguments: Any, quantized: bool = False, **named: Any) -> Engine:
+def new_engine(
+    config: PowerSGDConfig,
+    communicator: Communicator,
+    tensors: Any,
+    device: torch.device | None = None,
+    *,
+    quantized: bool = False,
+    **options: Any,
+) -> Engine:
     """Return an engine with the scheme that a configuration asks for. The other arguments are those of ``Engine``.
 
-    TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, or it has codes,
-    and the adapter does not say that it can send ``quantized`` tensors.
+    TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, its backend
+    cannot be used on the device, or it has codes, and the adapter does not say that it can send ``quantized`` tensors.
     """
     if not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
+    if device is not None:
+        # Not only in the first step, after all have heard that compression is on.
+        select_backend(config, device)
     if config.codes is None:
-        return Engine(LowRank(), config, *arguments, **named)
+        return Engine(LowRank(), config, communicator, tensors, device, **options)
     if not quantized:
         raise ValueError(
             f"codes are for local steps, powersgd_triton.integrations.local_steps; got codes={config.codes!r} for "
             "gradients, which lose less as factors of as many bytes: give rank or compression"
         )
-    return Engine(Quantized(), config, *arguments, **named)
+    return Engine(Quantized(), config, communicator, tensors, device, **options)

@@ -43,12 +43,15 @@ def wrong_use(worker: int, _world_size: int) -> None:
         ((nn.Linear(4, 4),), ("TypeError", "Linear", "Wrap it first: DistributedDataParallel(model)")),
         ((nn.ModuleDict({"inner": inner}),), ("TypeError", "ModuleDict has one as 'inner': attach that")),
         ((wrong,), ("TypeError", "got dict. Wrap it first")),
-        ((DistributedDataParallel(nn.Linear(4, 4)), wrong), ("TypeError", "PowerSGDConfig", "dict")),
+        ((DistributedDataParallel(nn.Linear(4, 4)), wrong), ("TypeError", "PowerSGDConfig", "dict", "compression=20")),
         ((hooked,), ("ValueError", "has a communication hook already")),
     ):
         said = complaint(attach, *attempt)
         assert all(part in said for part in parts), said
     model = DistributedDataParallel(nn.Linear(40, 40))
+    # Before it says that compression is on.
+    with mock.patch("powersgd_triton.ops.backends.why_not_triton", return_value="no GPU"):
+        assert "backend 'triton' cannot be used: no GPU" in complaint(attach, model, backend="triton")
     state = attach(model, rank=2)
     # A copy has no hook.
     assert attach(copy.deepcopy(model), rank=2) is not state

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations import ddp
@@ -258,9 +260,13 @@ def settled(worker: int, world_size: int) -> None:
 
 def wrong_use(worker: int, world_size: int) -> None:
     applied = FSDP1(Net(), RANK_2)
-    other, of_ddp = (FSDP1(Net(), None).module for _ in range(2))
+    other, of_ddp, hook_of_ddp = (FSDP1(Net(), None).module for _ in range(3))
     other.register_comm_hook(applied.state, powerSGD_hook)
     of_ddp.register_comm_hook(ddp.PowerSGDState(None), powerSGD_hook)
+    hook_of_ddp.register_comm_hook(applied.state, ddp.powerSGD_hook)
+    wrapped, of_torch = (DistributedDataParallel(Net()) for _ in range(2))
+    wrapped.register_comm_hook(applied.state, powerSGD_hook)
+    of_torch.register_comm_hook(torchs.PowerSGDState(None), ddp.powerSGD_hook)
     frozen = Net().requires_grad_(False)
     single = dist.new_group([worker], use_local_synchronization=True)
     groups = {"process_group": (dist.group.WORLD, single)}
@@ -269,6 +275,10 @@ def wrong_use(worker: int, world_size: int) -> None:
         (complaint(PowerSGDState, applied.module, RANK_2), "ValueError.*communication hook already.*once"),
         (complaint(backward, other, worker), "RuntimeError.*does not know.*Build PowerSGDState from the model"),
         (complaint(backward, of_ddp, worker), r"TypeError.*integrations.fsdp1.*integrations.ddp.PowerSGDState"),
+        (complaint(backward, hook_of_ddp, worker), r"TypeError.*this powerSGD_hook is for Distr.*integrations.fsdp1"),
+        (complaint(backward, wrapped, worker), r"TypeError.*this powerSGD_hook is for Fully.*integrations.ddp"),
+        (complaint(backward, of_torch, worker), r"TypeError.*a PowerSGDState of powersgd_triton.*got one of torch"),
+        (complaint(getattr, ddp.PowerSGDState(None), "error_dict"), r"AttributeError.*register.*ddp.powerSGD_hook"),
         (complaint(PowerSGDState, cut, RANK_2), "ValueError.*HYBRID_SHARD.*replicate_group"),
         (complaint(PowerSGDState, nn.Linear(2, 2), RANK_2), "TypeError.*Linear.*integrations.fsdp2"),
         (complaint(PowerSGDState, FSDP1(frozen, None).module, RANK_2), "ValueError.*no trainable parameters"),

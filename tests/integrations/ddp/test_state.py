@@ -95,7 +95,7 @@ BESIDE: dict[str, Any] = {
     "bakend": "torch",
 }
 MODEL: dict[str, Any] = {"module": nn.Linear(WIDTH, WIDTH)}
-GROUPS = (4, "gloo", nn.Linear(2, 2), CONFIG)
+GROUPS = (4, "gloo", CONFIG)
 NO_GROUP = "TypeError: process_group must be a torch.distributed.ProcessGroup or None; got "
 TWICE = "one of rank, compression and bytes_per_step; got "
 REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
@@ -113,6 +113,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((None,), {"use_error_feedback": True, "error_feedback": False}, "TypeError.*use_error_feedback and error_feedb"),
     ((None,), {"bakend": "torch"}, "ValueError.*bakend.*backend"),
     *(((), {"process_group": group}, NO_GROUP + re.escape(repr(group))) for group in GROUPS),
+    ((nn.Linear(2, 2), CONFIG), {}, NO_GROUP + "a Linear: give it as module="),
 ]
 
 
