@@ -36,6 +36,10 @@ LINKS, WORKERS = (0.1, 1.0, 10.0, 25.0, 100.0), (2, 8, 64, 256)
 """Gbit/s and numbers of workers of the table of ``bucket_cap_mb``."""
 STEPS = 8
 """Steps of a model whose time is measured, after two that are not."""
+GPU = "h100"
+"""The GPU for which compute is predicted on a machine without one."""
+FIXED = ((4, "float32"), (16, "int4"))
+"""Ranks and widths that are shown beside the budgets."""
 
 Rows = list[tuple[str, Prediction]]
 
@@ -55,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measure the network of this torchrun job instead")
     parser.add_argument("--two-levels", action="store_true", help='as with node_group="auto"')
     parser.add_argument("--step-ms", type=float, help="time of a step without communication (default: measured)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where training runs")
+    parser.add_argument(
+        "--device",
+        help="where training runs: cuda or cpu, where compression is timed; or a GPU for which its time is predicted: "
+        f"{', '.join(cost.GPUS)} (default: cuda; without one, {GPU} if --step-ms is given, else cpu)",
+    )
     parser.add_argument(
         "--bucket-caps", action="store_true", help="only print which bucket_cap_mb suits which link, at rank 4"
     )
@@ -66,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the predictions and the recommendation. Return 2 if an argument is wrong."""
     try:
-        device = torch.device(arguments.device)
+        here = "cpu" if arguments.step_ms is None else GPU
+        name = arguments.device or ("cuda" if torch.cuda.is_available() else here)
+        gpu = name if name in cost.GPUS else None
+        if gpu is not None and arguments.step_ms is None:
+            raise ValueError(f"--step-ms is missing: a step on {gpu} cannot be measured here")
+        device = torch.device(name if gpu is None else "cpu")
         if device.type == "cuda":
             # Workers of a node have a GPU each.
             device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", "0")))
@@ -82,35 +95,35 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{arguments.write} must contain an object; got a {type(ds_config).__name__}")
         if arguments.measure and not dist.is_torchelastic_launched():
             raise ValueError("--measure needs workers: start it by torchrun -m powersgd_triton plan")
-    except json.JSONDecodeError as error:
-        print(f"plan: {arguments.write} is not JSON: {error}", file=sys.stderr)
-        return 2
     except (ValueError, RuntimeError, OSError, ImportError, AttributeError) as error:
-        print(f"plan: {error}", file=sys.stderr)
+        where = f"{arguments.write} is not JSON: " if isinstance(error, json.JSONDecodeError) else ""
+        print(f"plan: {where}{error}", file=sys.stderr)
         return 2
     if arguments.bucket_caps:
         network = Network(2, latency=arguments.latency * 1e-6)
         print(cap_table(Job([tensors], step, network), PowerSGDConfig(rank=4)))
         return 0
     network = _network(arguments, device)
-    job = Job(ddp_buckets(tensors), step, network, arguments.two_levels, late=device.type == "cpu")
+    job = Job(ddp_buckets(tensors), step, network, arguments.two_levels, late=gpu is None and device.type == "cpu")
     # All workers of a job time compression, since they do in training too.
-    rows, chosen = predictions(job, config, device)
+    rows, chosen = predictions(job, config, gpu or device)
     if arguments.measure and dist.get_rank() > 0:
         return 0
     count = sum(map(math.prod, tensors.values()))
     print(f"{count:,} parameters in {len(job.buckets)} buckets, {step * 1e3:.4g} ms of compute")
-    print(_describe(network), end="\n\n")
+    print(_describe(network))
+    print(f"compression: {'timed on ' + str(device) if gpu is None else 'predicted for ' + gpu}", end="\n\n")
     print(table(rows, chosen))
     print("\n" + recommendation(rows, chosen))
     if chosen.config is not None:
         seconds = cap_seconds(job, chosen.config)
-        tried = ", ".join(f"{cap}: {value * 1e3:.4g}" for cap, value in seconds.items())
+        tried = ", ".join(f"{cap}: {milliseconds(value)}" for cap, value in seconds.items())
         cap = best_cap(seconds)
         advice = "leave bucket_cap_mb out" if cap == DEFAULT_CAP else f"bucket_cap_mb={cap}"
         print(f"DDP: {advice}. Milliseconds of a step without own compute, by MB: {tried}.")
-        layout = Layout.build(job.tensors, chosen.config).with_ranks(lambda segment: chosen.ranks.get(segment.name, 0))
-        print(f"\n{RankReport.of(layout, chosen.config, {})}")
+        if arguments.model not in MODELS:
+            layout = Layout.build(job.tensors, chosen.config).with_ranks(lambda s: chosen.ranks.get(s.name, 0))
+            print(f"\n{RankReport.of(layout, chosen.config, {})}")
         if ds_config is not None:
             ds_config["powersgd"] = section(chosen.config)
             arguments.write.write_text(json.dumps(ds_config, indent=2) + "\n")
@@ -211,21 +224,26 @@ def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
     return measure_network(Communicator(), device)
 
 
-def predictions(job: Job, config: PowerSGDConfig, device: torch.device) -> tuple[Rows, Prediction]:
-    """Return named predictions, and the recommended one. What compression computes is measured on ``device``."""
+def predictions(job: Job, config: PowerSGDConfig, device: torch.device | str) -> tuple[Rows, Prediction]:
+    """Return named predictions, and the recommended one. Compression is timed on a device, or predicted for a GPU."""
     rows: Rows = [("all-reduce, fp32", job.exact(4)), ("all-reduce, bf16", job.exact(2))]
     times: dict[str, ComputeTime] = {}
-    for width in (*WIDTHS, "int8"):
-        fixed = PowerSGDConfig(rank=4, wire_dtype=width)
-        times[width] = time_compute(fixed, job.buckets, device)
-        for rank in cost.RANKS:
-            of_rank = dataclasses.replace(fixed, rank=rank)
-            rows.append((f"rank {rank}, {width}", job.compressed(of_rank, times[width])))
-    alternating = PowerSGDConfig(rank=4, algorithm="alternating")
-    rows.append(("rank 4, alternating", job.compressed(alternating, time_compute(alternating, job.buckets, device))))
-    found = cost.budgets(job, config, {width: times[width] for width in WIDTHS})
-    rows += [(f"compression={p.config.compression:g}, {p.config.wire_dtype}", p) for p in found if p.config is not None]
-    return rows, cost.choose(min((row for _, row in rows[:2]), key=lambda row: row.seconds), found)
+    for width in WIDTHS:
+        if isinstance(device, str):
+            times[width] = cost.predicted_compute(device, job.tensors)
+        else:
+            print(f"timing compression with factors in {width} …", file=sys.stderr, flush=True)
+            times[width] = time_compute(PowerSGDConfig(rank=4, wire_dtype=width), job.buckets, device)
+    for rank, width in FIXED:
+        fixed = PowerSGDConfig(rank=rank, wire_dtype=width)
+        rows.append((f"rank {rank}, {width}", job.compressed(fixed, times[width])))
+    found = cost.budgets(job, config, times)
+    chosen = cost.choose(min((row for _, row in rows[:2]), key=lambda row: row.seconds), found)
+    # Few rows: factors in fp32 send more for the same loss, and pay only where the width costs compute.
+    for row in found:
+        if row.config is not None and (row is chosen or row.config.wire_dtype == WIDTHS[0]):
+            rows.append((f"compression={row.config.compression:g}, {row.config.wire_dtype}", row))
+    return rows, chosen
 
 
 def _describe(network: Network) -> str:
@@ -243,8 +261,13 @@ def table(rows: Rows, chosen: Prediction) -> str:
         mark = " *" if row.config is not None and row.config == chosen.config else ""
         rank = "" if row.config is None else str(max(row.ranks.values(), default=""))
         ratios = f"{exact.seconds / row.seconds:.2f}x", f"{row.overhead:.0%}"
-        lines.append((name + mark, f"{row.bytes_per_step:,.0f}", rank, f"{row.seconds * 1e3:,.4g}", *ratios))
+        lines.append((name + mark, f"{row.bytes_per_step:,.0f}", rank, milliseconds(row.seconds), *ratios))
     return "\n".join(aligned(lines, "<>>>>>"))
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds, in at least three digits."""
+    return f"{seconds * 1e3:,.{0 if seconds >= 0.1 else 1}f}"
 
 
 def recommendation(rows: Rows, chosen: Prediction) -> str:

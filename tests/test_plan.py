@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig, plan
 from powersgd_triton.__main__ import main
-from powersgd_triton.planning.cost import ComputeTime, Job, Network
+from powersgd_triton.planning.cost import ComputeTime, Job, Network, predicted_compute
 from powersgd_triton.planning.trial import sample, time_compute
 from powersgd_triton.shapes import MODELS
 from tests.support.distributed import on_workers
@@ -30,7 +30,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
+    assert main(["plan", "--device", "cpu", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -52,10 +52,11 @@ def test_a_slow_network_is_recommended_a_budget(capsys: pytest.CaptureFixture[st
     for said in (
         "124,439,808 parameters in 13 buckets, 100 ms of compute",
         "2 × 1 workers, 1 Gbit/s a node, 10 µs",
-        *("all-reduce, fp32", "all-reduce, bf16", "rank 16, int8", "rank 4, alternating", "compression=160"),
-        *("Recommended: PowerSGDConfig(compression=", "DDP: leave bucket_cap_mb out.", "x fewer"),
+        *("all-reduce, fp32", "all-reduce, bf16", "rank 4, float32", "rank 16, int4", "compression=160"),
+        *("compression: timed on cpu", "Recommended: PowerSGDConfig(compression=", "DDP: leave bucket_cap_mb out."),
     ):
         assert said in text
+    assert "e+" not in text
     written = json.loads(file.read_text())
     assert written["train_micro_batch_size_per_gpu"] == 4
     chosen = PowerSGDConfig.from_dict(written["powersgd"])
@@ -141,6 +142,7 @@ def test_a_model_is_made_by_a_function(
         (["not_a_module_here:f", "--step-ms", "1"], "No module named 'not_a_module_here'"),
         (["gpt3"], "expected gpt2, "),
         (["gpt2"], "--step-ms is missing"),
+        (["gpt2", "--device", "a100"], "--step-ms is missing: a step on a100 cannot be measured here"),
         (["gpt2", "--step-ms", "-1"], "--step-ms must be a positive number; got -1.0"),
         (["gpt2", "--step-ms", "1", "--bandwidth", "0"], "--bandwidth must be a positive number; got 0.0"),
         (["gpt2", "--step-ms", "1", "--measure"], "start it by torchrun"),
@@ -157,7 +159,21 @@ def test_the_network_of_a_job_is_measured(worker: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "time_compute", lambda *_: ComputeTime((1e-4, 2e-4, 3e-4)))
         patch.setattr(dist, "is_torchelastic_launched", lambda: True)
-        assert main(["plan", "resnet-50", "--step-ms", "10", "--measure"]) == 0
+        assert main(["plan", "resnet-50", "--step-ms", "10", "--measure", "--device", "cpu"]) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is timed")
+def test_without_a_gpu_the_times_of_one_are_predicted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 180 ms is not one of this CPU."""
+    monkeypatch.setattr(plan, "time_compute", None)
+    assert main(["plan", "gpt2", "--bandwidth", "1", "--step-ms", "180"]) == 0
+    text = capsys.readouterr().out
+    assert "compression: predicted for h100" in text
+    assert "Recommended: PowerSGDConfig(compression=" in text
+    slow, fast = (predicted_compute(gpu, {"": (1 << 20, 1 << 10)}) for gpu in ("rtx4090", "h100"))
+    assert 0.01 < fast(4) < slow(4) < slow(64) < 1
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -22,6 +22,9 @@ RANKS = (4, 16, 64)
 """Ranks at which the compute of compression is timed."""
 COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)
 WIDTHS = ("int4", "float32")
+GPUS = {"h100": (122e-6, 138e-6, 333e-6), "a100": (151e-6, 170e-6, 400e-6), "rtx4090": (252e-6, 300e-6, 700e-6)}
+"""Predicted seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``, by ``benchmarks/kernel_report.py --bucket``."""
+GPU_NUMEL = 7_077_888
 TOLERANCE = 0.02
 """Share of a step's time that a choice may give away for more bytes, which mean less loss."""
 
@@ -96,6 +99,12 @@ class ComputeTime:
         low = 0 if rank <= RANKS[1] else 1
         slope = (rising[low + 1] - rising[low]) / (RANKS[low + 1] - RANKS[low])
         return max(0.0, rising[low] + slope * (rank - RANKS[low]))
+
+
+def predicted_compute(gpu: str, tensors: Tensors) -> ComputeTime:
+    """Return the compute that is predicted for a GPU, one of ``GPUS``. None has been compared with a GPU yet."""
+    numel = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
+    return ComputeTime(tuple(seconds * numel / GPU_NUMEL for seconds in GPUS[gpu]))
 
 
 @dataclasses.dataclass(frozen=True)
