@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     results = {arm: train(settings, str(arm), functools.partial(distribute, arm=arm)) for arm in arms}
     _write_json(output / "results.json", settings, results)
     _draw(output / "loss.png", results)
-    print(f"\n{_table(results)}\n\nwritten: {output / 'loss.png'}, {output / 'results.json'}")
+    print(f"\n{_table(results)}\n\n{_in_words(results)}written: {output / 'loss.png'}, {output / 'results.json'}")
     return 0
 
 
@@ -115,6 +115,21 @@ def _table(results: Mapping[Arm, Result]) -> str:
         rows.append([str(arm), *figures, hook, f"{result.step_ms:.1f}"])
     head, *lines = aligned(rows, "<>>>>>")
     return "\n".join([head, "-" * len(head), *lines])
+
+
+def _in_words(results: Mapping[Arm, Result]) -> str:
+    """Return what the last arm saves and costs against an all-reduce, if that is among the others."""
+    exact = next((result for arm, result in results.items() if str(arm) == "allreduce"), None)
+    arm, result = [*results.items()][-1]
+    if exact is None or result is exact:
+        return ""
+    loss = 100 * (result.validation_loss / exact.validation_loss - 1)
+    time = result.step_ms - exact.step_ms
+    return (
+        f"{arm} sent {result.compression:.1f} times fewer bytes than the all-reduce, for a validation loss "
+        f"{abs(loss):.1f}% {'above' if loss > 0 else 'below'} its, and took {abs(time):.0f} ms a step "
+        f"{'more' if time > 0 else 'less'} here, where workers share a machine and no link is slow.\n\n"
+    )
 
 
 def _write_json(path: Path, settings: Settings, results: Mapping[Arm, Result]) -> None:

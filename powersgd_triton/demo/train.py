@@ -31,6 +31,8 @@ LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.01
 WARMUP_STEPS, FINAL_LEARNING_RATE = 30, 0.1
 VALIDATION_BATCHES, VALIDATION_BATCH = 20, 32
+SHOWN = 20
+"""Last steps whose mean loss the progress bar shows."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
 REPLICAS = 2
 """Replicas of "hsdp"."""
@@ -133,7 +135,8 @@ def _train_worker(worker: int, settings: Settings, title: str, prepare: Prepare)
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
             bytes_sent.append(traffic.as_all_reduces)
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {bytes_sent[-1] / 1e6:.1f} MB sent", refresh=False)
+            mean = statistics.fmean(losses[-SHOWN:])
+            bar.set_postfix_str(f"mean loss {mean:.3f}, {bytes_sent[-1] / 1e6:.1f} MB sent", refresh=False)
             bar.update()
         bar.close()
     return Result(

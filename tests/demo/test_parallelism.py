@@ -36,11 +36,14 @@ def test_what_cannot_be_is_explained(arguments: str, tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", ["fsdp1", "fsdp2", "hsdp", *(f"zero{stage}" for stage in range(4))])
-def test_every_parallelism_trains_with_fewer_bytes(parallelism: str, tmp_path: Path) -> None:
+def test_every_parallelism_trains_with_fewer_bytes(
+    parallelism: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if parallelism.startswith("zero"):
         pytest.importorskip("deepspeed")
     arguments = f"--steps 3 --workers {4 if parallelism == 'hsdp' else 2} --arms allreduce ours:4 --device cpu".split()
     assert main(["demo", "--parallelism", parallelism, *arguments, "--output", str(tmp_path)]) == 0
+    assert re.search(r"ours, rank 4 sent \d+\.\d times fewer bytes than the all-reduce", capsys.readouterr().out)
     exact, ours = json.loads((tmp_path / "results.json").read_text())["arms"]
     # Up to two numbers of ZeRO itself: whether a step overflowed, and the gradient's norm.
     assert 0 <= exact["bytes_per_step"] - exact["gradient_bytes"] <= 8 * parallelism.startswith("zero")
