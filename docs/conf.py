@@ -20,8 +20,8 @@ exclude_patterns = ["_build"]
 # Headings can be linked as page.md#heading, as on GitHub.
 myst_heading_anchors = 3
 
-# Importing DeepSpeed takes seconds, prints, and compiles. The adapter reads ``initialize`` from the module's dictionary,
-# which a mock of Sphinx does not have. Submodules are Sphinx's mocks.
+# Importing DeepSpeed takes seconds, prints, and compiles. The adapter reads ``initialize`` from the dictionary of the
+# module, which a mock of Sphinx does not have. Submodules are Sphinx's mocks.
 autodoc_mock_imports = ["deepspeed"]
 sys.modules["deepspeed"] = types.ModuleType("deepspeed")
 vars(sys.modules["deepspeed"]).update(__path__=[], __version__="0", initialize=lambda: None)
