@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.project.test_documentation import DOCS, PAGES, name_of, snippets
 from tests.support.distributed import make_test, run_cases
+from tests.support.pages import DOCS, PAGES, name_of, snippets
 from tests.support.programs import ROOT, output_of
 
 ON_CPUS = {
