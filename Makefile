@@ -68,11 +68,13 @@ docs: $(INSTALLED_DOCS)
 	$(PYTHON) -m sphinx -W --keep-going --quiet docs docs/_build
 
 bench: $(INSTALLED)
-	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m "not gpu"
+	@echo "Times a hook step on the CPU, in about three minutes on two cores. The table comes at the end."
+	$(PYTHON) -m pytest benchmarks -v --no-header --benchmark-quiet -m "not gpu"
 
 # Without an installation: python3 -m pytest benchmarks -m gpu. With tests and traces: benchmarks/gpu_session.sh.
 bench-gpu: $(INSTALLED)
-	$(PYTHON) -m pytest benchmarks -q --benchmark-quiet -m gpu --record gpu
+	@echo "Times kernels and steps on a GPU, for up to eight minutes; what is left then is skipped (--budget)."
+	$(PYTHON) -m pytest benchmarks -v --no-header --benchmark-quiet -m gpu --record gpu
 
 # Trains what benchmarks/results/versus.json lacks, in minutes for each training, and rewrites docs/versus.md's tables.
 versus: $(INSTALLED)

@@ -72,6 +72,7 @@ def describe_cpu() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),
+        "date": datetime.date.today().isoformat(),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,8 +20,11 @@ exclude_patterns = ["_build"]
 # Headings can be linked as page.md#heading, as on GitHub.
 myst_heading_anchors = 3
 
-# Importing DeepSpeed takes seconds, prints, and compiles.
+# Importing DeepSpeed takes seconds, prints, and compiles. The adapter reads ``initialize`` from the dictionary of the
+# module, which a mock of Sphinx does not have. Submodules are Sphinx's mocks.
 autodoc_mock_imports = ["deepspeed"]
+sys.modules["deepspeed"] = types.ModuleType("deepspeed")
+vars(sys.modules["deepspeed"]).update(__path__=[], __version__="0", initialize=lambda: None)
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 # Long signatures have one argument a line.
@@ -28,12 +32,10 @@ python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
-html_theme = "alabaster"
-html_theme_options = {
-    "page_width": "1200px",
-    "sidebar_width": "260px",
-    "fixed_sidebar": True,
-    "description": "PowerSGD gradient compression",
-}
+html_theme = "furo"
+html_theme_options = {"navigation_with_keys": False}
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+html_use_index = False
 html_show_copyright = False
 html_show_sourcelink = False

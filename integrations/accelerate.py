@@ -17,7 +17,7 @@ from powersgd_triton.integrations.common import announce
 try:
     from accelerate import Accelerator
 except ImportError as error:
-    raise ImportError("Accelerate is not installed; run pip install 'powersgd_triton[accelerate]'") from error
+    raise ImportError("Accelerate is not installed; in a clone, run pip install '.[accelerate]'") from error
 
 __all__ = ["compress"]
 

@@ -27,7 +27,7 @@ try:
     except ImportError:
         from pytorch_lightning.callbacks import Callback
 except ImportError as error:
-    raise ImportError("Lightning is not installed; run pip install 'powersgd_triton[lightning]'") from error
+    raise ImportError("Lightning is not installed; in a clone, run pip install '.[lightning]'") from error
 
 __all__ = ["PowerSGD"]
 

@@ -15,7 +15,7 @@ try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 except ImportError as error:
-    raise ImportError("transformers is not installed; run pip install 'powersgd_triton[transformers]'") from error
+    raise ImportError("transformers is not installed; in a clone, run pip install '.[transformers]'") from error
 
 __all__ = ["PowerSGDCallback"]
 

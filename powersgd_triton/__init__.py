@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from powersgd_triton.integrations.attach import attach
 
 __all__ = ["Compressed", "Compressor", "DisagreementError", "LoadReport", "PowerSGDConfig", "attach"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Compressed": "compressor",

@@ -16,7 +16,7 @@ from typing import Any
 try:
     import deepspeed as _deepspeed
 except ImportError as error:
-    raise ImportError("DeepSpeed is not installed; run pip install 'powersgd_triton[deepspeed]'") from error
+    raise ImportError("DeepSpeed is not installed; in a clone, run pip install '.[deepspeed]'") from error
 
 from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator

@@ -84,7 +84,7 @@ def _check_requirements(parallelism: str) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         extras = ",".join(sorted({needed[name] for name in missing}))
-        raise RuntimeError(f"{' and '.join(missing)} not installed; run pip install 'powersgd_triton[{extras}]'")
+        raise RuntimeError(f"{' and '.join(missing)} not installed; in a clone, run pip install '.[{extras}]'")
 
 
 def _device(choice: str, workers: int) -> str:

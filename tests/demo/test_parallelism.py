@@ -56,7 +56,7 @@ def test_without_deepspeed_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPa
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
     assert main(["demo", "--parallelism", "zero1"]) == 2
-    assert "pip install 'powersgd_triton[deepspeed]'" in capsys.readouterr().err
+    assert "in a clone, run pip install '.[deepspeed]'" in capsys.readouterr().err
 
 
 def test_arms() -> None:

@@ -18,13 +18,11 @@ import pytest
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState
+from tests.support.pages import DOCS, FENCE, PAGES, README, name_of, snippets
 from tests.support.programs import ROOT, output_of
 
-DOCS = ROOT / "docs"
-README = ROOT / "README.md"
 README_BYTES = 8_000
 
-PAGES = [README, *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.relative_to(DOCS).parts)]
 FOLDERS = ("powersgd_triton", "integrations", "tests", "benchmarks", "docs")
 FIELDS = {field.name: field.default for field in dataclasses.fields(PowerSGDConfig)}
 # Of DDP's PowerSGDState, which takes every field of the configuration too, and of DeepSpeed's section.
@@ -33,19 +31,9 @@ SECTION_KEYS = {*FIELDS, "enabled", "parameters", "node_group"}
 ADAPTERS = "ddp fsdp1 fsdp2 deepspeed optimizer local_steps accelerate lightning transformers"
 PUBLIC = ["powersgd_triton", *(f"powersgd_triton.integrations.{name}" for name in ADAPTERS.split())]
 
-FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"[\w./-]+\.(py|md|sh|json|png|toml|txt)|([\w.-]+/)+")
-
-
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
-
-
-def snippets(page: Path, language: str) -> list[str]:
-    """The page's code blocks in a language."""
-    return [code for found, code in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
 
 
 def prose(page: Path) -> str:

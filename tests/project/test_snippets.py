@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd_triton import Compressor, PowerSGDConfig, attach
 from powersgd_triton.integrations.local_steps import LocalSteps
-from tests.project.test_documentation import DOCS, PAGES, name_of, snippets
 from tests.support.distributed import make_test, run_cases
+from tests.support.pages import DOCS, PAGES, name_of, snippets
 from tests.support.programs import ROOT, output_of
 
 ON_CPUS = {
@@ -90,8 +90,8 @@ def what_a_reader_has(page: str) -> dict[str, Any]:
 
 
 def test_whole_programs_are_run():
-    """As files of docs/examples, all but two: the README's, and that of DDP's guide."""
-    programs = [block for page in PAGES for block in snippets(page, "python") if is_program(block)]
+    """As files of docs/examples, all but two: the README's, which the first page repeats, and that of DDP's guide."""
+    programs = {block for page in PAGES for block in snippets(page, "python") if is_program(block)}
     files = [path.read_text(encoding="utf-8") for path in (DOCS / "examples").iterdir()]
     assert len([block for block in programs if block not in files]) == 2
 

@@ -69,7 +69,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             runpy.run_module(NAME, run_name="__main__")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.delitem(sys.modules, NAME)
-    with pytest.raises(ImportError, match=r"pip install 'powersgd_triton\[deepspeed\]'"):
+    with pytest.raises(ImportError, match=r"in a clone, run pip install '\.\[deepspeed\]'"):
         importlib.import_module(NAME)
 
 
