@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
@@ -13,9 +12,7 @@ from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
-
-Workspace = dict[tuple[str, torch.device], Tensor]
-"""Scratch memory of one engine's kernels by name and device. Its buckets share it, since they share one stream."""
+from powersgd_triton.ops.workspace import Workspace
 
 
 def select_backend(
