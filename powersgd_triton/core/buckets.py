@@ -36,6 +36,7 @@ class BucketState:
         agreed: Whether all workers have prepared it.
         waits: Whether it waited for the next buckets when it came first, since its messages are small.
         joined: The bucket in which it was averaged last: itself, or one of which it is a part.
+        known: What the adapter has found out about it.
     """
 
     layout: Layout
@@ -45,6 +46,7 @@ class BucketState:
     agreed: bool = False
     waits: bool | None = None
     joined: BucketState | None = None
+    known: Any = None
 
 
 class Part(NamedTuple):
@@ -175,7 +177,9 @@ class Buckets:
         It is not collective if a bucket is new because ranks were planned again, since the host of a GPU must not wait.
         """
         bucket = self.join([part.bucket for part in parts])
-        gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
+        gradients = parts[0].gradients
+        if len(parts) > 1:
+            gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
         layout, config = self.ranked(bucket), self._plan.config
         task = Task(layout, gradients, self._step, config, self.communicator, self._residuals, bucket.memory)
 
