@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Poin
 from powersgd_triton.kernels.wire import TritonWire
 from powersgd_triton.layout.layout import ShapeGroup, products
 from powersgd_triton.layout.wire_format import WirePlan
-from powersgd_triton.ops.backend import STAGES, Message
+from powersgd_triton.ops.backend import Message
 from powersgd_triton.ops.bucket import Bucket, seed
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.step import Step
@@ -76,7 +77,7 @@ class TritonBackend:
             M = self._own.pointers(errors, bypass=False)
             # Another object than that of gradients which lie in the same way; see ``Launches``.
             self._M = M._replace(distances=M.distances.view(1, -1))
-        self._stages = {stage: Launches() for stage in STAGES}
+        self._stages: dict[str, Launches] = collections.defaultdict(Launches)
         # Where gradients and error buffers are in this step. Numbers, which keep no tensor alive.
         self._places: tuple[Pointers, Pointers | None]
 
@@ -159,7 +160,7 @@ class TritonBackend:
                 basis=basis, message=mean, verdict=verdict,
             )  # fmt: skip
 
-        self._repeat("commit", launch, (step.workers, projected), number, verdict)
+        self._repeat(f"commit {projected=}", launch, (step.workers,), number, verdict)
         bypass_means = message[numel:] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)
 
@@ -180,7 +181,7 @@ class TritonBackend:
         def launch() -> None:
             reconstruct_triton(table, P, Q, *carried, self._launches.reconstruct, out=pointers, verdict=verdict)
 
-        self._repeat("reconstruct", launch, (P, Q, behind_P), verdict, places=[pointers])
+        self._repeat(f"reconstruct {behind_P=}", launch, (P, Q), verdict, places=[pointers])
 
     def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
         TorchBackend(self.bucket).reconstruct_ranges(out, overflow)
