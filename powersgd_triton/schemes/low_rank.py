@@ -23,6 +23,7 @@ class LowRank:
 
     def prepare(self, task: Task) -> Backend:
         """Return the backend of the bucket, with its factors and error buffers."""
+        self._workspace.captured |= task.step.captured
         known: Backend | None = task.memory
         if known is not None and known.bucket.layout is task.layout and known.bucket.share == task.communicator.share:
             return known
