@@ -21,6 +21,18 @@ OLDEST_TRITON_ON_ROCM = (3, 9)
 """Triton 3.7 cannot compile this product for AMD's devices. 3.8 was not tried."""
 
 
+DIRECT = (3, 6), (3, 9)
+"""Oldest and newest version of Triton whose compiled kernels are launched without Triton's inspection of arguments."""
+
+
+def why_inspected(version: str) -> str | None:
+    """Return why this version of Triton inspects all arguments in each launch. None if it does not."""
+    if torch.version.hip is not None:
+        return "on ROCm"
+    known = DIRECT[0] <= tuple(map(int, version.split(".")[:2])) <= DIRECT[1]
+    return None if known else f"known versions are {'.'.join(map(str, DIRECT[0]))} to {'.'.join(map(str, DIRECT[1]))}"
+
+
 def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1) -> str | None:
     """Return why the kernels cannot be used for gradients of these dtypes on ``device``. None if they can.
 

@@ -17,12 +17,10 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from powersgd_triton.kernels.availability import why_inspected
 from powersgd_triton.layout.wire_format import ALIGNMENT
 
-OLDEST, NEWEST = (3, 6), (3, 9)
-"""Versions of Triton whose compiled kernels are launched as they are here."""
-
-KNOWN = torch.version.hip is None and OLDEST <= tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST
+KNOWN = why_inspected(triton.__version__) is None
 """Whether all is known that kernels are compiled for. On AMD, that includes whether a tensor is larger than 2 GiB."""
 
 HAS_DEVICE = torch.cuda.is_available()

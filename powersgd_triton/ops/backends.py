@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.kernels.availability import why_not_triton
+from powersgd_triton.kernels.availability import why_inspected, why_not_triton
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import apply_reference, encode_reference
@@ -35,6 +35,12 @@ def select_backend(
     if config.backend == "triton":
         raise ValueError(f"backend 'triton' cannot be used: {obstacle}")
     return "torch", obstacle
+
+
+def launches_with(version: str) -> str:
+    """Return how kernels are launched with a version of Triton, as the doctor says it."""
+    why = why_inspected(version)
+    return "launches without inspection" if why is None else f"launches take longer: Triton inspects arguments ({why})"
 
 
 def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
