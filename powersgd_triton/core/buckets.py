@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.agreement import Facts, together, warn_of_differences
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
@@ -17,10 +17,12 @@ from powersgd_triton.core.facts import common_facts, factor_facts, layout_facts,
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
 from powersgd_triton.layout.layout import Layout, Tensors
+from powersgd_triton.ops.backends import computed_by
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 
 T = TypeVar("T")
+DIFFERENT_BITS = "workers compute in different ways, so that their averages differ by about 1e-7 in each step"
 Shapes = Callable[[], Mapping[str, Sequence[int]]]
 """Returns {name: shape}."""
 
@@ -133,6 +135,7 @@ class Buckets:
         layout = self.together("a step", introduce)
         if first:
             self._form_nodes(device)
+            warn_of_differences(DIFFERENT_BITS, computed_by(self._plan.config, device), self.communicator, device)
             self.compared = self._tensors() or layout.shapes
         found = self._buckets[key] = BucketState(layout, layout)
         return found

@@ -25,6 +25,12 @@ DIRECT = (3, 6), (3, 9)
 """Oldest and newest version of Triton whose compiled kernels are launched without Triton's inspection of arguments."""
 
 
+def triton_version() -> str:
+    """Return the version of Triton."""
+    # The installed distribution has another name for ROCm.
+    return str(importlib.import_module("triton").__version__)
+
+
 def why_inspected(version: str) -> str | None:
     """Return why this version of Triton inspects all arguments in each launch. None if it does not."""
     if torch.version.hip is not None:
@@ -47,8 +53,7 @@ def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), r
         return f"the kernels run on CUDA and ROCm devices; these gradients are on {device.type}"
     elif torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"the kernels need compute capability 8.0; this device has {capability[0]}.{capability[1]}"
-    # The installed distribution has another name for ROCm.
-    version: str = importlib.import_module("triton").__version__
+    version = triton_version()
     oldest, where = (OLDEST_TRITON, "") if torch.version.hip is None else (OLDEST_TRITON_ON_ROCM, " on ROCm")
     if tuple(int(number) for number in version.split(".")[:2]) < oldest:
         return f"the kernels need triton {oldest[0]}.{oldest[1]} or newer{where}; this is {version}"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 import torch
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.kernels.availability import why_inspected, why_not_triton
+from powersgd_triton.kernels.availability import triton_version, why_inspected, why_not_triton
+from powersgd_triton.kernels.configurations import architecture
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import apply_reference, encode_reference
@@ -35,6 +36,17 @@ def select_backend(
     if config.backend == "triton":
         raise ValueError(f"backend 'triton' cannot be used: {obstacle}")
     return "torch", obstacle
+
+
+def computed_by(config: PowerSGDConfig, device: torch.device) -> str:
+    """Return what the bits of a step on a device depend on: the backend, its version, and the kind of processor."""
+    try:
+        name, _ = select_backend(config, device)
+    except ValueError as error:
+        return str(error)
+    processor = architecture(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    version = triton_version() if name == "triton" else torch.__version__
+    return f"{name} {version} on {processor}"
 
 
 def launches_with(version: str) -> str:
