@@ -15,7 +15,7 @@ from torch import Tensor
 
 import powersgd_triton
 from powersgd_triton import Compressor, PowerSGDConfig, autoload
-from powersgd_triton.ops.backends import select_backend
+from powersgd_triton.ops.backends import launches_with, select_backend
 
 STEPS = 8
 SHAPES = {"weight": (64, 48), "bias": (64,)}
@@ -68,7 +68,8 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     cuda = torch.version.cuda or torch.version.hip
     yield "torch", f"{torch.__version__}{f' (built for {cuda})' if cuda else ''}", True
     yield "numpy", *_imported("numpy", needed=True)
-    yield "triton", *_imported("triton", needed=False)
+    triton, fine = _imported("triton", needed=False)
+    yield "triton", f"{triton}; {launches_with(triton)}" if _installed("triton") and fine else triton, fine
     # DeepSpeed is not imported, since that takes seconds and prints messages. Only the adapter needs it.
     yield "deepspeed", _installed("deepspeed") or "not installed", True
     section = "works in unchanged programs" if autoload.is_active() else f"is ignored ({autoload.VARIABLE}=0?)"

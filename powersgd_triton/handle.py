@@ -144,7 +144,7 @@ class Handle:
         matrices = self._residuals.matrices.values()
         return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
 
-    def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[None]:
+    def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[object]:
         """See ``Streams.on``."""
         return self._residuals.streams.on(device, join=join)
 

@@ -24,6 +24,23 @@ def test_sound_installation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "fake" not in doctor.distributed_backends()
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("3.5.1", "arguments (known versions are 3.6 to 3.9)"),
+        ("3.6.0", "without inspection"),
+        ("3.9.0+git", "without inspection"),
+        ("3.10.0", "launches take longer: Triton inspects arguments (known versions are 3.6 to 3.9)"),
+    ],
+)
+def test_it_says_how_kernels_are_launched(version: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(doctor, "_installed", lambda package: version if package == "triton" else "1")
+    (found,) = [text for name, text, _ in doctor.versions() if name == "triton"]
+    assert found.startswith(f"{version}; launches")
+    assert said in found
+
+
 def test_wrong_arithmetic_and_an_exception_are_failed_checks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

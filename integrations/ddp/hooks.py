@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,21 @@ from powersgd_triton.core.buckets import BucketState, Shapes
 from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.parameters import shape_of
 from powersgd_triton.integrations.ddp.state import PowerSGDState
-from powersgd_triton.integrations.ddp.views import views_of
+from powersgd_triton.integrations.ddp.views import Strides, are_final, views_of
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of its remaining elements."""
+
+
+class Known(NamedTuple):
+    """Gradients that all lie in their bucket as their shapes say, while their parameters have these strides.
+
+    ``gradients`` are (name, shape, strides, offset).
+    """
+
+    strides: list[Strides]
+    gradients: list[tuple[str, tuple[int, ...], Strides, int]]
 
 
 def powerSGD_hook(
@@ -133,7 +144,10 @@ def _average(
         if buffer.is_cuda:
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        views = views_of(buffer, parameters, state._places)
+        strides = [parameter.stride() for parameter in parameters]
+        # What earlier steps found out holds for parameters with these strides.
+        known: Known | None = begun.known if begun.known is not None and begun.known.strides == strides else None
+        views = views_of(buffer, parameters, state._places) if known is None else []
 
         def finish() -> None:
             for held, read in views:
@@ -147,17 +161,27 @@ def _average(
         if not engine.compressing:
             engine.average_exactly(buffer, done=finish)
         else:
-            held, segments = [place for place, _ in views], begun.layout.segments
+            held, segments, start = [place for place, _ in views], begun.layout.segments, buffer.storage_offset()
+            if known is not None:
+                gradients = {
+                    name: buffer.as_strided(shape, form, start + at) for name, shape, form, at in known.gradients
+                }
+                held = list(gradients.values())
             if state._unused is not None:
                 state._unused.note_views(held, parameters)
             if whole:
                 held = [buffer[s.span].view(s.shape) for s in segments]
-            # This copies a gradient that is not contiguous, such as one in channels_last.
-            gradients = {s.name: place.contiguous().view(s.shape) for s, place in zip(segments, held, strict=True)}
+            if known is None:
+                # This copies a gradient that is not contiguous, such as one in channels_last.
+                gradients = {s.name: place.contiguous().view(s.shape) for s, place in zip(segments, held, strict=True)}
+                if not whole and are_final(views, parameters, state._places):
+                    forms = [(s.name, s.shape, gradients[s.name].stride(), s.offset) for s in segments]
+                    begun.known = Known(strides, forms)
 
             def done() -> None:
-                for gradient, place in zip(gradients.values(), held, strict=True):
-                    write_back(gradient, place)
+                if known is None:
+                    for gradient, place in zip(gradients.values(), held, strict=True):
+                        write_back(gradient, place)
                 finish()
 
             engine.average(begun, gradients, done=done, join=True)

@@ -122,6 +122,18 @@ def local(tensor: Tensor) -> Tensor:
     return torch.view_as_real(part) if part.is_complex() else part
 
 
+def sameness(tensor: Tensor | None, before: Tensor | None, agreed: str, device: torch.device) -> Tensor:
+    """Return 1 if a tensor is as it was before, 0 if it has changed, −1 if its ``kind`` is not the one agreed on.
+
+    The result is on a device. It is compared there, since the host would wait for each tensor.
+    """
+    if tensor is None or kind(tensor) != agreed:
+        return torch.full((), -1, device=device)
+    if before is None or kind(before) != agreed:
+        return torch.full((), 0, device=device)
+    return (tensor == before).all().long().to(device)
+
+
 def kind(tensor: Tensor) -> str:
     """Return what of a tensor must be equal on all workers."""
     return f"{tensor.dtype} {list(tensor.shape)}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.common import broadcast_from_first
-from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, largest_part, local
+from powersgd_triton.integrations.local_steps.local_tensors import LocalTensors, kind, largest_part, local, sameness
 from powersgd_triton.ops.step import HostCopy
 
 logger = logging.getLogger("powersgd_triton.integrations.local_steps")
@@ -244,23 +244,25 @@ class OuterState:
         if finite is not None and not finite.numbers():
             logger.warning("this worker's parameters were not finite, so that it went on from the shared parameters")
 
-    def average_exactly(self, finite: Tensor) -> int:
+    def unchanged(self) -> Tensor:
+        """Return the least ``sameness`` on any worker of each tensor that is averaged exactly. Collective."""
+        if not self._agreed or self._communicator.world_size == 1:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        found, before = self._exact(), self._buffers
+        flags = [sameness(found.get(n), before.get(n), agreed, self.device) for n, agreed in self._agreed.items()]
+        least = torch.stack(flags)
+        self._communicator.minimum(least)
+        return least
+
+    def average_exactly(self, unchanged: Sequence[int], finite: Tensor) -> int:
         """Average changed buffers, and the optimizer's states if asked. Return the bytes sent. Collective.
 
-        Workers that are not finite, or have a NaN in what is averaged, do not count. What has become another tensor
-        since the exchange began is left to the next one.
+        Workers that are not finite, or have a NaN in what is averaged, do not count. What is another tensor since the
+        exchange began is left to the next one.
         """
-        found, before = self._exact(), self._buffers
-        # 1 if it has not changed, as masks, for example.
-        flags = [
-            -1 if n not in found or kind(found[n]) != agreed else int(n in before and torch.equal(found[n], before[n]))
-            for n, agreed in self._agreed.items()
-        ]
-        if not flags or self._communicator.world_size == 1:
+        if not unchanged:
             return 0
-        least = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        self._communicator.minimum(least)
-        numbers = dict(zip(self._agreed, least.tolist(), strict=True))
+        found, numbers = self._exact(), dict(zip(self._agreed, unchanged, strict=True))
         sent = self._average([found[name] for name, flag in numbers.items() if flag == 0], finite)
         self._buffers = {name: buffer.clone() for name, buffer in self.local.buffers() if numbers.get(name, -1) >= 0}
         return sent

@@ -197,7 +197,7 @@ class LocalSteps(Handle):
                 self._pending = None
                 self.since += 0 if pending.counts else pending.since
         if pending.counts:
-            self._engine.sent += self._outer.average_exactly(pending.finite)
+            self._engine.sent += self._outer.average_exactly(pending.unchanged, pending.finite)
             every, theta = self.config.check_every, self._outer.theta()
             if every and self._step.ended % every == 0:
                 prints = {f"shared {name!r}": int(fingerprint(tensor)) for name, tensor in theta.items()}

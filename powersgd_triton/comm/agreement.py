@@ -15,6 +15,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.control import DisagreementError
+from powersgd_triton.config import logger
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]
@@ -158,6 +159,17 @@ def _difference(own: Facts, communicators: Sequence[Communicator], device: torch
             more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
             lines.append(f"worker {worker} differs from worker {model} in {'; '.join(listed)}{more}")
     return DisagreementError("workers do not agree: " + "\n".join(lines))
+
+
+def warn_of_differences(what: str, own: str, communicator: Communicator, device: torch.device | None = None) -> None:
+    """Log on all workers which workers have what, if it is not the same on all. Collective."""
+    texts = _collected({what: own}, [communicator], device)
+    if texts:
+        workers: dict[str, list[str]] = {}
+        for worker, text in texts.items():
+            workers.setdefault(json.loads(text)[what], []).append(str(worker))
+        listed = "; ".join(f"{has} on workers {', '.join(which)}" for has, which in workers.items())
+        logger.warning("%s: %s", what, listed)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

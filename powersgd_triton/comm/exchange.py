@@ -73,9 +73,11 @@ def sum_over_workers(backend: Backend, message: Message, communicator: Communica
         if inside is not None and own is not None:
             # The node contributes as one. Each of its workers subtracts the node's product from its own rows.
             own.copy_(content[: own.numel()])
-        pieces = content.tensor_split(parts)
-        yield across.all_reduce(pieces[part])
-        if inside is not None:
+        if inside is None:
+            yield across.all_reduce(content)
+        else:
+            pieces = content.tensor_split(parts)
+            yield across.all_reduce(pieces[part])
             for other in [*pieces[:part], *pieces[part + 1 :]]:
                 other.zero_()
             yield inside.all_reduce(content)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import Facts, together
+from powersgd_triton.comm.agreement import Facts, together, warn_of_differences
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
@@ -17,10 +17,12 @@ from powersgd_triton.core.facts import common_facts, factor_facts, layout_facts,
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
 from powersgd_triton.layout.layout import Layout, Tensors
+from powersgd_triton.ops.backends import computed_by
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 
 T = TypeVar("T")
+DIFFERENT_BITS = "workers compute in different ways, so that their averages differ by about 1e-7 in each step"
 Shapes = Callable[[], Mapping[str, Sequence[int]]]
 """Returns {name: shape}."""
 
@@ -36,6 +38,7 @@ class BucketState:
         agreed: Whether all workers have prepared it.
         waits: Whether it waited for the next buckets when it came first, since its messages are small.
         joined: The bucket in which it was averaged last: itself, or one of which it is a part.
+        known: What the adapter has found out about it.
     """
 
     layout: Layout
@@ -45,6 +48,7 @@ class BucketState:
     agreed: bool = False
     waits: bool | None = None
     joined: BucketState | None = None
+    known: Any = None
 
 
 class Part(NamedTuple):
@@ -131,6 +135,7 @@ class Buckets:
         layout = self.together("a step", introduce)
         if first:
             self._form_nodes(device)
+            warn_of_differences(DIFFERENT_BITS, computed_by(self._plan.config, device), self.communicator, device)
             self.compared = self._tensors() or layout.shapes
         found = self._buckets[key] = BucketState(layout, layout)
         return found
@@ -175,7 +180,9 @@ class Buckets:
         It is not collective if a bucket is new because ranks were planned again, since the host of a GPU must not wait.
         """
         bucket = self.join([part.bucket for part in parts])
-        gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
+        gradients = parts[0].gradients
+        if len(parts) > 1:
+            gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
         layout, config = self.ranked(bucket), self._plan.config
         task = Task(layout, gradients, self._step, config, self.communicator, self._residuals, bucket.memory)
 

@@ -198,6 +198,7 @@ class Engine:
                     # averages. Those of ``others`` may have seen another gradient overflow.
                     for workers in [*communicator.others, *([communicator] if step.uneven else [])]:
                         workers.minimum(verdict)
+            self.residuals.end_step()
             step.end()
             self.buckets.end_step()
             if self.config.planned:

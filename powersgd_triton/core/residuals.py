@@ -13,7 +13,7 @@ from powersgd_triton.core.saved_state import Parts, SavedState, Size
 from powersgd_triton.core.streams import Streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.step import Step
+from powersgd_triton.ops.step import HostCopy, Step
 from powersgd_triton.ranks.plan import RankPlan
 
 
@@ -21,12 +21,14 @@ from powersgd_triton.ranks.plan import RankPlan
 class Remaining:
     """The error E [n, m] of a tensor that no bucket compresses.
 
-    ``verdict`` is that of the step that added it to the gradient, if one has. ``rest`` remains if that is applied.
+    ``verdict`` is that of the step that added it to the gradient, if one has, and ``told`` its copy on the host after
+    that step. ``rest`` remains if the step is applied.
     """
 
     error: Tensor
     verdict: Tensor | None = None
     rest: Tensor | None = None
+    told: HostCopy | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -163,9 +165,9 @@ class Residuals:
         for name, known in list(self._remaining.items()):
             if known.verdict is None or step.decides(known.verdict):
                 continue
-            # Tensors of one step share a verdict, and reading it waits for the device.
+            # Tensors of one step share a verdict. Reading it waits for the device, unless it was copied.
             if id(known.verdict) not in applied:
-                applied[id(known.verdict)] = bool(known.verdict)
+                applied[id(known.verdict)] = bool(known.verdict if known.told is None else known.told.numbers())
             left = known.rest if applied[id(known.verdict)] else known.error
             if left is None:
                 del self._remaining[name]
@@ -173,13 +175,21 @@ class Residuals:
                 self._remaining[name] = Remaining(left)
         return {name: known.error for name, known in self._remaining.items()}
 
+    def end_step(self) -> None:
+        """Copy the verdict that decides about remaining errors to the host, which does not wait."""
+        copies: dict[int, HostCopy] = {}
+        for name, known in self._remaining.items():
+            if known.verdict is not None and known.told is None:
+                told = copies[id(known.verdict)] = copies.get(id(known.verdict)) or HostCopy(known.verdict)
+                self._remaining[name] = dataclasses.replace(known, told=told)
+
     def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
         """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""
         for matrix in self.matrices.values():
             if matrix.bucket.applied is verdict:
                 matrix.bucket.applied = copy
         self._remaining = {
-            name: dataclasses.replace(known, verdict=copy) if known.verdict is verdict else known
+            name: dataclasses.replace(known, verdict=copy, told=None) if known.verdict is verdict else known
             for name, known in self._remaining.items()
         }
 

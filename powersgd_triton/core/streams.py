@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+
+_NOTHING = contextlib.nullcontext()
 
 HIGH_PRIORITY = -1
 """Kernels of a compression are short and other workers wait for their results."""
@@ -26,8 +28,9 @@ class Streams:
     def __init__(self) -> None:
         self._own: dict[torch.device, torch.cuda.Stream] = {}
 
-    @contextlib.contextmanager
-    def on(self, *devices: torch.device, wait: bool = True, join: bool = True) -> Iterator[None]:
+    def on(
+        self, *devices: torch.device, wait: bool = True, join: bool = True
+    ) -> contextlib.AbstractContextManager[object]:
         """Make the engine's streams, and their devices, current within this block. CPU devices have no streams.
 
         Args:
@@ -37,13 +40,11 @@ class Streams:
             join: Whether the caller's streams wait for the work. The host never waits. Without it, the caller must
                 record the stream on the tensors that it passes, and wait for the results in another way.
         """
-        with contextlib.ExitStack() as stack:
-            for device in devices:
-                if has_streams(device):
-                    stack.enter_context(self._on(device, wait, join))
-            yield
+        found = [self._on(device, wait, join) for device in devices if has_streams(device)]
+        # A step works on one device, or on the CPU, where there is nothing to do.
+        return found[0] if len(found) == 1 else _all(found) if found else _NOTHING
 
-    def everywhere(self) -> contextlib.AbstractContextManager[None]:
+    def everywhere(self) -> contextlib.AbstractContextManager[object]:
         """Make the engine's streams current on all devices on which it has worked."""
         return self.on(*self._own)
 
@@ -62,6 +63,14 @@ class Streams:
         finally:
             if own != caller and join:
                 caller.wait_stream(own)
+
+
+@contextlib.contextmanager
+def _all(contexts: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def is_captured(device: torch.device) -> bool:

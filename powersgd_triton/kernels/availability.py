@@ -21,6 +21,24 @@ OLDEST_TRITON_ON_ROCM = (3, 9)
 """Triton 3.7 cannot compile this product for AMD's devices. 3.8 was not tried."""
 
 
+DIRECT = (3, 6), (3, 9)
+"""Oldest and newest version of Triton whose compiled kernels are launched without Triton's inspection of arguments."""
+
+
+def triton_version() -> str:
+    """Return the version of Triton."""
+    # The installed distribution has another name for ROCm.
+    return str(importlib.import_module("triton").__version__)
+
+
+def why_inspected(version: str) -> str | None:
+    """Return why this version of Triton inspects all arguments in each launch. None if it does not."""
+    if torch.version.hip is not None:
+        return "on ROCm"
+    known = DIRECT[0] <= tuple(map(int, version.split(".")[:2])) <= DIRECT[1]
+    return None if known else f"known versions are {'.'.join(map(str, DIRECT[0]))} to {'.'.join(map(str, DIRECT[1]))}"
+
+
 def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), rank: int = 1) -> str | None:
     """Return why the kernels cannot be used for gradients of these dtypes on ``device``. None if they can.
 
@@ -35,8 +53,7 @@ def why_not_triton(device: torch.device, dtypes: Collection[torch.dtype] = (), r
         return f"the kernels run on CUDA and ROCm devices; these gradients are on {device.type}"
     elif torch.version.hip is None and (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"the kernels need compute capability 8.0; this device has {capability[0]}.{capability[1]}"
-    # The installed distribution has another name for ROCm.
-    version: str = importlib.import_module("triton").__version__
+    version = triton_version()
     oldest, where = (OLDEST_TRITON, "") if torch.version.hip is None else (OLDEST_TRITON_ON_ROCM, " on ROCm")
     if tuple(int(number) for number in version.split(".")[:2]) < oldest:
         return f"the kernels need triton {oldest[0]}.{oldest[1]} or newer{where}; this is {version}"

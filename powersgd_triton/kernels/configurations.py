@@ -162,6 +162,11 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
 
 
+def is_captured(device: torch.device) -> bool:
+    """Return whether work on the device is captured in a CUDA graph instead of run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def select_configuration(arch: str, rank: int) -> Configuration:
     """Return the launches for matrices of at most this rank.
 

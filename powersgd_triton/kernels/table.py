@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.availability import DTYPES, MAX_RANK
-from powersgd_triton.kernels.configurations import multiprocessors
+from powersgd_triton.kernels.configurations import is_captured, multiprocessors
 from powersgd_triton.kernels.splits import part_lengths, parts
 from powersgd_triton.kernels.table_device import (
     PROGRESS,
@@ -43,6 +43,9 @@ CHUNK_ROWS = 64
 
 POINTERS = 8
 """Number of sets of tensors whose places are remembered."""
+
+SPARES = 4
+"""Number of such sets that may be new in captures of CUDA graphs, one after the other."""
 
 
 class Matrix(NamedTuple):
@@ -118,6 +121,9 @@ class BucketTable:
         # those that a graph uses are kept.
         self._distances: dict[tuple[torch.dtype, int, tuple[int, ...]], tuple[Tensor, Tensor]] = {}
         self._captured: list[tuple[Tensor, Tensor]] = []
+        # Memory for distances. While a CUDA graph is captured, the host must not allocate any that is pinned.
+        self._spares: list[Tensor] = []
+        self._prepare_spares()
 
         (rows, width_block), (height_block, columns) = row_tile, column_tile
         transposed = [Matrix(x.m, x.n, x.r, x.q_offset, x.p_offset, x.key) for x in matrices]
@@ -164,7 +170,7 @@ class BucketTable:
 
         They are checked, and their distances uploaded, only if these are new. Those of a buffer's parts never change.
         TypeError: They are not all of one of the dtypes fp32, bf16, fp16. ValueError: They are on another device, not
-        contiguous, or not of the table's sizes.
+        contiguous, or not of the table's sizes. RuntimeError: A captured step has too many new distances.
         """
         # That of a tensor without elements is 0, wherever it lies.
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -180,8 +186,10 @@ class BucketTable:
                 self._distances.pop(next(iter(self._distances)))
         # Last in the dictionary, so that what was not used for longest is first.
         self._distances[key] = known
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(self.device):
             self._captured.append(known)
+        elif len(self._spares) < SPARES:
+            self._prepare_spares()
         return Pointers(dtype, base, known[0])
 
     def _upload(
@@ -204,8 +212,22 @@ class BucketTable:
                 )
         if any((base + distance) % dtype.itemsize for distance in distances):
             raise ValueError(f"tensors must start at multiples of their elements' {dtype.itemsize} bytes")
-        host = on_host([distances], len(distances), torch.int64, self.device)
+        if not is_captured(self.device):
+            host = on_host([distances], len(distances), torch.int64, self.device)
+        elif self._spares:
+            host = self._spares.pop()[:, : len(distances)]
+            host[0] = torch.tensor(distances)
+        else:
+            raise RuntimeError(
+                "the gradients of this bucket lie apart from each other in another way than before: take a step with "
+                "them that is not captured before the one that is"
+            )
         return host.to(self.device, non_blocking=True), host
+
+    def _prepare_spares(self) -> None:
+        columns = len(self.matrices) + len(self.bypass)
+        for _ in range(SPARES - len(self._spares)):
+            self._spares.append(on_host([[0] * columns], columns, torch.int64, self.device))
 
     def _split(
         self, matrices: Sequence[Matrix], tile: int, block: int

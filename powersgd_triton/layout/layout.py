@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig, whole_number
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, FORMATS, SCALE_BYTES, WireFormat
@@ -222,8 +223,17 @@ class Layout:
 
     def factor_bytes(self, config: PowerSGDConfig, *, left: bool) -> int:
         """Return the bytes of the left or right factors of all groups in a message, with their scales."""
-        width = wire_format(config)
-        return sum(count * width.factor_bytes(rows, rank) for count, rows, rank in self.factor_shapes(left=left))
+        known = self._factor_bytes.get((config.wire_dtype, left))
+        if known is None:
+            width = wire_format(config)
+            known = sum(count * width.factor_bytes(rows, rank) for count, rows, rank in self.factor_shapes(left=left))
+            self._factor_bytes[config.wire_dtype, left] = known
+        return known
+
+    @functools.cached_property
+    def _factor_bytes(self) -> dict[tuple[Any, bool], int]:
+        """Results of ``factor_bytes``, which each step asks for."""
+        return {}
 
 
 def _contiguous(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.kernels.availability import why_not_triton
+from powersgd_triton.kernels.availability import triton_version, why_inspected, why_not_triton
+from powersgd_triton.kernels.configurations import architecture
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.torch_backend import TorchBackend
-
-Workspace = dict[tuple[str, torch.device], Tensor]
-"""Scratch memory of one engine's kernels by name and device. Its buckets share it, since they share one stream."""
+from powersgd_triton.ops.workspace import Workspace
 
 
 def select_backend(
@@ -38,6 +36,23 @@ def select_backend(
     if config.backend == "triton":
         raise ValueError(f"backend 'triton' cannot be used: {obstacle}")
     return "torch", obstacle
+
+
+def computed_by(config: PowerSGDConfig, device: torch.device) -> str:
+    """Return what the bits of a step on a device depend on: the backend, its version, and the kind of processor."""
+    try:
+        name, _ = select_backend(config, device)
+    except ValueError as error:
+        return str(error)
+    processor = architecture(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    version = triton_version() if name == "triton" else torch.__version__
+    return f"{name} {version} on {processor}"
+
+
+def launches_with(version: str) -> str:
+    """Return how kernels are launched with a version of Triton, as the doctor says it."""
+    why = why_inspected(version)
+    return "launches without inspection" if why is None else f"launches take longer: Triton inspects arguments ({why})"
 
 
 def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:

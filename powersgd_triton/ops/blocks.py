@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from powersgd_triton.ops.precision import full_precision
 
 BLOCK_BYTES = {"cpu": 3 << 18}
 """Bytes of a block for each thread. Cores have a second-level cache of 1 or 2 MiB, which holds a block and more."""
@@ -84,7 +84,7 @@ def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
 
 def multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
     """Compute out = A B for batches. A batch of one is computed as a plain product, which uses all threads."""
-    with _full_precision(out.device):
+    with full_precision(out.device):
         if len(A) == 1:
             torch.mm(A[0], B[0], out=out[0])
         else:
@@ -100,29 +100,8 @@ def product(A: Tensor, B: Tensor) -> Tensor:
 
 def add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
     """Compute out += alpha · A B for batches. A batch of one is a plain product, which uses all threads."""
-    with _full_precision(out.device):
+    with full_precision(out.device):
         if len(A) == 1:
             out[0].addmm_(A[0], B[0], alpha=alpha)
         else:
             out.baddbmm_(A, B, alpha=alpha)
-
-
-_AS_IT_IS = contextlib.nullcontext()
-
-
-def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Compute products of fp32 values in fp32. In TF32, errors would not contain what was not sent."""
-    backends: Any = torch.backends
-    settings = (backends.cuda if device.type == "cuda" else backends.mkldnn).matmul
-    # A generator for each product would take a small model's step a few percent of its time.
-    return _AS_IT_IS if settings.fp32_precision in ("none", "ieee") else _suspended(settings)
-
-
-@contextlib.contextmanager
-def _suspended(settings: Any) -> Iterator[None]:
-    allowed = settings.fp32_precision
-    settings.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = allowed

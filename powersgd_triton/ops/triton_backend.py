@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from powersgd_triton.kernels.commit import commit_triton
 from powersgd_triton.kernels.compensate_project import Pending, compensate_project_triton
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.explore import explore_triton
+from powersgd_triton.kernels.launcher import Launches
 from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
@@ -26,6 +29,7 @@ from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.wire import Wire
+from powersgd_triton.ops.workspace import Workspace
 
 
 class TritonBackend:
@@ -34,7 +38,7 @@ class TritonBackend:
     ``TorchBackend`` handles rare cases. It works on the same memory with the same result.
     """
 
-    def __init__(self, bucket: Bucket, workspace: dict[tuple[str, torch.device], Tensor]) -> None:
+    def __init__(self, bucket: Bucket, workspace: Workspace) -> None:
         layout, device = bucket.layout, bucket.message_P.device
         self.bucket, self._workspace, self._device = bucket, workspace, device
         self._alternating = bucket.config.algorithm == "alternating"
@@ -66,6 +70,14 @@ class TritonBackend:
         # takes a verdict that nobody reads.
         self._never, self._ignored = torch.zeros(2, dtype=torch.int64, device=device).unbind()
         self._same = torch.ones((), device=device)
+        # Sums of the factors Q, P in the messages.
+        self._means = bucket.message_Q[: layout.q_numel], bucket.message_P[: layout.p_numel]
+        errors, self._M = [M for group in bucket.M or [] for M in group], None
+        if errors:
+            M = self._own.pointers(errors, bypass=False)
+            # Another object than that of gradients which lie in the same way; see ``Launches``.
+            self._M = M._replace(distances=M.distances.view(1, -1))
+        self._stages: dict[str, Launches] = collections.defaultdict(Launches)
         # Where gradients and error buffers are in this step. Numbers, which keep no tensor alive.
         self._places: tuple[Pointers, Pointers | None]
 
@@ -74,62 +86,81 @@ class TritonBackend:
         own = bucket.P if self._alternating else None
         G, M = self._locate(gradients)
         self._clear(bucket.message_P, own)
-        parts = self._get("parts", table.p_parts_numel)
-        compensate_project_triton(
-            table, G, M, *self._pending(step), bucket.basis, launches.compensate_project, out=parts
-        )
-        pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
+        pending, growth = self._pending(step)
+
+        def launch() -> None:
+            parts = self._get("parts", table.p_parts_numel)
+            compensate_project_triton(
+                table, G, M, pending, growth, bucket.basis, launches.compensate_project, out=parts
+            )
+            pack_triton(table.pack_P, parts, G, self._finite, own=own, message=bucket.message_P)
+
+        self._repeat("project", launch, pending[:2], pending[2], growth)
         bucket.applied = None
         return Message(bucket.message_P, left=True, own=own)
 
     def backproject(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> Message:  # noqa: ARG002
         bucket, table, launches = self.bucket, self._own, self._launches
-        parts = self._get("parts", table.q_parts_numel)
         self._clear(bucket.message_Q, bucket.Q)
         if self._alternating:
             G, M = self._locate(gradients)
-            compensate_backproject_triton(
-                table, G, M, *self._pending(step), bucket.P_hat,
-                launches.compensate_backproject, launches.backproject, out=parts,
-            )  # fmt: skip
-            pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
+            pending, growth = self._pending(step)
+
+            def launch() -> None:
+                parts = self._get("parts", table.q_parts_numel)
+                compensate_backproject_triton(
+                    table, G, M, pending, growth, bucket.P_hat,
+                    launches.compensate_backproject, launches.backproject, out=parts,
+                )  # fmt: skip
+                pack_triton(table.pack_left, parts, G, self._finite, own=bucket.Q, message=bucket.message_Q)
+
+            self._repeat("backproject", launch, pending[:2], pending[2], growth)
             bucket.applied = None
         else:
-            self._orthogonalize(self._table.P, bucket.message_P, step, out=bucket.P_hat)
             G, M = self._places
-            backproject_triton(table, G if M is None else M, bucket.P_hat, launches.backproject, out=parts)
-            # The same launch turns the bypass tensors of the previous message into means.
-            average_triton(
-                table, table.pack_Q, parts, G, bucket.message_P, step.workers, self._finite,
-                own=bucket.Q, message=bucket.message_Q,
-            )  # fmt: skip
+            number = step.number(self._device)
+
+            def launch() -> None:
+                parts = self._get("parts", table.q_parts_numel)
+                self._orthogonalize(self._table.P, bucket.message_P, number, out=bucket.P_hat)
+                backproject_triton(table, G if M is None else M, bucket.P_hat, launches.backproject, out=parts)
+                # The same launch turns the bypass tensors of the previous message into means.
+                average_triton(
+                    table, table.pack_Q, parts, G, bucket.message_P, step.workers, self._finite,
+                    own=bucket.Q, message=bucket.message_Q,
+                )  # fmt: skip
+
+            self._repeat("backproject", launch, (step.workers,), number)
         return Message(bucket.message_Q, left=False, own=bucket.Q)
 
     def commit(self, gradients: Mapping[str, Tensor], step: Step, repetition: int) -> None:  # noqa: ARG002
         bucket, table, layout, config = self.bucket, self._table, self.bucket.layout, self.bucket.config
         projected = self._alternating and not products(config, step.iteration, 0)[1]
         message, numel = (bucket.message_P, layout.p_numel) if projected else (bucket.message_Q, layout.q_numel)
-        mean = message[:numel]
+        mean = self._means[projected]
         if projected:
             factors, basis = table.P, bucket.P_hat
             product, average = (bucket.P, bucket.basis), (mean, bucket.basis)
         else:
             factors, basis = table.Q, bucket.basis
             product, average = (bucket.P_hat, bucket.Q), (bucket.P_hat, mean)
-        if self._alternating:
-            pack = table.pack_P if projected else table.pack_left
-            average_triton(table, pack, message, self._places[0], message, step.workers, self._finite)
-        # This is needed without warm start too, because it detects non-finite values.
-        following = self._get("following", numel)
-        self._orthogonalize(factors, mean, step, out=following)
-        if explores(config, repetition):
-            number = step.number(self._device)
-            explore_triton(table, number, self._finite, self._rank, config.explore_every, out=following)
-        verdict = step.verdict(self._device)
-        commit_triton(
-            self._own, *self._places, following if config.warm_start else None, step.workers, self._finite,
-            basis=basis, message=mean, verdict=verdict,
-        )  # fmt: skip
+        number, verdict = step.number(self._device), step.verdict(self._device)
+
+        def launch() -> None:
+            if self._alternating:
+                pack = table.pack_P if projected else table.pack_left
+                average_triton(table, pack, message, self._places[0], message, step.workers, self._finite)
+            # This is needed without warm start too, because it detects non-finite values.
+            following = self._get("following", numel)
+            self._orthogonalize(factors, mean, number, out=following)
+            if explores(config, repetition):
+                explore_triton(table, number, self._finite, self._rank, config.explore_every, out=following)
+            commit_triton(
+                self._own, *self._places, following if config.warm_start else None, step.workers, self._finite,
+                basis=basis, message=mean, verdict=verdict,
+            )  # fmt: skip
+
+        self._repeat(f"commit {projected=}", launch, (step.workers,), number, verdict)
         bypass_means = message[numel:] if self._alternating else bucket.message_P[layout.p_numel :]
         bucket.commit([product], [average], bypass_means, verdict)
 
@@ -145,9 +176,12 @@ class TritonBackend:
         carried = (bucket.message_P, table.pack_P) if behind_P else (bucket.message_Q, table.pack_left)
         pointers = table.pointers([out[name] for name in self._names])
         verdict = self._ignored if overflow is None else overflow
-        reconstruct_triton(
-            table, *bucket.average[0], *carried, self._launches.reconstruct, out=pointers, verdict=verdict
-        )
+        P, Q = bucket.average[0]
+
+        def launch() -> None:
+            reconstruct_triton(table, P, Q, *carried, self._launches.reconstruct, out=pointers, verdict=verdict)
+
+        self._repeat(f"reconstruct {behind_P=}", launch, (P, Q), verdict, places=[pointers])
 
     def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
         TorchBackend(self.bucket).reconstruct_ranges(out, overflow)
@@ -158,7 +192,7 @@ class TritonBackend:
             if redraw:
                 # Orthogonalization replaces a zero column by a random direction.
                 basis.zero_()
-            self._orthogonalize(factors, basis, step, out=basis)
+            self._orthogonalize(factors, basis, step.number(self._device), out=basis)
 
     def wire(self, plan: WirePlan) -> Wire:
         assert self.bucket.message_P.dtype == torch.float32, "the kernels are not chosen for fp64 gradients"
@@ -172,20 +206,30 @@ class TritonBackend:
             return (bucket.P_hat, bucket.Q, self._never), growth
         return (*bucket.product[0], bucket.applied), growth
 
-    def _orthogonalize(self, factors: FactorTable, A: Tensor, step: Step, *, out: Tensor) -> None:
+    def _repeat(
+        self, stage: str, launch: Callable[[], None], fixed: tuple[Any, ...], *moving: Tensor, places: Any = None
+    ) -> None:
+        """Launch a stage's kernels. See ``Launches.run``; tensors among what is ``fixed`` are compared by identity.
+
+        ``places`` are those of the tensors that kernels reach through addresses, by default of G and M.
+        """
+        places = [each for each in places or self._places if each is not None]
+        same = [id(value) if isinstance(value, Tensor) else value for value in fixed]
+        addresses = [value for each in places for value in each[1:]]
+        self._stages[stage].run(launch, (places[0].dtype, self._workspace.version, *same), [*addresses, *moving])
+
+    def _orthogonalize(self, factors: FactorTable, A: Tensor, number: Tensor, *, out: Tensor) -> None:
         launch, rank = self._launches.orthogonalize, self._table.rank
         X = self._get("X", A.numel() if rank > launch.panel else 1, torch.float64)
         grams = self._get("grams", grams_numel(factors, rank, launch.panel), torch.float64)
         orthogonalize_triton(
-            factors, A, rank, step.number(self._device), self.bucket.config.orthogonalization_epsilon,
+            factors, A, rank, number, self.bucket.config.orthogonalization_epsilon,
             self._launches.gram, launch, X=X, grams=grams, finite=self._finite, out=out,
         )  # fmt: skip
 
     def _locate(self, gradients: Mapping[str, Tensor]) -> tuple[Pointers, Pointers | None]:
-        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are now."""
-        errors = [M for group in self.bucket.M or [] for M in group]
-        G = self._own.pointers([gradients[name] for name in self._own_names])
-        self._places = G, self._own.pointers(errors, bypass=False) if errors else None
+        """Return where the gradients of this worker's rows, the bypass tensors and the error buffers are."""
+        self._places = self._own.pointers([gradients[name] for name in self._own_names]), self._M
         return self._places
 
     def _clear(self, *factors: Tensor | None) -> None:
@@ -197,10 +241,7 @@ class TritonBackend:
 
     def _get(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return at least ``numel`` elements of scratch memory. The same name gives the same memory."""
-        memory = self._workspace.get((name, self._device))
-        if memory is None or memory.numel() < numel:
-            memory = self._workspace[name, self._device] = torch.empty(numel, dtype=dtype, device=self._device)
-        return memory
+        return self._workspace.get(name, numel, dtype, self._device)
 
 
 def largest_rank(bucket: Bucket) -> int:

@@ -10,7 +10,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.scheme import Task
 from powersgd_triton.layout.layout import Layout, products
 from powersgd_triton.ops.backend import Backend
-from powersgd_triton.ops.backends import Workspace
+from powersgd_triton.ops.workspace import Workspace
 from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 
@@ -19,10 +19,11 @@ class LowRank:
 
     def __init__(self) -> None:
         # Scratch memory of the kernels of all buckets.
-        self._workspace: Workspace = {}
+        self._workspace = Workspace()
 
     def prepare(self, task: Task) -> Backend:
         """Return the backend of the bucket, with its factors and error buffers."""
+        self._workspace.captured |= task.step.captured
         known: Backend | None = task.memory
         if known is not None and known.bucket.layout is task.layout and known.bucket.share == task.communicator.share:
             return known

@@ -31,6 +31,8 @@ WHOLE_GRADIENT = ("compensate_project", "backproject", "reconstruct")
 WIRE = ("encode", "reduce", "decode")
 DIFFERENCES = ("encode_difference", "apply_difference")
 MOST_LAUNCHES, LAUNCHES_OF_NARROW_MESSAGES, MOST_KERNELS = 14, 6, 12
+# Of functions. It was 1451 when each launch inspected its arguments.
+MOST_CALLS = 900
 
 Rows = list[dict[str, Any]]
 
@@ -117,6 +119,9 @@ def test_steps_launch_few_kernels_that_all_buckets_and_ranks_share():
     rows = {row["ranks"]: row for row in found}
     assert rows["4"]["launches a bucket"] <= MOST_LAUNCHES + LAUNCHES_OF_NARROW_MESSAGES
     assert rows["4"]["kernels compiled"] <= MOST_KERNELS
+    # All but those of messages, with the arguments that they would have anew.
+    assert [row["launches a bucket"] - row["repeated"] for row in found] == [6, 0, 6, 6]
+    assert rows["4"]["calls a hook step"] <= MOST_CALLS
     # Gradients lie in flat buffers, in every step at another place.
     assert all(row["compiled later"] == row["uploads"] == 0 for row in found)
     # The plan for a smaller budget comes second, with ranks that fit one block of columns.

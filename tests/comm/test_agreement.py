@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.config import logger
+from powersgd_triton.core import buckets
 from powersgd_triton.ops import torch_backend
 from tests.support.checks import gradients
 from tests.support.distributed import on_workers
@@ -77,6 +80,24 @@ def test_workers_that_agree_until_an_iteration_or_a_factor_differs(worker: int, 
     everyone = [""] * world_size
     dist.all_gather_object(everyone, said)
     assert {*everyone} == {said}
+
+
+@on_workers(2)
+def test_workers_that_compute_differently_are_warned(worker: int, world_size: int) -> None:
+    """Once, on all workers, and they go on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    expected = f"{buckets.DIFFERENT_BITS}: triton 3.7.1 on sm_80 on workers 0; torch 2.13.0 on sm_90 on workers 1"
+    kinds = ("triton 3.7.1 on sm_80", "torch 2.13.0 on sm_90")
+    for kind, warnings in ((kinds[0], []), (kinds[worker], [expected])):
+        with mock.patch.object(buckets, "computed_by", lambda *_, kind=kind: kind):
+            compressor = Compressor(PowerSGDConfig(**CONFIG), SHAPES)
+            for _ in range(2):
+                compress(compressor)
+        assert [text for text in messages if buckets.DIFFERENT_BITS in text] == warnings
+    logger.removeHandler(handler)
 
 
 @on_workers(4)

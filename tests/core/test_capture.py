@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core import capture as captures
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.handle import Handle
+from powersgd_triton.kernels import table
 from powersgd_triton.ops.step import LossScale
 from powersgd_triton.schemes import new_engine
 from tests.support.checks import same_bits
@@ -39,9 +42,11 @@ class FakeGraph(TorchDispatchMode):
     def __init__(self, memory: list[Tensor]) -> None:
         super().__init__()
         self.work: list[Callable[[], None]] = []
-        self._before = {tensor.untyped_storage()._cdata: (tensor, tensor.clone()) for tensor in memory}
+        # Storages and what was in them.
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._new: set[int] = set()
         self._in_kernel = False
+        self._save(memory)
 
     def replay(self) -> None:
         for work in self.work:
@@ -88,6 +93,7 @@ class FakeGraph(TorchDispatchMode):
 
         with (
             mock.patch.object(captures, "is_captured", return_value=True),
+            mock.patch.object(table, "is_captured", return_value=True),
             mock.patch.object(interpreter.GridExecutor, "__call__", noted),
         ):
             try:
@@ -182,6 +188,53 @@ def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
         assert same_bits(one, other), step
     # A captured step makes two launches more.
     assert fields or training.launches in (None, 2 + 13 * len(SHAPES))
+
+
+def test_replays_keep_their_scratch_memory(device: torch.device):
+    """Also when a larger bucket comes later, whose step needs more of it."""
+    training = Training(device)
+    training.run(range(EAGER))
+    replay = training.capture()
+    workspace = training.engine._scheme._workspace  # type: ignore[attr-defined]
+    used = [weakref.ref(memory) for memory in workspace._memory.values()]
+    assert used
+    if device.type == "cpu":
+        # The stand-in for a graph keeps all memory.
+        del replay
+    larger: dict[str, tuple[int, ...]] = {"larger": (400, 300)}
+    layout = training.engine.begin("larger", lambda: larger, device, last=True)
+    training.engine.average(layout, {name: torch.randn(shape, device=device) for name, shape in larger.items()})
+    gc.collect()
+    assert all(memory() is not None for memory in used)
+    assert {id(memory()) for memory in used} - {id(memory) for memory in workspace._memory.values()}
+
+
+def test_a_capture_may_have_gradients_in_other_places(device: torch.device):
+    """The host allocates no pinned memory for them then."""
+
+    def capture(training: Training, gap: int) -> Callable[[], None]:
+        for gradients in training.gradients:
+            memory, start = torch.zeros(1 << 12, device=device), 0
+            for name, gradient in gradients.items():
+                gradients[name] = memory[start : start + gradient.numel()].view(gradient.shape)
+                start += gradient.numel() + gap
+        with mock.patch.object(table, "on_host", side_effect=AssertionError):
+            return training.capture()
+
+    expected = Training(device).run(range(4))
+    training = Training(device)
+    found = training.run(range(EAGER))
+    replay = capture(training, 4)
+    found += training.run(range(EAGER, 4), replay)
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert same_bits(one, other), step
+    for further in range(1, table.SPARES):
+        capture(training, 4 + 4 * further)
+    with pytest.raises(RuntimeError, match="in another way than before"):
+        capture(training, 400)
+    training.run([4])
+    training.run([5])
+    capture(training, 400)
 
 
 def test_nothing_is_lost_by_a_capture_that_fails(device: torch.device):

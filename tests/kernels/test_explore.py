@@ -13,6 +13,7 @@ from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference
 from powersgd_triton.ops.triton_backend import TritonBackend
+from powersgd_triton.ops.workspace import Workspace
 
 EVERY = 3
 SHAPES = {"wide": (40, 300), "tall": (90, 33), "twin": (90, 33), "small": (5, 4), "full": (2, 50), "one": (1, 7)}
@@ -24,7 +25,7 @@ def explored(bucket: Bucket, step: int, finite: bool = True) -> list[list[Tensor
     for kernel in (False, True):
         if kernel:
             explore_triton(
-                TritonBackend(bucket, {})._table, torch.tensor(step, device=device),
+                TritonBackend(bucket, Workspace())._table, torch.tensor(step, device=device),
                 torch.tensor(int(finite), dtype=torch.int32, device=device), max(g.rank for g in bucket.layout.groups),
                 EVERY, out=bucket.basis,
             )  # fmt: skip

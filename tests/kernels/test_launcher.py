@@ -12,7 +12,7 @@ import torch
 import triton
 
 from powersgd_triton.kernels import launcher
-from powersgd_triton.kernels.launcher import run
+from powersgd_triton.kernels.launcher import Launches, run
 
 OPTIONS = {"num_warps": 4, "C": 16}
 
@@ -107,11 +107,91 @@ def test_triton_launches_for_hooks_in_captures_and_in_unknown_versions():
         mock.patch.object(kernel, "pre_run_hooks", [print]),
         mock.patch.object(hooks.launch_enter_hook, "calls", [print]),
         mock.patch.object(hooks.launch_exit_hook, "calls", [print]),
+        # As in versions without chains of hooks.
+        mock.patch.object(hooks, "launch_enter_hook", print),
         mock.patch.multiple(launcher, HAS_DEVICE=True, torch=mock.Mock()),
         mock.patch.object(launcher, "KNOWN", False),
     ):
         with watch:
             launch(kernel)
-    assert len(kernel.by_triton) == 6
-    launch(kernel)
+    assert len(kernel.by_triton) == 7
+    with mock.patch.object(hooks, "launch_enter_hook", None):
+        launch(kernel)
     assert len(kernel.direct) == 2
+
+
+class Part:
+    """Two launches of a step, of which one takes what moves."""
+
+    def __init__(self) -> None:
+        self.kernel, self.launches, self.inspected = Kernel(), Launches(), 0
+
+    def __call__(self, tensor: torch.Tensor, scalar: torch.Tensor, *fixed: object) -> list[tuple[Any, ...]]:
+        """Return the arguments of the direct launches."""
+        self.kernel.direct.clear()
+        self.launches.run(lambda: self._launch(tensor, scalar), fixed, [tensor, scalar])
+        return [taken[9:11] for taken in self.kernel.direct]
+
+    def _launch(self, tensor: torch.Tensor, scalar: torch.Tensor) -> None:
+        self.inspected += 1
+        launch(self.kernel, tensor, scalar)
+        launch(self.kernel)
+
+
+def addresses(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def test_launches_are_repeated_with_what_has_moved(driver: types.SimpleNamespace):
+    part, numbers = Part(), torch.zeros(8, dtype=torch.int64)
+    tensors = torch.zeros(4, 64).unbind()
+    for step, tensor in enumerate(tensors):
+        expected = [addresses(tensor, numbers[step]), addresses(TENSOR, SCALAR)]
+        # The first launch is compiled by Triton.
+        assert part(tensor, numbers[step]) == expected[step == 0 :]
+    assert part.inspected == 2
+    # Something else decides now, or the device is another one.
+    part(tensors[0], numbers[0], "other")
+    part(tensors[1], numbers[1], "other")
+    assert part.inspected == 3
+    driver.get_current_device = lambda: 1
+    for tensor in tensors[:3]:
+        part(tensor, numbers[0], "other")
+    assert part.inspected == 5
+    assert part.kernel.direct[0][3] == 71
+
+
+def test_launches_are_not_repeated_if_triton_must_launch():
+    part, hooks = Part(), triton.knobs.runtime
+    for _ in range(3):
+        part(TENSOR, SCALAR)
+    assert part.inspected == 2
+    for watch in (
+        mock.patch.object(part.kernel, "pre_run_hooks", [print]),
+        mock.patch.object(hooks, "launch_exit_hook", print),
+        mock.patch.multiple(launcher, HAS_DEVICE=True, torch=mock.Mock(Tensor=torch.Tensor)),
+        mock.patch.object(launcher, "KNOWN", False),
+    ):
+        before = part.inspected
+        with watch:
+            assert part(TENSOR, SCALAR) == []
+        assert part.inspected == before + 1
+    # What is compiled for multiples of 16 bytes must start there.
+    part(TENSOR, SCALAR)
+    assert len(part(TENSOR[1:], SCALAR)) == 1
+    assert part(TENSOR, SCALAR)[0] == addresses(TENSOR, SCALAR)
+
+
+def test_a_part_that_fails_is_not_repeated():
+    part, calls = Part(), []
+    for _ in range(2):
+        part(TENSOR, SCALAR)
+    with (
+        mock.patch.object(part, "_launch", side_effect=ValueError("it fails")),
+        pytest.raises(ValueError, match="it fails"),
+    ):
+        part(TENSOR, SCALAR, "other")
+    launch(part.kernel)
+    assert not part.launches._noted
+    part.launches.run(lambda: calls.append(1), ("other",), [])
+    assert calls == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import triton
 
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels.availability import why_not_triton
-from powersgd_triton.ops.backends import select_backend
+from powersgd_triton.ops.backends import computed_by, select_backend
 
 
 def test_backends_by_name(device: torch.device):
@@ -61,3 +62,20 @@ def test_where_the_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch):
         assert why_not_triton(cuda) == expected
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert why_not_triton(cuda) == "triton is not installed"
+
+
+def test_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch):
+    """The number of multiprocessors is not among it."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    here = computed_by(PowerSGDConfig(backend="triton"), torch.device("cpu"))
+    assert here == f"triton {triton.__version__} on {capability}"
+    config, gpu = PowerSGDConfig(), torch.device("cuda", 0)
+    assert computed_by(config, torch.device("cpu")) == f"torch {torch.__version__} on {capability}"
+    monkeypatch.setattr(torch.version, "hip", None)
+    for major, minor, backend in ((8, 0, f"triton {triton.__version__}"), (7, 5, f"torch {torch.__version__}")):
+        properties = types.SimpleNamespace(major=major, minor=minor, multi_processor_count=major)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=(major, minor): found)
+        assert computed_by(config, gpu) == f"{backend} on sm_{major}{minor}"
+    # Each worker is told why by itself.
+    assert "cannot be used" in computed_by(PowerSGDConfig(backend="triton", iterations=2), torch.device("cpu"))

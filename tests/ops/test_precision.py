@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import Compressor
-from powersgd_triton.ops import blocks
+from powersgd_triton.ops.precision import full_precision
 from tests.support.checks import everything, same_bits
 
 SHAPES = {"weight": (48, 40), "other": (48, 40), "odd": (33, 29), "bias": (7,)}
@@ -54,10 +55,53 @@ def test_tf32_is_off_in_products_only(allowed: str):
     settings: Any = torch.backends.cuda.matmul
     before, settings.fp32_precision = settings.fp32_precision, allowed
     try:
-        with contextlib.suppress(KeyError), blocks._full_precision(torch.device("cuda", 0)):
+        with contextlib.suppress(KeyError), full_precision(torch.device("cuda", 0)):
             seen.append(settings.fp32_precision)
             raise KeyError
         seen.append(settings.fp32_precision)
     finally:
         settings.fp32_precision = before
     assert seen == ["ieee" if allowed == "tf32" else allowed, allowed]
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_older_settings_can_be_read_meanwhile(precision: str):
+    """torch refuses to read them if they differ from the newer ones."""
+
+    def seen() -> tuple[Any, ...]:
+        backends: Any = torch.backends
+        precisions = [matmul.fp32_precision for matmul in (backends.cuda.matmul, backends.mkldnn.matmul)]
+        return torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(), precisions
+
+    try:
+        torch.set_float32_matmul_precision(precision)
+        before = seen()
+        with full_precision(torch.device("cuda", 0)):
+            assert seen() == (False, "highest", ["ieee", "ieee"])
+        assert seen() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_the_last_of_several_threads_gives_the_settings_back():
+    settings: Any = torch.backends.cuda.matmul
+    begun, others = threading.Event(), threading.Event()
+
+    def product() -> None:
+        with full_precision(torch.device("cuda", 0)):
+            begun.set()
+            others.wait(10)
+
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    thread = threading.Thread(target=product)
+    try:
+        with full_precision(torch.device("cuda", 0)):
+            thread.start()
+            begun.wait(10)
+        during = settings.fp32_precision
+        others.set()
+        thread.join()
+        assert (during, settings.fp32_precision) == ("ieee", "tf32")
+    finally:
+        others.set()
+        settings.fp32_precision = before

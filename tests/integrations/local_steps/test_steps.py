@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.integrations.local_steps import LocalSteps
+from powersgd_triton.ops.step import HostCopy
 from tests.support.distributed import make_test
 from tests.support.local_steps import (
     NESTEROV,
@@ -51,6 +53,51 @@ def equals_diloco(worker: int, _world_size: int) -> None:
         apart.net.load_state_dict(shared.state_dict())
     got.train(STEPS)
     assert (got.flat() - flat(shared)).abs().max() <= 1e-5 < 0.01 < (got.flat() - got.start).abs().max()
+
+
+class Reads(TorchDispatchMode):
+    """Counts where the host reads a tensor that a step has computed, for which it would wait on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name: str = func._schema.name
+        self.number += name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
+        return func(*args, **(kwargs or {}))
+
+
+def reads_once(worker: int, _world_size: int) -> None:
+    """The host reads once what decides about an exchange, however many buffers there are, and when it ends."""
+    tolist, numbers = torch.Tensor.tolist, HostCopy.numbers
+    for delay in (0, 2):
+        net = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(4)])
+        net.register_buffer("mask", torch.ones(5, dtype=torch.bool))
+        sync = LocalSteps(net, PowerSGDConfig(codes="int8"), every=3, delay=delay)
+        compare = sync._compare
+        for step in range(1, 10):
+            net(torch.randn(4, 3, generator=torch.Generator().manual_seed(worker + 10 * step)))
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(0.1 * worker)
+
+            def on_host(act: Any, *arguments: Any) -> Any:
+                with _disable_current_modes(), mock.patch.object(torch.Tensor, "tolist", tolist):
+                    return act(*arguments)
+
+            copies = mock.Mock(side_effect=tolist)
+            with (
+                # What the workers compare lies on the host, and what was copied in an earlier step.
+                mock.patch.object(sync, "_compare", functools.partial(on_host, compare)),
+                mock.patch.object(HostCopy, "numbers", lambda copy: on_host(numbers, copy)),
+                mock.patch.object(torch.Tensor, "tolist", lambda tensor, copies=copies: copies(tensor)),
+                Reads() as reads,
+            ):
+                sync.step()
+            # In the first exchange, the workers agree on more.
+            if step > 5:
+                assert reads.number + copies.call_count == ((step - delay) % 3 == 0), (delay, step)
 
 
 def averages_states(worker: int, _world_size: int) -> None:
@@ -199,7 +246,7 @@ def takes_rounds_of_other_lengths(worker: int, _world_size: int) -> None:
     assert training.sync.iteration == 3
 
 
-ANY_NUMBER = [equals_diloco, averages_states, refuses]
+ANY_NUMBER = [equals_diloco, averages_states, reads_once, refuses]
 test_two_workers = make_test(
     [*ANY_NUMBER, takes_rounds_of_other_lengths, refuses_later, takes_in_what_trains_later, tries_again], 2
 )
