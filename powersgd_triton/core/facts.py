@@ -13,9 +13,14 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
 
 
+PROTOCOL = 1
+"""Raised when other messages are sent, or computed otherwise, for the same configuration."""
+
+
 def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:
-    """Return facts about the configuration and the step."""
-    return {"iteration": iteration, **{f"config.{field}": value for field, value in config.to_dict().items()}}
+    """Return facts about the package, the configuration and the step."""
+    facts = {"the package's protocol": PROTOCOL, "iteration": iteration}
+    return {**facts, **{f"config.{field}": value for field, value in config.to_dict().items()}}
 
 
 def tensor_facts(tensors: Tensors, ranks: Mapping[str, int]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.config import logger
 from powersgd_triton.core import buckets
+from powersgd_triton.core import facts
 from powersgd_triton.ops import torch_backend
 from tests.support.checks import gradients
 from tests.support.distributed import on_workers
@@ -49,6 +50,11 @@ def test_every_worker_is_told_at_the_start(worker: int, world_size: int) -> None
         said = complaint(compress, Compressor(PowerSGDConfig(**fields), shapes), shapes)
         assert said.startswith(f"{TOLD} worker 1 differs from worker 0 in {difference}"), said
         dist.barrier()
+    # Another version of the package.
+    with mock.patch.object(facts, "PROTOCOL", facts.PROTOCOL + (worker == 1)):
+        said = complaint(compress, Compressor(PowerSGDConfig(**CONFIG), SHAPES))
+    assert f"the package's protocol: {facts.PROTOCOL + 1} instead of {facts.PROTOCOL}" in said, said
+    dist.barrier()
 
 
 @on_workers(2, 3)
