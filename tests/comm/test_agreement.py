@@ -11,8 +11,7 @@ from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.config import logger
-from powersgd_triton.core import buckets
-from powersgd_triton.core import facts
+from powersgd_triton.core import buckets, facts
 from powersgd_triton.ops import torch_backend
 from tests.support.checks import gradients
 from tests.support.distributed import on_workers
