@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from powersgd_triton.compressor import Compressor
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import UNSAID, PowerSGDConfig
 from powersgd_triton.handle import Handle
 from powersgd_triton.integrations.attach import attach, attached, chosen, load_from
 from powersgd_triton.integrations.common import announce
@@ -48,7 +48,7 @@ def compress(
     """
     if accelerator.num_processes == 1:
         announce("powersgd: off, since there is only one process and nothing to send")
-        return Compressor(chosen(config, options) or PowerSGDConfig(), dict(model.named_parameters()))
+        return Compressor(chosen(config, options) or UNSAID, dict(model.named_parameters()))
     try:
         state = attach(model, config, loss_scale=accelerator.scaler, **options)
     except TypeError as error:

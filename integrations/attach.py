@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from powersgd_triton.comm.agreement import Facts, found, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.nodes import NodeGroup, given_groups
-from powersgd_triton.config import PowerSGDConfig, logger, unlike
+from powersgd_triton.config import UNSAID, PowerSGDConfig, logger, unlike
 from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.common import announce, describe, is_deepspeed, uncompiled
 from powersgd_triton.ops.step import LossScale, LossScaleSource
@@ -36,8 +36,8 @@ def attach(
         model: A ``DistributedDataParallel`` or ``FullyShardedDataParallel``, a model to which ``fully_shard`` or
             ``replicate`` was applied (also on a two-dimensional mesh), a DeepSpeed engine, or one of these compiled by
             ``torch.compile``.
-        config: Configuration of the compression. None takes ``options``, and without these rank 4. A DeepSpeed engine
-            has its section "powersgd" if both are left out.
+        config: Configuration of the compression. None takes ``options``, and without these rank 32 in int4. A DeepSpeed
+            engine has its section "powersgd" if both are left out.
         loss_scale: The ``torch.amp.GradScaler`` of the training, or a function that returns the loss scale. DeepSpeed's
             own needs not be given.
         node_group: "auto", or groups of the workers that share a node, for DDP, FSDP1 and DeepSpeed; see
@@ -132,7 +132,7 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
         if state is None:
             raise ValueError('the section "powersgd" of the DeepSpeed configuration has "enabled": false')
         return state
-    config = config or PowerSGDConfig()
+    config = config or UNSAID
     if isinstance(model, DistributedDataParallel):
         from powersgd_triton.integrations import ddp
 

@@ -252,6 +252,13 @@ class PowerSGDConfig:
         return fields
 
 
+UNSAID = PowerSGDConfig(rank=32, wire_dtype="int4")
+"""For who asks an adapter to compress and does not say how: less loss for its bytes than low ranks in fp32.
+
+A budget loses still less, but some models, such as those of vectors only, cannot keep it.
+"""
+
+
 def unlike(ours: PowerSGDConfig, theirs: PowerSGDConfig) -> tuple[str, str]:
     """Return the fields in which two configurations differ, with the values of either, for a message."""
     names = [field.name for field in dataclasses.fields(PowerSGDConfig)]

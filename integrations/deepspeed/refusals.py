@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from powersgd_triton.autoload import SECTION, is_section
 from powersgd_triton.comm.nodes import AUTO
-from powersgd_triton.config import RANK_LIMITS, PowerSGDConfig, unlike
+from powersgd_triton.config import RANK_LIMITS, UNSAID, PowerSGDConfig, unlike
 from powersgd_triton.integrations.deepspeed.engines import averaging_group, is_bf16_optimizer
 from powersgd_triton.integrations.deepspeed.overrides import averaging_method
 from powersgd_triton.integrations.deepspeed.parameters import why_not_differences
@@ -204,7 +204,7 @@ def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, 
     problems = list(section.problems)
     if not section.enabled and not problems:
         return None
-    wanted = section.config or config or PowerSGDConfig()
+    wanted = section.config or config or UNSAID
     if config is not None and config != wanted and not problems:
         values = unlike(wanted, config)
         problems = ['the section "{}" gives {}, and the program {}: leave out one of them'.format(SECTION, *values)]
