@@ -12,7 +12,6 @@ from powersgd_triton.layout.layout import Layout, Tensors, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
 
-
 PROTOCOL = 1
 """Raised when other messages are sent, or computed otherwise, for the same configuration."""
 
