@@ -30,8 +30,9 @@ def record(
 ) -> None:
     """Time ``work`` and add a row.
 
-    The row's ``device_ms`` and ``device_iqr_ms`` are of device events; ``host_ms`` is the median of pytest-benchmark's
-    host clock, with nothing under way before and after; ``replay_ms`` is of device events around a CUDA graph's replay.
+    The row's ``device_ms`` and ``device_iqr_ms`` are of device events around work that was enqueued before the device
+    began with it. ``host_ms`` is the median time until ``work`` returns, with nothing under way before: on a GPU, what
+    it takes to enqueue it. ``replay_ms`` is of device events around a CUDA graph's replay.
 
     Args:
         benchmark: pytest-benchmark's fixture.
@@ -60,13 +61,9 @@ def record(
         clock.flush()
         clock.synchronize()
 
-    def run() -> None:
-        work()
-        clock.synchronize()
-
     benchmark.group = f"{kind}, {case.gradients}, rank {case.rank}, {case.dtype} {case.phase}".strip()
     benchmark.extra_info.update(row)
-    benchmark.pedantic(run, setup=prepare, rounds=min(timing.rounds, HOST_ROUNDS))
+    benchmark.pedantic(work, setup=prepare, rounds=min(timing.rounds, HOST_ROUNDS))
     row["host_ms"] = benchmark.stats.stats.median * 1e3 if benchmark.stats else None
     results.add(row)
 

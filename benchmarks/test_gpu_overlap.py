@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.buckets import ddp_buckets
 from benchmarks.results_file import Results, Row
 from benchmarks.shapes import GRADIENT_SETS
-from benchmarks.timing import Clock
+from benchmarks.timing import Clock, Sleep
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
@@ -24,7 +24,6 @@ from powersgd_triton.shapes import Shapes
 pytestmark = pytest.mark.gpu
 
 RANK = 4
-CYCLES = 10_000_000
 
 
 class Late(StandIn):
@@ -46,25 +45,6 @@ class Late(StandIn):
             tensor.mul_(2)
             done.record()
         return SimpleNamespace(wait=done.wait)
-
-
-class Sleep:
-    """Kernels that wait. On the CPU, nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._cycles = device, 0.0
-        if device.type == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            torch.cuda._sleep(CYCLES)
-            events[0].record()
-            torch.cuda._sleep(CYCLES)
-            events[1].record()
-            events[1].synchronize()
-            self._cycles = CYCLES / events[0].elapsed_time(events[1])
-
-    def __call__(self, milliseconds: float) -> None:
-        if self._cycles and milliseconds:
-            torch.cuda._sleep(int(milliseconds * self._cycles))
 
 
 class Training:

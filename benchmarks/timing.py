@@ -18,6 +18,10 @@ SCRATCH_BYTES = 512 << 20
 
 COPY_BYTES = 1 << 30
 WARM_UP = 2
+CYCLES = 10_000_000
+AHEAD, LONGEST = 2, 20.0
+"""By how many times the host's time the device waits before a round, and milliseconds at most: of work for which the
+host itself waits, the device needs not wait as long."""
 FEWEST, MOST = 5, 50
 
 
@@ -39,11 +43,30 @@ class CaptureError(RuntimeError):
     """Work cannot be captured as a CUDA graph."""
 
 
+class Sleep:
+    """Kernels that wait. On the CPU, nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._cycles = device, 0.0
+        if device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            torch.cuda._sleep(CYCLES)
+            events[0].record()
+            torch.cuda._sleep(CYCLES)
+            events[1].record()
+            events[1].synchronize()
+            self._cycles = CYCLES / events[0].elapsed_time(events[1])
+
+    def __call__(self, milliseconds: float) -> None:
+        if self._cycles and milliseconds:
+            torch.cuda._sleep(int(milliseconds * self._cycles))
+
+
 class Clock:
     """Times work on one device.
 
-    Before each round the L2 cache is overwritten. Neither that nor what ``before`` does is timed, but both are only
-    enqueued: the host goes on to the work while the device is still busy with them, as it is in a backward pass.
+    Before each round the L2 cache is overwritten, and the device then waits for as long as the host takes to enqueue
+    the work. So the events around the work have no gaps between them in which the device waits for the host.
 
     Args:
         device: where the work runs.
@@ -54,7 +77,7 @@ class Clock:
         self.device = device
         self._seconds = seconds
         self._on_device = device.type == "cuda"
-        self._capturing = True
+        self._capturing, self._sleep = True, Sleep(device)
 
     def synchronize(self) -> None:
         if self._on_device:
@@ -72,11 +95,20 @@ class Clock:
         for _ in range(WARM_UP):
             before()
             work()
-        (once,) = self._samples(work, before, 1)
+        host = self.host(work, before)
+        (once,) = self._samples(work, before, 1, host)
         rounds = max(FEWEST, min(MOST, int(self._seconds * 1e3 / max(once, 1e-3))))
-        return Timing.of(self._samples(work, before, rounds))
+        return Timing.of(self._samples(work, before, rounds, host))
 
-    def _samples(self, work: Work, before: Work, rounds: int) -> list[float]:
+    def host(self, work: Work, before: Work) -> float:
+        """Return the milliseconds until ``work`` returns to the host, with nothing under way before."""
+        before()
+        self.synchronize()
+        start = time.perf_counter()
+        work()
+        return (time.perf_counter() - start) * 1e3
+
+    def _samples(self, work: Work, before: Work, rounds: int, host: float = 0.0) -> list[float]:
         if not self._on_device:
             samples = []
             for _ in range(rounds):
@@ -89,6 +121,7 @@ class Clock:
         for start_event, end_event in events:
             before()
             self.flush()
+            self._sleep(min(AHEAD * host, LONGEST))
             start_event.record()
             work()
             end_event.record()

@@ -24,6 +24,9 @@ SHOWN, LONGEST = 3, 2000
 WAITING = "a step that waits for the others"
 CALL, FAILED = "call", "failed"
 """Facts about what a worker is doing, and about its exception: [whether it is a ValueError, its text]."""
+COMPUTED_BY = "computed by"
+"""The fact that may differ. All workers then log a warning."""
+DIFFERENT_BITS = "workers compute in different ways, so that their averages differ by about 1e-7 in each step"
 
 
 def together(
@@ -38,7 +41,7 @@ def together(
         call: What is done. Workers that do different things at the same time disagree.
         act: Returns (result, common, replicated). Both are facts {name: value} that JSON can express. Common facts must
             be equal on all workers, replicated ones on those of the communicator's group, which compress the same
-            tensors.
+            tensors. ``COMPUTED_BY`` may differ.
         communicator: Collectives of the workers that average with each other, with the ``others``.
         device: Device of the gradients, if it is known. See ``Communicator.gather``.
 
@@ -132,13 +135,21 @@ def _gathered(mine: Tensor, communicators: Sequence[Communicator], device: torch
 
 def _difference(own: Facts, communicators: Sequence[Communicator], device: torch.device | None) -> Exception | None:
     """Return an error that names the workers that failed, or those that differ from the majority, and in what."""
-    texts = _collected(own, communicators, device)
-    if not texts:
-        return None
-    found = {worker: json.loads(text) for worker, text in texts.items()}
+    collected = _collected(own, communicators, device)
+    found = {worker: json.loads(text) for worker, text in collected.items()}
     for each in communicators:
         if each.control is not None:
             each.control.broken |= any(facts[CALL] == WAITING for facts in found.values())
+    kinds: dict[str, list[str]] = {}
+    for worker, facts in found.items():
+        if COMPUTED_BY in facts:
+            kinds.setdefault(facts.pop(COMPUTED_BY), []).append(str(worker))
+    if len(kinds) > 1:
+        listed = [f"{kind} on workers {', '.join(workers)}" for kind, workers in kinds.items()]
+        logger.warning("%s: %s", DIFFERENT_BITS, "; ".join(listed))
+    texts = {worker: json.dumps(facts, sort_keys=True) for worker, facts in found.items()}
+    if len({*texts.values()}) < 2:
+        return None
     failures = {worker: facts[FAILED] for worker, facts in found.items() if facts[FAILED]}
     if failures:
         said = "; ".join(
@@ -159,17 +170,6 @@ def _difference(own: Facts, communicators: Sequence[Communicator], device: torch
             more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
             lines.append(f"worker {worker} differs from worker {model} in {'; '.join(listed)}{more}")
     return DisagreementError("workers do not agree: " + "\n".join(lines))
-
-
-def warn_of_differences(what: str, own: str, communicator: Communicator, device: torch.device | None = None) -> None:
-    """Log on all workers which workers have what, if it is not the same on all. Collective."""
-    texts = _collected({what: own}, [communicator], device)
-    if texts:
-        workers: dict[str, list[str]] = {}
-        for worker, text in texts.items():
-            workers.setdefault(json.loads(text)[what], []).append(str(worker))
-        listed = "; ".join(f"{has} on workers {', '.join(which)}" for has, which in workers.items())
-        logger.warning("%s: %s", what, listed)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from powersgd_triton.comm.agreement import Facts, together, warn_of_differences
+from powersgd_triton.comm.agreement import COMPUTED_BY, Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
@@ -22,7 +22,6 @@ from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step
 
 T = TypeVar("T")
-DIFFERENT_BITS = "workers compute in different ways, so that their averages differ by about 1e-7 in each step"
 Shapes = Callable[[], Mapping[str, Sequence[int]]]
 """Returns {name: shape}."""
 
@@ -130,12 +129,12 @@ class Buckets:
             # Workers that load a state compare it then. Those that unpickle one have not.
             with self._residuals.streams.everywhere():
                 saved = saved_facts(self._residuals.loaded)
-            return layout, common, {**replicated, **all_replicated, **saved}
+            kind = {COMPUTED_BY: computed_by(self._plan.config, device)}
+            return layout, common, {**replicated, **all_replicated, **saved, **kind}
 
         layout = self.together("a step", introduce)
         if first:
             self._form_nodes(device)
-            warn_of_differences(DIFFERENT_BITS, computed_by(self._plan.config, device), self.communicator, device)
             self.compared = self._tensors() or layout.shapes
         found = self._buckets[key] = BucketState(layout, layout)
         return found

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.comm.agreement import DIFFERENT_BITS
 from powersgd_triton.config import logger
 from powersgd_triton.core import buckets, facts
 from powersgd_triton.ops import torch_backend
@@ -94,14 +95,14 @@ def test_workers_that_compute_differently_are_warned(worker: int, world_size: in
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    expected = f"{buckets.DIFFERENT_BITS}: triton 3.7.1 on sm_80 on workers 0; torch 2.13.0 on sm_90 on workers 1"
+    expected = f"{DIFFERENT_BITS}: triton 3.7.1 on sm_80 on workers 0; torch 2.13.0 on sm_90 on workers 1"
     kinds = ("triton 3.7.1 on sm_80", "torch 2.13.0 on sm_90")
     for kind, warnings in ((kinds[0], []), (kinds[worker], [expected])):
         with mock.patch.object(buckets, "computed_by", lambda *_, kind=kind: kind):
             compressor = Compressor(PowerSGDConfig(**CONFIG), SHAPES)
             for _ in range(2):
                 compress(compressor)
-        assert [text for text in messages if buckets.DIFFERENT_BITS in text] == warnings
+        assert [text for text in messages if DIFFERENT_BITS in text] == warnings
     logger.removeHandler(handler)
 
 

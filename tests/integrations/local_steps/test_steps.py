@@ -63,8 +63,8 @@ class Reads(TorchDispatchMode):
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name: str = func._schema.name
-        self.number += name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
+        if func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
+            self.number += 1
         return func(*args, **(kwargs or {}))
 
 
