@@ -112,6 +112,8 @@ def _reduce_tile(
         own += element
         offsets, distance, low_ok, high_ok, _ = tile
         low_own, high_own = load_tile(own, tile)
+        # No thread stores before all have loaded: at rank 1, several threads load the same element and one stores it.
+        tl.debug_barrier()
         tl.store(own + offsets, low_own - (low_sum - low), low_ok)
         tl.store(own + distance + offsets, high_own - (high_sum - high), high_ok)
 
