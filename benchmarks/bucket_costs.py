@@ -25,7 +25,9 @@ computed by hand for the first version on an H100, 140 µs at rank 4 and 375 µs
 LOAD_CYCLES = 700
 """What the last program of a matrix waits for parts of a Gram matrix that it loads at once: 8, or 2 of 32 columns."""
 
-CLOCK = 1.75e9
+SCHEDULERS = 4
+"""Of a multiprocessor. Each issues one instruction of a warp in a cycle."""
+
 L2_SPEED = 2
 """Bandwidth of the L2 cache over that of the memory."""
 
@@ -54,6 +56,7 @@ def bucket_rows(arch: str, gradients: str, rank: int) -> list[dict[str, Any]]:
                 row[key] = [*row.get(key, ()), cost[key]]
             for key in COUNTS:
                 row[key] = max(row.get(key, 0), compiled[key])
+            row["issue"] = max(row.get("issue", 0.0), cost["issue"])
             row["blocks"] = min(row.get("blocks", gpu.blocks), compiled["blocks"])
             for key in ("sweeps", "sweeps_dram", "bytes", "bytes_l2", "us"):
                 row[key] = row.get(key, 0) + cost[key]
@@ -85,9 +88,11 @@ def record_bucket(arch: str, model: str, rank: int) -> tuple[Layout, dict[str, l
 def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu: Gpu) -> dict[str, Any]:
     """What one launch costs.
 
-    A launch takes ``LAUNCH_SECONDS``, then the longer of its bytes over the bandwidth of the memory and of the cache,
-    over the share of the time in which its programs keep the multiprocessors busy. Where columns are eliminated one
-    after another, the time of that comes on top, and of adding the parts before. One pass is taken to be enough.
+    A launch takes ``LAUNCH_SECONDS``, then the longest of its bytes over the bandwidth of the memory, of the cache, and
+    its instructions over those that all schedulers issue, over the share of the time in which its programs keep the
+    multiprocessors busy. Instructions are counted for kernels over whole matrices: those of the compiled loops, times
+    the passes that the table of tiles gives. Where columns are eliminated one after another, the time of that comes on
+    top, and of adding the parts before. One pass is taken to be enough.
 
     Args:
         launch: The launch, of a bucket of fp32 gradients and error buffers.
@@ -101,7 +106,7 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
     cost = {"programs": programs, "waves": math.ceil(programs / slots)}
     # A multiprocessor with one program is not idle.
     busy = min(1.0, programs / gpu.multiprocessors)
-    sweeps, in_memory, cached = 0, 0, moved
+    sweeps, in_memory, cached, issued = 0, 0, moved, 0
     if launch.name in WALKS:
         records, tiles = parameters["records"].tolist(), parameters["tiles"].tolist()
         matrices = 4 * sum(n * m for n, m, *_ in records)
@@ -120,20 +125,26 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
         factors = 4 * width * sum((end - start) * (1 + compensates) + block for _, _, start, end, _ in tiles)
         parts = 0 if launch.name == "reconstruct" else 4 * width * block * len(tiles)
         moved, cached = in_memory * matrices + parts, sweeps * matrices + parts + factors
+        further = math.ceil(rank / parameters["C"]) - 1
+        passes = panels * sum(length * number for length, number in lengths.items())
+        a_pass = compiled["tile_instructions"] + further * compiled["panel_instructions"]
+        issued = launch.options()["num_warps"] * (passes * a_pass + programs * compiled["other_instructions"])
         # Programs share their multiprocessor's speed.
         busy = busy_share({length: number * panels for length, number in lengths.items()}, gpu.multiprocessors)
-    seconds = LAUNCH_SECONDS + max(moved / gpu.bandwidth, cached / (L2_SPEED * gpu.bandwidth)) / busy
+    issue = issued / (SCHEDULERS * gpu.multiprocessors * gpu.clock)
+    seconds = LAUNCH_SECONDS + max(moved / gpu.bandwidth, cached / (L2_SPEED * gpu.bandwidth), issue) / busy
     if parameters.get("attempt", 0):
         # The first pass is enough for all but nearly dependent columns.
         seconds = LAUNCH_SECONDS
     elif launch.name in STEPWISE:
         parts = max(Counter(parameters["chunks"][:, 0].tolist()).values())
         loads = math.ceil(parts / (2 if parameters["C"] > 16 else 8))
-        seconds += (min(rank, parameters["C"]) * compiled["loop_cycles"] + loads * LOAD_CYCLES) / CLOCK
+        seconds += (min(rank, parameters["C"]) * compiled["loop_cycles"] + loads * LOAD_CYCLES) / gpu.clock
     return cost | {
         "sweeps": sweeps,
         "sweeps_dram": in_memory,
         "bytes": round(moved),
         "bytes_l2": round(cached),
+        "issue": round(issue * gpu.bandwidth / moved, 3) if issued else 0,
         "us": seconds * 1e6,
     }

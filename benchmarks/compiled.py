@@ -22,6 +22,7 @@ class Gpu:
         target: Triton's name of the architecture.
         name, multiprocessors: of the GPU; AMD calls a multiprocessor a compute unit.
         bandwidth: bytes a second that a copy reaches, 86% of the data sheet's.
+        clock: cycles a second under load.
         fp64_cycles: cycles between two fp64 instructions of one scheduler, of which a multiprocessor has four.
         l2: bytes of its cache that hold what a kernel reads again: half, since the rest has what it writes.
         shared: bytes of shared memory on a multiprocessor; a block may have 1 KiB less on NVIDIA.
@@ -32,6 +33,7 @@ class Gpu:
     name: str
     multiprocessors: int
     bandwidth: float
+    clock: float
     fp64_cycles: int
     l2: float
     shared: int
@@ -61,12 +63,12 @@ class Gpu:
 
 KIB = 1024
 GPUS = {
-    "sm_80": Gpu(GPUTarget("cuda", 80, 32), "A100", 108, 1.75e12, 4, 20e6, 164 * KIB, 64, 32),
-    "sm_89": Gpu(GPUTarget("cuda", 89, 32), "RTX 4090", 128, 0.87e12, 64, 36e6, 100 * KIB, 48, 24),
-    "sm_90": Gpu(GPUTarget("cuda", 90, 32), "H100", 132, 2.88e12, 2, 25e6, 228 * KIB, 64, 32),
-    "sm_100": Gpu(GPUTarget("cuda", 100, 32), "B200", 148, 6.9e12, 2, 63e6, 228 * KIB, 64, 32),
-    "sm_120": Gpu(GPUTarget("cuda", 120, 32), "RTX 5090", 170, 1.54e12, 64, 48e6, 100 * KIB, 48, 24),
-    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), "MI300X", 304, 4.5e12, 2, 128e6, 64 * KIB, 32, 32),
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), "A100", 108, 1.75e12, 1.41e9, 4, 20e6, 164 * KIB, 64, 32),
+    "sm_89": Gpu(GPUTarget("cuda", 89, 32), "RTX 4090", 128, 0.87e12, 2.52e9, 64, 36e6, 100 * KIB, 48, 24),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), "H100", 132, 2.88e12, 1.75e9, 2, 25e6, 228 * KIB, 64, 32),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), "B200", 148, 6.9e12, 1.85e9, 2, 63e6, 228 * KIB, 64, 32),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), "RTX 5090", 170, 1.54e12, 2.41e9, 64, 48e6, 100 * KIB, 48, 24),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), "MI300X", 304, 4.5e12, 2.1e9, 2, 128e6, 64 * KIB, 32, 32),
 }
 """One GPU for each architecture. sm_86 has the limits of sm_89, but for 16 blocks."""
 
@@ -118,7 +120,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, An
         **found,
         **count(code, gpu),
         "loop_cycles": _cycles(count(stepwise, gpu), gpu),
-        "tile_instructions": min((len(loop) for loop in _outermost(loops(code)) if _multiplies(loop)), default=0),
+        **_walk(code),
         "blocks": gpu.resident_blocks(found["registers"], compiled.metadata.shared, options.get("num_warps", 4)),
         "aligned_arguments": len(re.findall(r"%\w+: [^%]*tt.divisibility = 16", ttir)),
         "small_arguments": len(re.findall(r"%\w+: [^%]*tt.pointer_range = 32", ttir)),
@@ -165,6 +167,21 @@ def _outermost(bodies: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruc
 def _innermost(bodies: Sequence[Sequence[Instruction]]) -> list[Sequence[Instruction]]:
     """Return the loops in which there is no other one."""
     return [body for body in bodies if not any(_contains(body, other) for other in bodies)]
+
+
+def _walk(code: Sequence[Instruction]) -> dict[str, int]:
+    """Return the instructions of a pass of the loop over tiles of an aligned matrix, of a loop in it, and of others.
+
+    That loop multiplies, and is the shortest of those that do. The loop in it is over further panels of columns. Other
+    instructions are outside of all such loops: each of them has its own, so that a program executes about as many.
+    """
+    outer = [loop for loop in _outermost(loops(code)) if _multiplies(loop)]
+    if not outer:
+        return {"tile_instructions": 0, "panel_instructions": 0, "other_instructions": len(code)}
+    walk = min(outer, key=len)
+    inner = sum(len(loop) for loop in _innermost(loops(code)) if _multiplies(loop) and _contains(walk, loop))
+    others = (len(code) - sum(map(len, outer))) // len(outer)
+    return {"tile_instructions": len(walk) - inner, "panel_instructions": inner, "other_instructions": others}
 
 
 def _multiplies(code: Sequence[Instruction]) -> bool:

@@ -17,6 +17,7 @@ from powersgd_triton.kernels.compensate_project import (
     subtract_further_panels,
 )
 from powersgd_triton.kernels.configurations import Launch
+from powersgd_triton.kernels.product_device import multiply
 from powersgd_triton.kernels.table import BucketTable, Pointers
 from powersgd_triton.kernels.table_device import (
     factor_offsets,
@@ -99,7 +100,7 @@ def _walk_down_rows(
         if COMPENSATE:
             gradient = tl.load(G + first * m + tile, ok, 0.0).to(tl.float32)
             P_tile = load_pending(P_prev + first * r + left, row_ok[:, None] & (ranks < r)[None, :], pending)
-            value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
+            value -= multiply(P_tile, Q_tile, PRECISION)
             if WIDE:
                 value = subtract_further_panels(
                     value, P_prev + first * r, Q_prev, left, right_t, row_ok, col_ok, ranks, r, pending, C, PRECISION
@@ -107,7 +108,7 @@ def _walk_down_rows(
             value = add_gradient(value, gradient, scale, M + first * m + tile, ok)
         # Q is the product with M in fp32, before M was rounded to its dtype.
         basis_tile = tl.load(basis + first * r + left_t, rank_ok[:, None] & row_ok[None, :], 0.0)
-        total += tl.dot(basis_tile, value, input_precision=PRECISION)
+        total += multiply(basis_tile, value, PRECISION)
     tl.store(parts + right_t, total, rank_ok[:, None] & col_ok[None, :])
 
 

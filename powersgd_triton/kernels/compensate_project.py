@@ -15,6 +15,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
+from powersgd_triton.kernels.product_device import multiply
 from powersgd_triton.kernels.table import BucketTable, Pointers
 from powersgd_triton.kernels.table_device import (
     factor_offsets,
@@ -37,7 +38,7 @@ def load_pending(factor, ok, pending):
 
     Zeroing the product would not do: factors of a step that overflowed may be infinite, and 0 · inf is NaN.
     """
-    return tl.where(pending > 0, tl.load(factor, ok, 0.0), 0.0)
+    return tl.load(factor, ok & (pending > 0), 0.0)
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def subtract_further_panels(
         more = k + ranks < r
         P_tile = load_pending(P + k + left, row_ok[:, None] & more[None, :], pending)
         Q_tile = load_pending(Q + k + right_t, more[:, None] & col_ok[None, :], pending)
-        value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
+        value -= multiply(P_tile, Q_tile, PRECISION)
     return value
 
 
@@ -136,7 +137,7 @@ def _walk_along_columns(
         if COMPENSATE:
             gradient = tl.load(G + col + tile, ok, 0.0).to(tl.float32)
             Q_tile = load_pending(Q + factor + right_t, (ranks < r)[:, None] & col_ok[None, :], pending)
-            value -= tl.dot(P_tile, Q_tile, input_precision=PRECISION)
+            value -= multiply(P_tile, Q_tile, PRECISION)
             if WIDE:
                 value = subtract_further_panels(
                     value, P_hat, Q + factor, left, right_t, row_ok, col_ok, ranks, r, pending, C, PRECISION
@@ -144,7 +145,7 @@ def _walk_along_columns(
             value = add_gradient(value, gradient, scale, M + col + tile, ok)
         # P is the product with M in fp32, before M was rounded to its dtype.
         basis_tile = tl.load(basis + factor + right, col_ok[:, None] & (panel + ranks < r)[None, :], 0.0)
-        total += tl.dot(value, basis_tile, input_precision=PRECISION)
+        total += multiply(value, basis_tile, PRECISION)
     tl.store(parts + panel + left, total, row_ok[:, None] & (panel + ranks < r)[None, :])
 
 

@@ -102,7 +102,7 @@ def _several_panels(precision: str, stages: int, left_rows: int, wire_warps: int
         compensate_project=Launch(64, 32, 32, 8, stages, precision, wide=True),
         compensate_backproject=Launch(left_rows, columns, 32, 4, 1, precision, wide=True),
         backproject=Launch(32, columns, 32, 4, left_stages, precision),
-        reconstruct=Launch(64, 32, 32, 8, stages, precision, wide=True),
+        reconstruct=Launch(64, 32, 32, 4, stages, precision, wide=True),
         **_of_factors(precision, wire_warps, gram_warps),
     )
 

@@ -86,10 +86,20 @@ def _store(pointers, x, ok):
 
 @triton.jit
 def _encode_difference_kernel(
-    target, base, scales, codes, numel, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
+    target, base, scales, codes, numel, each, size, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Scales and codes of target − base; target −= what they stand for, if SUBTRACT. Grid: sets of GROUPS groups."""
+    """Scales and codes of target − base; target −= what they stand for, if SUBTRACT.
+
+    Grid: sets of GROUPS groups × parts of ``each`` elements, of which the last may have fewer.
+    """
+    part = tl.program_id(1).to(tl.int64)
+    target += part * each
+    if base is not None:
+        base += part * each
+    scales += part * (size // 2)
+    codes += part * size
+    numel = tl.minimum(numel - part * each, each)
     group, some = _groups(numel, BLOCKS, GROUPS)
     shift = tl.arange(0, 8 // BITS) * BITS
     both = tl.zeros([GROUPS, 16 * BITS], tl.int32)
@@ -130,24 +140,32 @@ def _encode_difference_kernel(
 
 @triton.jit
 def _apply_difference_kernel(
-    scales, codes, base, numel, size, distance, weight,
+    scales, codes, base, numel, size, messages, distance, weight,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """base += weight · (scales · codes). Grid: sets of GROUPS groups × copies."""
+    """base += weight · (scales · codes), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies."""
     group, some = _groups(numel, BLOCKS, GROUPS)
     copy = tl.program_id(1).to(tl.int64)
     base += copy * distance
+    scales += copy * (size // 2)
+    codes += copy * size
     byte = group[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
-    both = tl.load(codes + copy * size + byte, some[:, None], 0).to(tl.int32)
     shift = tl.arange(0, 8 // BITS) * BITS
-    for k in range(BLOCKS):
-        block = group * BLOCKS + k
-        scale = from_bf16_bits(tl.load(scales + copy * (size // 2) + block, some, 0))[:, None, None]
-        code = (both[:, None, :] >> shift[None, :, None]) % NUMBERS
-        both = both // NUMBERS
-        place, ok, _ = _places(block, numel, BITS)
-        x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale, NUMBERS) * weight
-        _store(base + place, x, ok)
+    for message in range(messages):
+        if message > 0:
+            # Another thread may have stored what this one adds to.
+            tl.debug_barrier()
+        both = tl.load(codes + byte, some[:, None], 0).to(tl.int32)
+        for k in range(BLOCKS):
+            block = group * BLOCKS + k
+            scale = from_bf16_bits(tl.load(scales + block, some, 0))[:, None, None]
+            code = (both[:, None, :] >> shift[None, :, None]) % NUMBERS
+            both = both // NUMBERS
+            place, ok, _ = _places(block, numel, BITS)
+            x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale, NUMBERS) * weight
+            _store(base + place, x, ok)
+        scales += size // 2
+        codes += size
 
 
 def _launch(width: WireFormat, numel: int) -> tuple[int, dict[str, int]]:
@@ -157,25 +175,34 @@ def _launch(width: WireFormat, numel: int) -> tuple[int, dict[str, int]]:
     return programs, {**constants, "num_warps": WARPS, **NUMERICS}
 
 
-def encode_triton(target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False) -> None:
+def encode_triton(
+    target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False, each: int | None = None
+) -> None:
     """out = scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
     numel = target.numel()
-    codes, _ = width.difference_bytes(numel)
+    each = each or numel
+    codes, size = width.difference_bytes(each)
     if numel:
-        programs, keywords = _launch(width, numel)
-        _encode_difference_kernel[(programs,)](
-            target, base, out[:codes].view(torch.int16), out[codes:], numel,
+        programs, keywords = _launch(width, each)
+        flat = out.view(-1)
+        _encode_difference_kernel[(programs, triton.cdiv(numel, each))](
+            target, base, flat.view(torch.int16), flat[codes:], numel, each, size,
             SUBTRACT=subtract, LEVELS=width.levels, **keywords,
         )  # fmt: skip
 
 
-def apply_triton(content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0) -> None:
+def apply_triton(
+    content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
+) -> None:
     """base += weight · scales · codes, with the arguments and the bits of ``apply_reference``."""
     copies, numel = base.shape
-    codes, size = width.difference_bytes(numel)
+    codes, size = width.difference_bytes(each or numel)
     if numel:
         programs, keywords = _launch(width, numel)
-        flat = content.view(-1)
+        flat, messages = content.view(-1), 1
+        if not base.stride(0):
+            # Rows that are the same memory: one program after the other adds to it.
+            copies, messages = 1, copies
         _apply_difference_kernel[(programs, copies)](
-            flat.view(torch.int16), flat[codes:], base, numel, size, base.stride(0), weight, **keywords
+            flat.view(torch.int16), flat[codes:], base, numel, size, messages, base.stride(0), weight, **keywords
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import ELEMENTS, run, vector_of
+from powersgd_triton.kernels.product_device import multiply
 from powersgd_triton.kernels.table import COPY_BLOCK, BucketTable, Pointers
 from powersgd_triton.kernels.table_device import (
     factor_offsets,
@@ -92,14 +93,14 @@ def _walk_along_columns(
         col_ok = col + cols < m
         factor = tl.cast(col, tl.int64) * r
         Q_tile = tl.load(Q + factor + right_t, (ranks < r)[:, None] & col_ok[None, :], 0.0)
-        value = tl.dot(P_tile, Q_tile, input_precision=PRECISION)
+        value = multiply(P_tile, Q_tile, PRECISION)
         if WIDE:
             # Panel by panel into ``value``, in this order: another one would round differently.
             for k in range(C, r, C):
                 more = k + ranks < r
                 P_more = tl.load(P_hat + k + left, row_ok[:, None] & more[None, :], 0.0)
                 Q_more = tl.load(Q + factor + k + right_t, more[:, None] & col_ok[None, :], 0.0)
-                value += tl.dot(P_more, Q_more, input_precision=PRECISION)
+                value += multiply(P_more, Q_more, PRECISION)
         _store_noting_overflow(out + col + tile, value, row_ok[:, None] & col_ok[None, :], verdict)
 
 

@@ -21,7 +21,7 @@ SPAN = 160 * 5 * BLOCK
 
 
 def encode_reference(
-    target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False
+    target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False, each: int | None = None
 ) -> None:
     """out ← scales and codes of target − base. With ``subtract``, target ← target − what these stand for.
 
@@ -31,9 +31,21 @@ def encode_reference(
     of its block is NaN.
 
     ``target`` [numel] is fp32 or narrower, ``base`` [numel] of any float dtype, or None for zeros, and ``out`` uint8
-    [``width.difference_bytes``].
+    [bytes], as many as ``width.difference_bytes`` says. With ``each``, it is uint8 [parts, bytes]: a message for every
+    so many elements. The last one may have fewer, and its other bytes stay as they are.
     """
-    spans = _spans(target, out, width)
+    if each is not None:
+        copies = [None] * len(out) if base is None else base.split(each)
+        for part, copy, content in zip(target.split(each), copies, out, strict=False):
+            _encode_part(part, copy, width, content, subtract, each)
+    elif len(target):
+        _encode_part(target, base, width, out, subtract, len(target))
+
+
+def _encode_part(
+    target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool, each: int
+) -> None:
+    spans = _spans(target, out, width, each)
     copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
     for (own, scale, bytes_), copy in zip(spans, copies, strict=True):
         difference = own.float() if copy is None else own.float() - _finite(copy)
@@ -48,19 +60,22 @@ def encode_reference(
             own.sub_(_values(numbers, width).mul_(scale.float()).view(-1)[: len(own)])
 
 
-def apply_reference(content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0) -> None:
+def apply_reference(
+    content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
+) -> None:
     """base ← base + weight · (scales · codes), computed in fp32 and rounded once to the dtype of ``base``.
 
-    Elements of ``base`` that are not finite count as 0. To add the messages of several workers to one tensor, call this
-    once for each, in the same order on all workers.
+    Elements of ``base`` that are not finite count as 0. Messages of several workers are added to one tensor, in their
+    order, if all rows of ``base`` are the same memory (``expand``).
 
     ``content`` is uint8 [copies, bytes], what ``encode_reference`` wrote for each contiguous row of ``base`` [copies,
-    numel], of any float dtype. Weight −1 takes back what was encoded.
+    numel], of any float dtype. It was written for messages of ``each`` elements, of which the rows may have fewer.
+    Weight −1 takes back what was encoded.
     """
     # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
     shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=base.device)).unsqueeze(1)
     for row, target in zip(content, base, strict=True):
-        for own, scale, bytes_ in _spans(target, row, width):
+        for own, scale, bytes_ in _spans(target, row, width, each or len(target)):
             # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
             quotients = (bytes_.float().add_(0.5).unsqueeze(1) * shares).floor_()
             numbers = torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK)
@@ -131,13 +146,13 @@ def _finite(base: Tensor) -> Tensor:
     return base.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-def _spans(flat: Tensor, content: Tensor, width: WireFormat) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _spans(flat: Tensor, content: Tensor, width: WireFormat, each: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return views of elements, their scales [blocks, 1] and packed codes [blocks that share bytes, their bytes]."""
     numel = len(flat)
     if not numel:
         # A row of no bytes may begin anywhere, also where no scale can be.
         return []
-    blocks, (codes, _) = width.difference_blocks(numel), width.difference_bytes(numel)
+    blocks, (codes, _) = width.difference_blocks(numel), width.difference_bytes(each)
     scales = content[: SCALE_BYTES * blocks].view(torch.bfloat16).view(blocks, 1)
     code_bytes = BLOCK * width.bits // 8
     groups = blocks // width.blocks

@@ -71,19 +71,15 @@ def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> M
     Either way, a worker sends and receives less than twice the bytes of its codes, however many workers there are.
     """
     workers, worker = communicator.world_size, communicator.index
-    mean = torch.zeros_like(M)
     if workers == 1 or not M.numel():
-        mean.copy_(M)
+        mean = M.clone()
         M.zero_()
         return mean
     assert config.codes is not None
     width, (encode, apply) = DIFFERENCES[config.codes], difference_codec(config, M.device, M.dtype)
 
-    def add(content: Tensor, part: Tensor, weight: float) -> None:
-        apply(content.unsqueeze(0), width, part.unsqueeze(0), weight)
-
     def new(*rows: int) -> Tensor:
-        # Not empty: the ends of shorter parts are sent too.
+        # Not empty: the end of a shorter part is sent too, and adds nothing.
         return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
 
     if workers == 2:
@@ -91,31 +87,23 @@ def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> M
         gathered, sent = new(workers), new()
         encode(M, None, width, sent, True)
         yield communicator.all_gather(gathered, sent)
-        for content in gathered:
-            add(content, mean, 1 / workers)
+        mean = torch.zeros_like(M)
+        apply(gathered, width, mean.expand(workers, -1), 1 / workers)
         return mean
-    # In whole groups of blocks that share bytes.
+    # Parts of equal length, but for the last ones, in whole groups of blocks that share bytes.
     unit = BLOCK * width.blocks
-    parts = list(zip(_parts(M, workers, unit), _parts(mean, workers, unit), strict=True))
-    own, _ = parts[worker]
-    _, size = width.difference_bytes(len(parts[0][0]))
+    each = -(-len(M) // (workers * unit)) * unit
+    first, behind = worker * each, (worker + 1) * each
+    _, size = width.difference_bytes(each)
     sent, received, mine, gathered = new(workers), new(workers), new(), new(workers)
-    for other, (part, _) in enumerate(parts):
-        if other != worker:
-            encode(part, None, width, sent[other], True)
+    # Not the own part, which is not sent and so not rounded.
+    encode(M[:first], None, width, sent[:worker], True, each)
+    encode(M[behind:], None, width, sent[worker + 1 :], True, each)
     yield communicator.all_to_all(received, sent)
-    # A worker's own contribution to its part is not rounded, since it is not sent.
-    for other, content in enumerate(received):
-        if other != worker:
-            add(content, own, 1.0)
-    encode(own, None, width, mine, True)
+    own = M[first:behind]
+    apply(received, width, own.expand(workers, -1), 1.0, each)
+    encode(own, None, width, mine[None], True, each)
     yield communicator.all_gather(gathered, mine)
-    for content, (_, average) in zip(gathered, parts, strict=True):
-        add(content, average, 1 / workers)
-    return mean
-
-
-def _parts(flat: Tensor, owners: int, unit: int) -> list[Tensor]:
-    """Divide a tensor into a part for each owner, a multiple of ``unit``. The last parts may be shorter, or empty."""
-    each = -(-len(flat) // (owners * unit)) * unit
-    return [flat[index * each : (index + 1) * each] for index in range(owners)]
+    mean = M.new_zeros(workers, each)
+    apply(gathered, width, mean, 1 / workers)
+    return mean.view(-1)[: len(M)]
