@@ -129,9 +129,14 @@ class FlatAverage:
         self.reconstruct_ranges({name: (0, tensor.view(-1)) for name, tensor in out.items()}, overflow)
 
     def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
-        for segment in self.layout.segments:
-            if segment.name in out:
-                start, target = out[segment.name]
-                target.copy_(self.flat[segment.offset + start :][: target.numel()])
-                if overflow is not None and target.dtype != torch.float32:
-                    note_overflow(target, overflow)
+        segments = [segment for segment in self.layout.segments if segment.name in out]
+        targets = [out[segment.name][1] for segment in segments]
+        starts = [segment.offset + out[segment.name][0] for segment in segments]
+        sources = [self.flat[start:][: target.numel()] for start, target in zip(starts, targets, strict=True)]
+        if targets:
+            # In one call: otherwise the host takes longer than the device.
+            torch._foreach_copy_(targets, sources)
+        if overflow is not None and self.flat.numel():
+            largest = torch.stack(torch.aminmax(self.flat))
+            for dtype in {target.dtype for target in targets} - {torch.float32}:
+                note_overflow(largest.to(dtype), overflow)

@@ -1,4 +1,4 @@
-"""The product of two tiles. Where tensor cores know tf32, it is three products of tf32 values, nearly as exact as fp32."""
+"""The product of two tiles: three products of tf32 values where tensor cores know these, nearly as exact as fp32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF = tl.constexpr(1 << 12)
 
 @triton.jit
 def _split(x):
-    """x as the sum of a tf32 value and of a rest, both rounded to nearest. Tensor cores ignore the rest's other bits."""
+    """x as the sum of a tf32 value and a rest, both rounded to nearest. Tensor cores ignore the rest's other bits."""
     large = ((x.to(tl.int32, bitcast=True) + HALF) & KEPT).to(tl.float32, bitcast=True)
     rest = x - large
     return large, (rest.to(tl.int32, bitcast=True) + HALF).to(tl.float32, bitcast=True)

@@ -58,6 +58,19 @@ class Matrix(NamedTuple):
     q_offset: int
     key: int
 
+    def within(self, start: int, end: int) -> list[Matrix]:
+        """Return the matrices in which elements ``start`` to ``end`` lie in row-major order: rows, or parts of one."""
+        first, behind = -(-start // self.m) * self.m, end // self.m * self.m
+        bounds = [start, first, behind, end] if first < behind else [start, min(first, end), end]
+        found = []
+        for low, high in itertools.pairwise(bounds):
+            row, column = divmod(low, self.m)
+            columns = min(high - low, self.m - column)
+            if columns:
+                places = self.p_offset + row * self.r, self.q_offset + column * self.r
+                found.append(Matrix((high - low) // columns, columns, self.r, *places, self.key))
+        return found
+
 
 class FactorTable(NamedTuple):
     """The factors on one side, for orthogonalization. ``shares`` programs divide a chunk where nothing is added."""
@@ -92,7 +105,7 @@ class BucketTable:
         matrices: The compressed matrices.
         bypass: (elements, offset in the message of P, offset in that of Q) of each tensor that is not compressed.
         row_tile, column_tile: Rows and columns of a tile in ``row_tiles`` and ``column_tiles``, powers of two.
-        rows_of_larger: Whether the matrices are rows of larger ones, and may have fewer of them than the rank.
+        parts_of_larger: Whether the matrices are parts of larger ones, and may be smaller than the rank.
 
     Attributes:
         records, row_tiles, column_tiles, rollback: See the rows of ``table_device``.
@@ -111,10 +124,10 @@ class BucketTable:
         row_tile: tuple[int, int],
         column_tile: tuple[int, int],
         device: torch.device,
-        rows_of_larger: bool = False,
+        parts_of_larger: bool = False,
     ) -> None:
         for matrix in matrices:
-            _check(matrix, rows_of_larger)
+            _check(matrix, parts_of_larger)
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
         self.rank = max((matrix.r for matrix in matrices), default=0)
         # Distances on the device and on the host. A CUDA graph in which they were copied does so in each replay, so
@@ -280,8 +293,8 @@ def on_host(rows: Sequence[Sequence[int]], columns: int, dtype: torch.dtype, dev
     return host if device.type == "cpu" else host.pin_memory()
 
 
-def _check(matrix: Matrix, rows_of_larger: bool) -> None:
-    if not 1 <= matrix.r <= (matrix.m if rows_of_larger else min(matrix.n, matrix.m)):
+def _check(matrix: Matrix, parts_of_larger: bool) -> None:
+    if not 1 <= matrix.r <= (matrix.r if parts_of_larger else min(matrix.n, matrix.m)):
         raise ValueError(f"rank must be from 1 to min(n, m); got {matrix.r} for {matrix.n} × {matrix.m}")
     if matrix.r > MAX_RANK:
         raise ValueError(f"rank must be at most {MAX_RANK}; got {matrix.r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,26 +44,26 @@ class TritonBackend:
         self._alternating = bucket.config.algorithm == "alternating"
         rank = self._rank = largest_rank(bucket)
         launches = self._launches = select_configuration(architecture(device), rank)
+        self._tiles = launches.reconstruct.tile, launches.backproject.tile
         sizes = [segment.numel for segment in layout.bypass]
         offsets = layout.bypass_offsets(layout.p_numel), layout.bypass_offsets(layout.q_numel)
         bypass = list(zip(sizes, *offsets, strict=True))
 
-        def table(groups: Sequence[ShapeGroup], *, rows_of_larger: bool = False) -> tuple[BucketTable, list[str]]:
+        def table(groups: Sequence[ShapeGroup], *, parts_of_larger: bool = False) -> tuple[BucketTable, list[str]]:
             matrices = [
                 Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
                        group.q_offset + i * group.m * group.rank, seed(segment.name, bucket.config))
                 for group in groups
                 for i, segment in enumerate(group.segments)
             ]  # fmt: skip
-            tiles = launches.reconstruct.tile, launches.backproject.tile
             segments = (*(segment for group in groups for segment in group.segments), *layout.bypass)
             names = [segment.name for segment in segments]
-            return BucketTable(matrices, bypass, *tiles, device, rows_of_larger=rows_of_larger), names
+            return BucketTable(matrices, bypass, *self._tiles, device, parts_of_larger=parts_of_larger), names
 
         # The whole matrices, and the rows that this worker multiplies.
         self._table, self._names = self._own, self._own_names = table(layout.groups)
         if bucket.shared:
-            self._own, self._own_names = table(bucket.own, rows_of_larger=True)
+            self._own, self._own_names = table(bucket.own, parts_of_larger=True)
         bucket.zeroed += [self._table.P.zeroed, self._table.Q.zeroed]
         self._finite = torch.ones((), dtype=torch.int32, device=device)
         # Kernels always take tensors. These scalars stand for no pending product and no rescaling, and ``_ignored``
@@ -78,6 +78,8 @@ class TritonBackend:
             # Another object than that of gradients which lie in the same way; see ``Launches``.
             self._M = M._replace(distances=M.distances.view(1, -1))
         self._stages: dict[str, Launches] = collections.defaultdict(Launches)
+        # Parts of averages that were written last, {name: (first element, elements)}, their table, and their pieces.
+        self._ranges: tuple[dict[str, tuple[int, int]], BucketTable, dict[str, list[int]]] | None = None
         # Where gradients and error buffers are in this step. Numbers, which keep no tensor alive.
         self._places: tuple[Pointers, Pointers | None]
 
@@ -165,26 +167,54 @@ class TritonBackend:
         bucket.commit([product], [average], bypass_means, verdict)
 
     def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
-        bucket, table = self.bucket, self._table
-        dtypes = {tensor.dtype for tensor in out.values()}
-        # The kernel writes one dtype of at most 32 bits.
-        if len(dtypes) > 1 or torch.float64 in dtypes:
-            TorchBackend(bucket).reconstruct(out, overflow)
+        if _one_dtype(out.values()):
+            self._reconstruct(self._table, [out[name] for name in self._names], overflow)
+        else:
+            TorchBackend(self.bucket).reconstruct(out, overflow)
+
+    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
+        places = {name: (start, target.numel()) for name, (start, target) in out.items() if target.numel()}
+        if not _one_dtype(out[name][1] for name in places):
+            TorchBackend(self.bucket).reconstruct_ranges(out, overflow)
             return
+        if self._ranges is None or self._ranges[0] != places:
+            self._ranges = (places, *self._table_of(places))
+        _, table, sizes = self._ranges
+        pieces = [piece for name, numels in sizes.items() for piece in out[name][1].split(numels)]
+        self._reconstruct(table, pieces, overflow)
+
+    def _table_of(self, places: Mapping[str, tuple[int, int]]) -> tuple[BucketTable, dict[str, list[int]]]:
+        """Return the table of parts of the averages, and {name: elements of each of its matrices}, in their order."""
+        whole, matrices, bypass, sizes = self._table, [], [], {}
+        for name, matrix in zip(self._names, whole.matrices, strict=False):
+            if name in places:
+                start, numel = places[name]
+                within = matrix.within(start, start + numel)
+                sizes[name] = [part.n * part.m for part in within]
+                matrices += within
+        for name, (_, of_P, of_Q) in zip(self._names[len(whole.matrices) :], whole.bypass, strict=True):
+            if name in places:
+                start, numel = places[name]
+                sizes[name] = [numel]
+                bypass.append((numel, of_P + start, of_Q + start))
+        return BucketTable(matrices, bypass, *self._tiles, self._device, parts_of_larger=True), sizes
+
+    def _reconstruct(self, table: BucketTable, out: Sequence[Tensor], overflow: Tensor | None) -> None:
+        bucket = self.bucket
         # The means of the bypass tensors lie at the end of the message that carried them.
         behind_P = bucket.bypass_means.untyped_storage().data_ptr() == bucket.message_P.untyped_storage().data_ptr()
         carried = (bucket.message_P, table.pack_P) if behind_P else (bucket.message_Q, table.pack_left)
-        pointers = table.pointers([out[name] for name in self._names])
         verdict = self._ignored if overflow is None else overflow
         P, Q = bucket.average[0]
+        pointers = table.pointers(out)
 
         def launch() -> None:
             reconstruct_triton(table, P, Q, *carried, self._launches.reconstruct, out=pointers, verdict=verdict)
 
-        self._repeat(f"reconstruct {behind_P=}", launch, (P, Q), verdict, places=[pointers])
-
-    def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
-        TorchBackend(self.bucket).reconstruct_ranges(out, overflow)
+        if table is self._table:
+            self._repeat(f"reconstruct {behind_P=}", launch, (P, Q), verdict, places=[pointers])
+        else:
+            launch()
 
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
         left, right = (self._table.P, self.bucket.P_hat), (self._table.Q, self.bucket.basis)
@@ -242,6 +272,12 @@ class TritonBackend:
     def _get(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return at least ``numel`` elements of scratch memory. The same name gives the same memory."""
         return self._workspace.get(name, numel, dtype, self._device)
+
+
+def _one_dtype(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a kernel can write these tensors: it writes one dtype of at most 32 bits."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return len(dtypes) <= 1 and torch.float64 not in dtypes
 
 
 def largest_rank(bucket: Bucket) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,9 +17,12 @@ from triton.runtime import interpreter
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.core.scheme import FlatAverage
 from powersgd_triton.kernels import table
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
+from powersgd_triton.schemes.quantized import quantized_mean
 from tests.support.checks import everything, gradients
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
@@ -34,13 +38,13 @@ WORKERS = 4
 
 
 class Among(StandIn):
-    """One of four workers that all send the same; it copies past torch, so that nothing is counted."""
+    """One of some workers that all send the same; it copies past torch, so that nothing is counted."""
 
-    def __init__(self) -> None:
-        super().__init__(WORKERS, index=1)
+    def __init__(self, workers: int = WORKERS) -> None:
+        super().__init__(workers, index=1)
 
     def all_reduce(self, tensor: Tensor) -> dist.Work | None:
-        np.multiply(tensor.numpy(), WORKERS, out=tensor.numpy())
+        np.multiply(tensor.numpy(), self.world_size, out=tensor.numpy())
         return None
 
     def all_to_all(self, received: Tensor, sent: Tensor, _sizes: Sequence[int] | None = None) -> dist.Work:
@@ -61,9 +65,13 @@ def steps(
     number: int = 2,
     run_kernels: bool = True,
     communicator: Communicator | None = None,
+    cut: Callable[[str, Tensor], tuple[int, Tensor]] | None = None,
     **fields: Any,
 ):
-    """Run so many steps in one bucket; what each of them did. On one worker, if there is no ``communicator``."""
+    """Run so many steps in one bucket; what each of them did. On one worker, if there is no ``communicator``.
+
+    The averages are written to the gradients, or to the parts that ``cut(name, gradient)`` returns.
+    """
     from tests.support.interpreter import watched
 
     named = {str(index): shape for index, shape in enumerate(shapes)}
@@ -72,8 +80,9 @@ def steps(
     activities = []
     for seed in range(number):
         now, layout = gradients(seed, named), engine.begin("all", lambda: named, torch.device("cpu"), last=True)
+        ranges = None if cut is None else {name: cut(name, gradient) for name, gradient in now.items()}
         with watched(run_kernels=run_kernels) as activity:
-            engine.average(layout, now)
+            engine.average(layout, now, ranges=ranges)
         activities.append(activity)
     return activities
 
@@ -90,6 +99,49 @@ def test_launches_do_not_depend_on_the_number_of_matrices(rank: int, fields: dic
     assert one.launches == many.launches
     assert one.operations == []
     assert len(one.launches) <= MOST_LAUNCHES
+
+
+def rows(_: str, gradient: Tensor) -> tuple[int, Tensor]:
+    """Of FSDP2: a quarter of the rows."""
+    first, width = len(gradient) // 4, gradient[0].numel()
+    return first * width, torch.empty(first * width)
+
+
+def elements(_: str, gradient: Tensor) -> tuple[int, Tensor]:
+    """Of FSDP1 and of DeepSpeed's ZeRO: what lies in a flat partition, which is cut anywhere."""
+    return 2, torch.empty(gradient.numel() - 3)
+
+
+@pytest.mark.parametrize("cut", [None, rows, elements])
+@pytest.mark.parametrize("fields", [{}, {"algorithm": "alternating"}, {"wire_dtype": "int8"}], ids=str)
+def test_every_adapter_launches_as_much_for_many_matrices(fields: dict[str, Any], cut: Any):
+    """DDP's hook and plain loops write over the gradients, the adapters of sharded models to their shards."""
+    one, many = (
+        steps([(40, 36)] * n + [(9,)], 4, communicator=Among(), cut=cut, run_kernels=False, **fields)[-1]
+        for n in (1, 7)
+    )
+    assert one.launches == many.launches
+    assert len(one.kernels) > 0
+
+
+@pytest.mark.parametrize("codes", ["int8", "ternary"])
+def test_quantized_averages_launch_as_much_for_many_matrices_and_workers(codes: str):
+    """Of whole tensors, as in local steps; the last worker's part is short."""
+    from tests.support.interpreter import watched
+
+    config, launches = PowerSGDConfig(codes=codes, backend="triton"), []
+    for count, workers in ((1, 4), (7, 16)):
+        layout = Layout.build({str(i): (300, 41) for i in range(count)}, config)
+        M, out = torch.randn(layout.numel), {name: torch.empty(300, 41) for name in layout.shapes}
+        with watched(run_kernels=False) as activity:
+            mean = quantized_mean(M, config, Among(workers))
+            with contextlib.suppress(StopIteration):
+                while True:
+                    next(mean)
+            FlatAverage(layout, M).reconstruct(out, torch.ones(()))
+        launches.append(activity.launches)
+    assert launches[0] == launches[1]
+    assert len(activity.kernels) == 5
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])

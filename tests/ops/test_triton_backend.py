@@ -179,3 +179,29 @@ def test_compressor_refuses_what_the_kernels_do_not_take(device: torch.device):
     ):
         with pytest.raises(ValueError, match=f"backend 'triton' cannot be used: {reason}"):
             triton(FEW).compress(on(device, given))
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+def test_parts_of_averages_have_the_bits_of_whole_ones(algorithm: str, dtype: torch.dtype, device: torch.device):
+    """Whole rows, parts of one row or of two, rows with parts around them, also smaller than the rank; and nothing."""
+    shapes = {"weight": (37, 40), "odd": (33, 29), "bias": (70,), "twin": (37, 40)}
+    compressor = triton(shapes, rank=3, algorithm=algorithm)
+    for seed in range(3):
+        compressed = compressor.compress(on(device, {n: g.to(dtype) for n, g in gradients(seed, shapes).items()}))
+        whole = compressor.decompress(
+            compressed, {n: torch.zeros(s, dtype=dtype).to(device) for n, s in shapes.items()}
+        )
+        for places in (
+            {"weight": (80, 400), "odd": (0, 33 * 29), "bias": (3, 60)},
+            {"weight": (41, 2), "odd": (50, 30), "twin": (39, 1)},
+            {"weight": (13, 700), "odd": (29 * 7 + 28, 29 * 5 + 1), "bias": (69, 1), "twin": (40, 0)},
+            {"twin": (1479, 1), "bias": (0, 0)},
+            {"twin": (5, 0)},
+        ):
+            out = {
+                name: (start, torch.full((n,), NAN, dtype=dtype, device=device)) for name, (start, n) in places.items()
+            }
+            compressed.backend.reconstruct_ranges(out, None)  # type: ignore[attr-defined]
+            for name, (start, part) in out.items():
+                assert torch.equal(part, whole[name].view(-1)[start : start + len(part)]), (name, places)
