@@ -126,7 +126,7 @@ def _launches(
                 table.P, factor, rank, count, 0.0, launches.gram, launches.orthogonalize,
                 X=wide, grams=wide, finite=flag, out=factor,
             )  # fmt: skip
-            explore.explore_triton(table, count, flag, rank, 16, out=factor)
+            explore.explore_triton(table, count, flag, rank, 16, parts=factor, out=factor)
     yield from _different(recorded, label)
 
 

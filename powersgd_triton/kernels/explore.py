@@ -7,40 +7,65 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
+from powersgd_triton.kernels.factorize import arrives_last
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.random_device import random_values, stream_of
 from powersgd_triton.kernels.table import BucketTable
-from powersgd_triton.kernels.table_device import factor_offsets, key_of, matrix_sizes
+from powersgd_triton.kernels.table_device import (
+    PROGRESS,
+    PROGRESS_ARRIVED,
+    chunks_of,
+    factor_chunk,
+    key_of,
+    matrix_sizes,
+)
 from powersgd_triton.layout.constants import CARRY, OTHER_KEY, SMALLEST_REST
 
-BLOCK = 2048
+BLOCK = 8192
 """Elements of a basis that a program holds at a time."""
 
+OPTIONS = {"num_warps": 8, **NUMERICS}
 
-@triton.jit(do_not_specialize=["number", "every", "carry", "smallest", "other"])
+
+@triton.jit(do_not_specialize=["every", "carry", "smallest", "other"])
 def _explore_kernel(
-    basis, finite, number, records, factors, every, other, carry, smallest, C: tl.constexpr, ROWS: tl.constexpr
+    basis, parts, finite, number, records, factors, chunks, progress, every, other, carry, smallest,
+    C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """See ``explore_reference``. Grid: matrices. Most programs find that it is not their matrix's turn."""
-    matrix = tl.program_id(0)
-    n, m, r = matrix_sizes(records, matrix)
+    """See ``explore_reference``. Grid: chunks of the bases. Most programs find that it is not their matrix's turn."""
+    matrix, start, end, r, offset = factor_chunk(factors, chunks, tl.program_id(0))
+    n, m, _ = matrix_sizes(records, matrix)
     key = key_of(factors, matrix)
     step = tl.load(number)
     if ((key.to(tl.int64) + step) % every != 0) | (r >= tl.minimum(n, m)) | (tl.load(finite) <= 0):
         return
-    _, start = factor_offsets(records, matrix)
+    basis += offset
     stream = stream_of(key + other, step)
     ranks = tl.arange(0, C)
     inside = tl.zeros([C], tl.float32)
     size = tl.zeros([ROWS], tl.float32)
-    for first in range(0, m, ROWS):
+    for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
-        direction = tl.where(rows < m, random_values(rows, stream), 0.0)
-        at = start + rows.to(tl.int64)[:, None] * r + ranks[None, :]
-        block = tl.load(basis + at, (rows < m)[:, None] & (ranks < r)[None, :], 0.0)
+        direction = tl.where(rows < end, random_values(rows, stream), 0.0)
+        at = rows.to(tl.int64)[:, None] * r + ranks[None, :]
+        block = tl.load(basis + at, (rows < end)[:, None] & (ranks < r)[None, :], 0.0)
         inside += tl.sum(direction[:, None] * block, axis=0)
         size += direction * direction
-    whole = tl.sum(size, axis=0)
+    # A chunk's part: products with the columns, and the squared norm.
+    part = parts + tl.program_id(0) * (C + 1)
+    tl.store(part + ranks, inside)
+    tl.store(part + C, tl.sum(size, axis=0))
+    first_chunk, count = chunks_of(factors, matrix)
+    if not arrives_last(progress + matrix * PROGRESS + PROGRESS_ARRIVED, count):
+        return
+    inside = tl.zeros([C], tl.float32)
+    whole = 0.0
+    # In the order of the chunks: the same bits, whichever program is last. The others' parts are not in this
+    # multiprocessor's own cache. Several are loaded at once.
+    for chunk in tl.range(first_chunk, first_chunk + count, loop_unroll_factor=8):
+        part = parts + chunk * (C + 1)
+        inside += tl.load(part + ranks, cache_modifier=".cg")
+        whole += tl.load(part + C, cache_modifier=".cg")
     left = whole - tl.sum(inside * inside, axis=0)
     if left <= smallest * whole:
         return
@@ -49,23 +74,31 @@ def _explore_kernel(
     scale = 1.0 / tl.sqrt(left + carry * carry)
     for first in range(0, m, ROWS):
         rows = first + tl.arange(0, ROWS)
-        at = start + rows.to(tl.int64)[:, None] * r + ranks[None, :]
+        at = rows.to(tl.int64)[:, None] * r + ranks[None, :]
         block = tl.load(basis + at, (rows < m)[:, None] & (ranks < r)[None, :], 0.0)
         explored = (random_values(rows, stream) + tl.sum(block * weights[None, :], axis=1)) * scale
         # No thread stores before all have loaded.
         tl.debug_barrier()
-        tl.store(basis + start + rows.to(tl.int64) * r + r - 1, explored, rows < m)
+        tl.store(basis + rows.to(tl.int64) * r + r - 1, explored, rows < m)
 
 
-def explore_triton(table: BucketTable, number: Tensor, finite: Tensor, rank: int, every: int, *, out: Tensor) -> None:
+def explore_triton(
+    table: BucketTable, number: Tensor, finite: Tensor, rank: int, every: int, *, parts: Tensor, out: Tensor
+) -> None:
     """Replace the last columns of the right bases ``out`` [fp32, flat], as ``explore_reference`` does.
 
-    ``number`` (int64) and ``finite`` (int32) are scalars on the device, and ``rank`` is the largest that may occur.
+    ``number`` (int64) and ``finite`` (int32) are scalars on the device, ``rank`` is the largest that may occur, and
+    ``parts`` is an fp32 workspace of ``explore_numel`` elements.
     """
     if not table.matrices:
         return
-    columns = triton.next_power_of_2(rank)
+    factors, columns = table.Q, triton.next_power_of_2(rank)
     constants = every, OTHER_KEY, CARRY, SMALLEST_REST
-    arguments = out, finite, number, table.records, table.Q.records, *constants
+    arguments = finite, number, table.records, factors.records, factors.chunks, factors.progress, *constants
     rows = max(1, BLOCK // columns)
-    run(_explore_kernel, (len(table.matrices),), NUMERICS, *arguments, C=columns, ROWS=rows)
+    run(_explore_kernel, (len(factors.chunks),), OPTIONS, out, parts, *arguments, C=columns, ROWS=rows)
+
+
+def explore_numel(table: BucketTable, rank: int) -> int:
+    """Return the elements of the workspace ``parts``."""
+    return len(table.Q.chunks) * (triton.next_power_of_2(rank) + 1)

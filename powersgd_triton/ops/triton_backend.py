@@ -14,7 +14,7 @@ from powersgd_triton.kernels.backproject import backproject_triton, compensate_b
 from powersgd_triton.kernels.commit import commit_triton
 from powersgd_triton.kernels.compensate_project import Pending, compensate_project_triton
 from powersgd_triton.kernels.configurations import architecture, select_configuration
-from powersgd_triton.kernels.explore import explore_triton
+from powersgd_triton.kernels.explore import explore_numel, explore_triton
 from powersgd_triton.kernels.launcher import Launches
 from powersgd_triton.kernels.orthogonalize import grams_numel, orthogonalize_triton
 from powersgd_triton.kernels.pack import average_triton, pack_triton
@@ -156,7 +156,8 @@ class TritonBackend:
             following = self._get("following", numel)
             self._orthogonalize(factors, mean, number, out=following)
             if explores(config, repetition):
-                explore_triton(table, number, self._finite, self._rank, config.explore_every, out=following)
+                parts, every = self._get("parts", explore_numel(table, self._rank)), config.explore_every
+                explore_triton(table, number, self._finite, self._rank, every, parts=parts, out=following)
             commit_triton(
                 self._own, *self._places, following if config.warm_start else None, step.workers, self._finite,
                 basis=basis, message=mean, verdict=verdict,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.kernels.explore import explore_triton
+from powersgd_triton.kernels.explore import explore_numel, explore_triton
 from powersgd_triton.layout.constants import CARRY
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
@@ -24,11 +24,13 @@ def explored(bucket: Bucket, step: int, finite: bool = True) -> list[list[Tensor
     before, device, found = bucket.basis.clone(), bucket.basis.device, []
     for kernel in (False, True):
         if kernel:
-            explore_triton(
-                TritonBackend(bucket, Workspace())._table, torch.tensor(step, device=device),
-                torch.tensor(int(finite), dtype=torch.int32, device=device), max(g.rank for g in bucket.layout.groups),
-                EVERY, out=bucket.basis,
-            )  # fmt: skip
+            table, rank = TritonBackend(bucket, Workspace())._table, max(g.rank for g in bucket.layout.groups)
+            number = torch.tensor(step, device=device)
+            flag = torch.tensor(int(finite), dtype=torch.int32, device=device)
+            parts = torch.full((explore_numel(table, rank),), torch.nan, device=device)
+            explore_triton(table, number, flag, rank, EVERY, parts=parts, out=bucket.basis)
+            # Ready for the next launch.
+            assert not table.Q.progress.any()
         else:
             explore_reference(bucket, step, where=torch.tensor(finite, device=device))
         found.append([basis.clone() for bases in bucket.right(bucket.basis) for basis in bases])
