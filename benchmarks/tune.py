@@ -49,8 +49,11 @@ KERNELS = ("compensate_project", "reconstruct", "backproject", "gram", "orthogon
 
 WIRE_WIDTH = "int8"
 WIRE_PANELS = (16, 32, 64)
-ROW_TILES = ((128, 32), (64, 32), (32, 32), (64, 64), (128, 64), (32, 128))
-COLUMN_TILES = ((32, 32), (32, 64), (64, 64), (32, 128), (64, 128), (128, 64))
+ROW_TILES = ((64, 16), (128, 16), (128, 32), (64, 32), (32, 32), (64, 64), (128, 64), (32, 128))
+COLUMN_TILES = ((16, 64), (16, 128), (32, 32), (32, 64), (64, 64), (32, 128), (64, 128), (128, 64))
+REGISTERS = (None,) if torch.version.hip else (None, 168, 128)
+"""Limits for a thread, with which three or four programs of four warps fit a multiprocessor."""
+
 FACTOR_ROWS = (32, 64, 128)
 GROUPS = (KERNELS[:2], *((kernel,) for kernel in KERNELS[2:]))
 """Kernels whose launches depend on each other."""
@@ -62,8 +65,10 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
 
     def tiles(launch: Launch, shapes: Sequence[tuple[int, int]]) -> list[Launch]:
         return [
-            dataclasses.replace(launch, rows=rows, columns=columns, num_warps=warps, num_stages=stages)
-            for (rows, columns), warps, stages in itertools.product(shapes, (4, 8), (1, 2, 3))
+            dataclasses.replace(
+                launch, rows=rows, columns=columns, num_warps=warps, num_stages=stages, registers=registers
+            )
+            for registers, (rows, columns), warps, stages in itertools.product(REGISTERS, shapes, (4, 8), (1, 2, 3))
         ]
 
     def blocks(launch: Launch) -> list[Launch]:
@@ -179,10 +184,10 @@ def describe(rows: Sequence[Row]) -> str:
     """A table a kernel, the fastest first, the tiles by the sum of the two kernels that share them, and failures."""
     lines = []
     for kernel in KERNELS:
-        lines += [f"\n{kernel}", f"{'ms':>10} {'IQR':>8}  rows columns panel warps stages"]
+        lines += [f"\n{kernel}", f"{'ms':>10} {'IQR':>8}  rows columns panel warps stages registers"]
         lines += [
             f"{row['device_ms']:>10.4f} {row['device_iqr_ms']:>8.4f}  {row['rows']:>4} {row['columns']:>7} "
-            f"{row['panel']:>5} {row['num_warps']:>5} {row['num_stages']:>6}"
+            f"{row['panel']:>5} {row['num_warps']:>5} {row['num_stages']:>6} {row['registers'] or '':>9}"
             for row in sorted(_of(rows, kernel), key=_time)
         ]
     lines.append("\ncompensate_project + reconstruct, the fastest of each for one tile")

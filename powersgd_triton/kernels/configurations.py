@@ -22,7 +22,8 @@ class Launch:
     """How a kernel is launched: on tiles of ``rows`` and ``columns``, with Triton's options.
 
     A program multiplies by ``panel`` columns of the factors. 16 is the least for tl.dot. If ``wide``, factors may have
-    more. ``precision`` is Triton's ``input_precision`` of products of fp32 values.
+    more. ``precision`` is "tf32x3" or "ieee", see ``multiply``. ``registers`` is the most that a thread may have, where
+    a limit lets more programs run on a multiprocessor and nothing is spilled. AMD's compiler knows no such limit.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class Launch:
     num_stages: int
     precision: str
     wide: bool = False
+    registers: int | None = None
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -40,7 +42,8 @@ class Launch:
     @functools.cached_property
     def options(self) -> dict[str, int]:
         """Keywords of Triton, which every kernel takes."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NUMERICS}
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit, **NUMERICS}
 
     @functools.cached_property
     def of_factors(self) -> dict[str, Any]:
@@ -69,15 +72,17 @@ class Configuration:
     wire: Launch
 
 
-def _narrow(precision: str, rows: int, warps: int, stages: int, gram_warps: int) -> Configuration:
+def _narrow(
+    precision: str, stages: int, gram_warps: int, registers: int | None, left_registers: int | None
+) -> Configuration:
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
-        compensate_project=Launch(rows, 16, 16, warps, stages, precision),
-        compensate_backproject=Launch(16, 64, 16, 4, stages, precision),
+        compensate_project=Launch(64, 16, 16, 4, stages, precision, registers=registers),
+        compensate_backproject=Launch(16, 64, 16, 4, stages, precision, registers=left_registers),
         # Its tile is half as large as the others' two: as many bytes ahead take more stages.
         backproject=Launch(16, 64, 16, 4, stages + 2 if stages > 1 else 1, precision),
-        reconstruct=Launch(rows, 32, 16, warps, min(stages, 2), precision),
+        reconstruct=Launch(64, 32, 16, 4, min(stages, 2), precision),
         gram=Launch(32, 16, 16, gram_warps, 1, precision),
         orthogonalize=Launch(32, 16, 16, 1, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
@@ -119,14 +124,16 @@ def _table(
     left: tuple[int, int] = (16, 2),
     wire_warps: int = 16,
     gram_warps: tuple[int, int, int] = (1, 2, 2),
+    registers: int | None = None,
+    left_registers: int | None = None,
 ) -> dict[int, Configuration]:
     # ``left``: rows and warps of compensate_backproject, which needs the most registers. ``gram_warps``: one warp
     # factorizes without waiting for others, where its registers suffice. Above rank 16 they do not with Triton 3.7.
+    # ``registers`` and ``left_registers`` limit compensate_project and compensate_backproject up to rank 16: with 168,
+    # three programs fit a multiprocessor, with 128 four.
     narrow, wide, several = stages
     return {
-        # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
-        8: _narrow(precision, 128, 8, narrow, gram_warps[0]),
-        16: _narrow(precision, 64, 4, narrow, gram_warps[0]),
+        16: _narrow(precision, narrow, gram_warps[0], registers, left_registers),
         32: _wide(precision, wide, left, wire_warps, gram_warps[1]),
         256: _several_panels(precision, several, left[0], wire_warps, gram_warps[2]),
     }
@@ -137,10 +144,10 @@ def _table(
 # be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
 # splits each fp32 value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
-    "sm_80": _table("tf32x3", (3, 2, 1)),
+    "sm_80": _table("tf32x3", (3, 2, 1), registers=168, left_registers=128),
     "sm_89": _table("tf32x3", (3, 3, 1), gram_warps=(2, 4, 4)),
-    "sm_90": _table("tf32x3", (3, 3, 1)),
-    "sm_100": _table("tf32x3", (4, 3, 2)),
+    "sm_90": _table("tf32x3", (3, 3, 1), registers=168),
+    "sm_100": _table("tf32x3", (4, 3, 2), registers=168),
     "sm_120": _table("tf32x3", (3, 3, 1)),
     "gfx942": _table("ieee", (1, 1, 1), left=(8, 4), wire_warps=8, gram_warps=(1, 1, 1)),
 }

@@ -27,9 +27,9 @@ def _split(x):
 
 @triton.jit
 def multiply(a, b, PRECISION: tl.constexpr):
-    """a b in fp32. An element that depends on one that is not finite is not finite, but an infinity becomes NaN.
+    """a b in fp32. What depends on an element that is infinite, or that tf32 rounds to infinity, becomes NaN.
 
-    Triton's own "tf32x3" keeps infinities, for which it takes up to a third more instructions than this.
+    Triton's own "tf32x3" keeps such infinities, for which it takes up to a fifth more instructions.
     """
     if PRECISION == "tf32x3" and TENSOR_CORES:
         a_large, a_rest = _split(a)
