@@ -224,18 +224,18 @@ def main() -> None:
 
 
 def _bucket_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a kernel of a step of one bucket, and their sums."""
+    """A line a kernel of a step of one bucket, and their sums. "Issue" is instructions over time of memory accesses."""
     gpu, rank = GPUS[rows[0]["architecture"]], rows[0]["rank"]
     columns = ("launches", "programs", "waves", "registers", "blocks", "barriers", "shuffles", "fp64")
-    lines = [["kernel", *columns, "MB", "MB of L2", "predicted µs"], ["---", *["--:"] * (len(columns) + 3)]]
+    lines = [["kernel", *columns, "MB", "MB of L2", "issue", "predicted µs"]]
+    lines.append(["---", *["--:"] * (len(columns) + 4)])
     for row in rows:
         counts = [", ".join(map(str, row[name])) if isinstance(row[name], list) else str(row[name]) for name in columns]
-        lines.append(
-            [row["kernel"], *counts, f"{row['bytes'] / 1e6:.1f}", f"{row['bytes_l2'] / 1e6:.1f}", f"{row['us']:.0f}"]
-        )
+        megabytes = (f"{row[name] / 1e6:.1f}" for name in ("bytes", "bytes_l2"))
+        lines.append([row["kernel"], *counts, *megabytes, f"{row['issue']:.2f}", f"{row['us']:.0f}"])
     launches, time = sum(row["launches"] for row in rows), sum(row["us"] for row in rows)
     read = " and ".join(f"{sum(row[name] for row in rows)} from {place}" for name, place in SWEEPS.items())
-    lines.append(["**step**", f"**{launches}**", *[""] * len(columns), "", f"**{time:.0f}**"])
+    lines.append(["**step**", f"**{launches}**", *[""] * (len(columns) + 2), f"**{time:.0f}**"])
     return f"\n{gpu.name}, rank {rank}: M is read or written {read}\n\n{markdown_table(lines)}"
 
 

@@ -197,7 +197,7 @@ def _bucket(rows: Sequence[Row]) -> str:
         for part in (*PARTS, "step"):
             values = [sum(x.values()) if part == "step" else x[part] for x in (before, after, measured)]
             lines.append([rank, part, *map(_number, values), _number(ratio(values[2], values[1] or None), "×")])
-    return _markdown(["rank", "kernel", "predicted, first version", "predicted", "measured", "of predicted"], lines)
+    return _markdown(["rank", "kernel", "predicted before", "predicted", "measured", "of predicted"], lines)
 
 
 def _part(kernel: str) -> str:

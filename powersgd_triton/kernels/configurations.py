@@ -100,14 +100,15 @@ def _wide(precision: str, stages: int, left: tuple[int, int], wire_warps: int, g
     )
 
 
-def _several_panels(precision: str, stages: int, left_rows: int, wire_warps: int, gram_warps: int) -> Configuration:
-    # The larger a tile, the less often factors are read. AMD's registers hold only half of the tiles along columns.
+def _several_panels(precision: str, left_rows: int, wire_warps: int, gram_warps: int) -> Configuration:
+    # Instructions limit these kernels: four warps split each operand's elements half as often as eight would. AMD's
+    # registers hold only half of the tiles along columns.
     columns, left_stages = (64, 2) if left_rows > 8 else (32, 1)
     return Configuration(
-        compensate_project=Launch(64, 32, 32, 8, stages, precision, wide=True),
+        compensate_project=Launch(64, 16, 32, 4, 1, precision, wide=True),
         compensate_backproject=Launch(left_rows, columns, 32, 4, 1, precision, wide=True),
         backproject=Launch(32, columns, 32, 4, left_stages, precision),
-        reconstruct=Launch(64, 32, 32, 4, stages, precision, wide=True),
+        reconstruct=Launch(64, 32, 32, 4, 1, precision, wide=True),
         **_of_factors(precision, wire_warps, gram_warps),
     )
 
@@ -119,7 +120,7 @@ def _of_factors(precision: str, wire_warps: int, gram_warps: int) -> dict[str, L
 
 def _table(
     precision: str,
-    stages: tuple[int, int, int],
+    stages: tuple[int, int],
     *,
     left: tuple[int, int] = (16, 2),
     wire_warps: int = 16,
@@ -131,11 +132,11 @@ def _table(
     # factorizes without waiting for others, where its registers suffice. Above rank 16 they do not with Triton 3.7.
     # ``registers`` and ``left_registers`` limit compensate_project and compensate_backproject up to rank 16: with 168,
     # three programs fit a multiprocessor, with 128 four.
-    narrow, wide, several = stages
+    narrow, wide = stages
     return {
         16: _narrow(precision, narrow, gram_warps[0], registers, left_registers),
         32: _wide(precision, wide, left, wire_warps, gram_warps[1]),
-        256: _several_panels(precision, several, left[0], wire_warps, gram_warps[2]),
+        256: _several_panels(precision, left[0], wire_warps, gram_warps[2]),
     }
 
 
@@ -144,12 +145,12 @@ def _table(
 # be busy. The wire's warps make 512 threads, each of which has four elements of half a tile: the widest access. tf32x3
 # splits each fp32 value into two of tf32 and is nearly as exact as fp32.
 TABLES = {
-    "sm_80": _table("tf32x3", (3, 2, 1), registers=168, left_registers=128),
-    "sm_89": _table("tf32x3", (3, 3, 1), gram_warps=(2, 4, 4)),
-    "sm_90": _table("tf32x3", (3, 3, 1), registers=168),
-    "sm_100": _table("tf32x3", (4, 3, 2), registers=168),
-    "sm_120": _table("tf32x3", (3, 3, 1)),
-    "gfx942": _table("ieee", (1, 1, 1), left=(8, 4), wire_warps=8, gram_warps=(1, 1, 1)),
+    "sm_80": _table("tf32x3", (3, 2), registers=168, left_registers=128),
+    "sm_89": _table("tf32x3", (3, 3), gram_warps=(2, 4, 4)),
+    "sm_90": _table("tf32x3", (3, 3), registers=168),
+    "sm_100": _table("tf32x3", (4, 3), registers=168, left_registers=168),
+    "sm_120": _table("tf32x3", (3, 3)),
+    "gfx942": _table("ieee", (1, 1), left=(8, 4), wire_warps=8, gram_warps=(1, 1, 1)),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 

@@ -101,4 +101,4 @@ def explore_triton(
 
 def explore_numel(table: BucketTable, rank: int) -> int:
     """Return the elements of the workspace ``parts``."""
-    return len(table.Q.chunks) * (triton.next_power_of_2(rank) + 1)
+    return len(table.Q.chunks) * (int(triton.next_power_of_2(rank)) + 1)
