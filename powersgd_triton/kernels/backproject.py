@@ -53,7 +53,7 @@ def _backproject_kernel(
     basis += P_at + panel
     Q_prev += Q_at + tl.cast(col, tl.int64) * r
     parts += part_of_Q(records, matrix, split, col, r) + panel
-    pending = tl.load(applied)
+    pending = (tl.load(applied) > 0).to(tl.int32)
     scale = tl.load(growth)
     if rows_are_aligned(G | M, m, VEC):
         _walk_down_rows(

@@ -91,7 +91,7 @@ def _compensate_project_kernel(
     Q += Q_at
     basis += Q_at
     parts += part_of_P(records, matrix, split, first, r)
-    pending = tl.load(applied)
+    pending = (tl.load(applied) > 0).to(tl.int32)
     scale = tl.load(growth)
     if rows_are_aligned(G | M, m, VEC):
         _walk_along_columns(
