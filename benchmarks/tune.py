@@ -66,7 +66,7 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
     def tiles(launch: Launch, shapes: Sequence[tuple[int, int]]) -> list[Launch]:
         return [
             dataclasses.replace(
-                launch, rows=rows, columns=columns, num_warps=warps, num_stages=stages, registers=registers
+                launch, rows=rows, columns=columns, num_warps=warps, num_stages=stages, registers=(registers, registers)
             )
             for registers, (rows, columns), warps, stages in itertools.product(REGISTERS, shapes, (4, 8), (1, 2, 3))
         ]
@@ -187,7 +187,7 @@ def describe(rows: Sequence[Row]) -> str:
         lines += [f"\n{kernel}", f"{'ms':>10} {'IQR':>8}  rows columns panel warps stages registers"]
         lines += [
             f"{row['device_ms']:>10.4f} {row['device_iqr_ms']:>8.4f}  {row['rows']:>4} {row['columns']:>7} "
-            f"{row['panel']:>5} {row['num_warps']:>5} {row['num_stages']:>6} {row['registers'] or '':>9}"
+            f"{row['panel']:>5} {row['num_warps']:>5} {row['num_stages']:>6} {row['registers'][0] or '':>9}"
             for row in sorted(_of(rows, kernel), key=_time)
         ]
     lines.append("\ncompensate_project + reconstruct, the fastest of each for one tile")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -173,8 +174,10 @@ def launch_product(
 
     def panels(G: Pointers, M: Pointers, launch: Launch, first: int, count: int, *, compensate: bool) -> None:
         if count > 0:
+            fp32 = G.dtype == M.dtype == torch.float32
+            options = launch.of_compensated_tiles[0 if fp32 else 1] if compensate else launch.of_tiles
             run(
-                kernel, (count * len(tiles),), launch.of_tiles, G.base, G.distances, M.base, M.distances, *pending,
+                kernel, (count * len(tiles),), options, G.base, G.distances, M.base, M.distances, *pending,
                 growth, basis, out, table.records, tiles, first, count, G_TYPE=ELEMENTS[G.dtype],
                 M_TYPE=ELEMENTS[M.dtype], COMPENSATE=compensate, WIDE=launch.wide, VEC=vector_of(G.dtype, M.dtype),
             )  # fmt: skip

@@ -23,7 +23,8 @@ class Launch:
 
     A program multiplies by ``panel`` columns of the factors. 16 is the least for tl.dot. If ``wide``, factors may have
     more. ``precision`` is "tf32x3" or "ieee", see ``multiply``. ``registers`` is the most that a thread may have, where
-    a limit lets more programs run on a multiprocessor and nothing is spilled. AMD's compiler knows no such limit.
+    a limit lets more programs run on a multiprocessor and nothing is spilled: if G and M are fp32, and otherwise. AMD's
+    compiler knows no such limit.
     """
 
     rows: int
@@ -33,7 +34,7 @@ class Launch:
     num_stages: int
     precision: str
     wide: bool = False
-    registers: int | None = None
+    registers: tuple[int | None, int | None] = (None, None)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -42,8 +43,7 @@ class Launch:
     @functools.cached_property
     def options(self) -> dict[str, int]:
         """Keywords of Triton, which every kernel takes."""
-        limit = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit, **NUMERICS}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **NUMERICS}
 
     @functools.cached_property
     def of_factors(self) -> dict[str, Any]:
@@ -54,6 +54,12 @@ class Launch:
     def of_tiles(self) -> dict[str, Any]:
         """Keywords of a kernel that works on tiles of matrices."""
         return {**self.of_factors, "BLOCK_COLS": self.columns, "PRECISION": self.precision}
+
+    @functools.cached_property
+    def of_compensated_tiles(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Keywords of a kernel that compensates M, if G and M are fp32, and otherwise."""
+        first, other = ({**self.of_tiles, **({"maxnreg": limit} if limit else {})} for limit in self.registers)
+        return first, other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +79,17 @@ class Configuration:
 
 
 def _narrow(
-    precision: str, stages: int, gram_warps: int, registers: int | None, left_registers: int | None
-) -> Configuration:
+    precision: str, rows: int, warps: int, stages: int, gram_warps: int,
+    registers: tuple[int | None, int | None], left_registers: int | None,
+) -> Configuration:  # fmt: skip
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
     return Configuration(
-        compensate_project=Launch(64, 16, 16, 4, stages, precision, registers=registers),
-        compensate_backproject=Launch(16, 64, 16, 4, stages, precision, registers=left_registers),
+        compensate_project=Launch(rows, 16, 16, warps, stages, precision, registers=registers),
+        compensate_backproject=Launch(16, 64, 16, 4, stages, precision, registers=(left_registers, left_registers)),
         # Its tile is half as large as the others' two: as many bytes ahead take more stages.
         backproject=Launch(16, 64, 16, 4, stages + 2 if stages > 1 else 1, precision),
-        reconstruct=Launch(64, 32, 16, 4, min(stages, 2), precision),
+        reconstruct=Launch(rows, 32, 16, warps, min(stages, 2), precision),
         gram=Launch(32, 16, 16, gram_warps, 1, precision),
         orthogonalize=Launch(32, 16, 16, 1, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
@@ -134,7 +141,10 @@ def _table(
     # three programs fit a multiprocessor, with 128 four.
     narrow, wide = stages
     return {
-        16: _narrow(precision, narrow, gram_warps[0], registers, left_registers),
+        # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
+        # 128 registers let two programs of eight warps run. They suffice for fp32 alone.
+        8: _narrow(precision, 128, 8, narrow, gram_warps[0], (registers and 128, None), left_registers),
+        16: _narrow(precision, 64, 4, narrow, gram_warps[0], (registers, registers), left_registers),
         32: _wide(precision, wide, left, wire_warps, gram_warps[1]),
         256: _several_panels(precision, left[0], wire_warps, gram_warps[2]),
     }
