@@ -63,12 +63,14 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
     """Configurations to try, beginning with the one in use."""
     yield now
 
-    def tiles(launch: Launch, shapes: Sequence[tuple[int, int]]) -> list[Launch]:
+    def tiles(
+        launch: Launch, shapes: Sequence[tuple[int, int]], limits: Sequence[int | None] = (None,)
+    ) -> list[Launch]:
         return [
             dataclasses.replace(
                 launch, rows=rows, columns=columns, num_warps=warps, num_stages=stages, registers=(registers, registers)
             )
-            for registers, (rows, columns), warps, stages in itertools.product(REGISTERS, shapes, (4, 8), (1, 2, 3))
+            for registers, (rows, columns), warps, stages in itertools.product(limits, shapes, (4, 8), (1, 2, 3))
         ]
 
     def blocks(launch: Launch) -> list[Launch]:
@@ -84,8 +86,9 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
         ]
 
     together = itertools.zip_longest(
-        tiles(now.compensate_project, ROW_TILES),
-        tiles(now.reconstruct, ROW_TILES),
+        tiles(now.compensate_project, ROW_TILES, REGISTERS),
+        # The same tiles as the kernel before.
+        tiles(now.reconstruct, ROW_TILES) * len(REGISTERS),
         tiles(now.backproject, COLUMN_TILES),
         blocks(now.gram),
         blocks(now.orthogonalize),
