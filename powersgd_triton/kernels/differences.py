@@ -86,7 +86,7 @@ def _store(pointers, x, ok):
 
 @triton.jit
 def _encode_difference_kernel(
-    target, base, scales, codes, numel, each, size, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
+    target, base, scales, codes, numel, each, distance, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Scales and codes of target − base; target −= what they stand for, if SUBTRACT.
@@ -97,8 +97,8 @@ def _encode_difference_kernel(
     target += part * each
     if base is not None:
         base += part * each
-    scales += part * (size // 2)
-    codes += part * size
+    scales += part * (distance // 2)
+    codes += part * distance
     numel = tl.minimum(numel - part * each, each)
     group, some = _groups(numel, BLOCKS, GROUPS)
     shift = tl.arange(0, 8 // BITS) * BITS

@@ -65,8 +65,7 @@ class Matrix(NamedTuple):
         found = []
         for low, high in itertools.pairwise(bounds):
             row, column = divmod(low, self.m)
-            columns = min(high - low, self.m - column)
-            if columns:
+            if columns := min(high - low, self.m - column):
                 places = self.p_offset + row * self.r, self.q_offset + column * self.r
                 found.append(Matrix((high - low) // columns, columns, self.r, *places, self.key))
         return found
