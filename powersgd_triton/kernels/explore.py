@@ -27,7 +27,7 @@ BLOCK = 8192
 OPTIONS = {"num_warps": 8, **NUMERICS}
 
 
-@triton.jit(do_not_specialize=["every", "carry", "smallest", "other"])
+@triton.jit(do_not_specialize=["number", "every", "carry", "smallest", "other"])
 def _explore_kernel(
     basis, parts, finite, number, records, factors, chunks, progress, every, other, carry, smallest,
     C: tl.constexpr, ROWS: tl.constexpr,

@@ -190,17 +190,16 @@ class BucketTable:
         dtype = tensors[0].dtype if tensors else torch.float32
         # Elements lie at multiples of their size, and distances are checked.
         distances = tuple([address and address - base for address in addresses])
-        key = (dtype, base % dtype.itemsize, distances)
+        key = dtype, base % dtype.itemsize, distances
         known = self._distances.pop(key, None)
         if known is None:
             known = self._upload(tensors, distances, base, bypass)
             if len(self._distances) >= POINTERS:
                 self._distances.pop(next(iter(self._distances)))
-        # Last in the dictionary, so that what was not used for longest is first.
-        self._distances[key] = known
+        self._distances[key] = known  # last in the dictionary: what was not used for longest is first
         if is_captured(self.device):
             self._captured.append(known)
-        elif len(self._spares) < SPARES:
+        else:
             self._prepare_spares()
         return Pointers(dtype, base, known[0])
 
@@ -238,8 +237,8 @@ class BucketTable:
 
     def _prepare_spares(self) -> None:
         columns = len(self.matrices) + len(self.bypass)
-        for _ in range(SPARES - len(self._spares)):
-            self._spares.append(on_host([[0] * columns], columns, torch.int64, self.device))
+        missing = range(SPARES - len(self._spares))
+        self._spares += [on_host([[0] * columns], columns, torch.int64, self.device) for _ in missing]
 
     def _split(
         self, matrices: Sequence[Matrix], tile: int, block: int
@@ -277,9 +276,8 @@ class BucketTable:
             chunks += mine
         progress = torch.zeros(len(records), PROGRESS.value, dtype=torch.int32, device=self.device)
         shares = min(MAX_SHARES, max(1, highest // CHUNK_ROWS))
-        return FactorTable(
-            self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32), progress, shares
-        )
+        tables = self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32)
+        return FactorTable(*tables, progress, shares)
 
     def _tensor(self, row: Any, rows: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return a table on the device, by a copy that does not wait for it."""

@@ -22,7 +22,7 @@ RANKS = (4, 16, 64)
 """Ranks at which the compute of compression is timed."""
 COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)
 WIDTHS = ("int4", "float32")
-GPUS = {"h100": (122e-6, 138e-6, 333e-6), "a100": (151e-6, 170e-6, 400e-6), "rtx4090": (252e-6, 300e-6, 700e-6)}
+GPUS = {"h100": (122e-6, 139e-6, 334e-6), "a100": (154e-6, 176e-6, 456e-6), "rtx4090": (246e-6, 301e-6, 701e-6)}
 """Predicted seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``, by ``benchmarks/kernel_report.py --bucket``."""
 GPU_NUMEL = 7_077_888
 TOLERANCE = 0.02
