@@ -1,0 +1,202 @@
+"""A GPU for Triton whose kernels run as PTX on the CPU, in random schedules, and what is found in them."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import gc
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Before kernels are defined: else Triton interprets them.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
+
+from tests.ptx.decode import CACHE, POISON, Finding, Kernel, NotExecutedError
+
+EXECUTED = 80
+"""Compute capability whose instructions are all executed."""
+
+SHARED = 232448
+"""Bytes of shared memory of a program, at most."""
+
+
+class Emulator:
+    """What Triton asks of a driver.
+
+    Attributes:
+        schedules: In how many each launch runs. Its results are those of the first.
+        label: What runs, for findings.
+        change: Applied to the PTX of each kernel, to plant mistakes.
+    """
+
+    def __init__(self, capability: int = EXECUTED, schedules: int = 1, seed: int = 0) -> None:
+        self.capability, self.schedules, self.label = capability, schedules, ""
+        self.change: Callable[[str, str], str] = lambda name, text: text
+        self.launches = self.runs = self.steps = 0
+        self.kernels: dict[str, Kernel] = {}
+        self.names: dict[str, str] = {}
+        self.found: dict[tuple[str, str, str], tuple[str, str]] = {}
+        self.not_executed: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.watch: Callable[[Kernel, tuple[int, int], list[int]], None] = lambda *_: None
+        self._seed = seed
+
+    # What Triton calls. A compiled kernel's machine code is its PTX, and the function to launch is its ``Kernel``.
+
+    utils = property(lambda self: self)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED}
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, Kernel | str, int, int, int]:
+        return 1, self._kernel(name, code.decode(), shared), 0, 0, 1024
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        kinds = list(source.signature.values())
+        executed: list[Kernel] = []
+
+        def launch(x: int, y: int, z: int, stream: int, kernel: Kernel | str, *rest: Any) -> None:
+            assert z == 1
+            given = rest[4:]
+            if isinstance(kernel, str):
+                self.not_executed[metadata.name, kernel] += 1
+                if not executed:
+                    options = {name: getattr(metadata, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+                    made = triton.compile(source, target=GPUTarget("cuda", EXECUTED, 32), options=options)
+                    other = self._kernel(metadata.name, made.asm["cubin"].decode(), made.metadata.shared)
+                    assert isinstance(other, Kernel)
+                    executed.append(other)
+                kernel = executed[0]
+            values = [bits(value, kind) for value, kind in zip(given, kinds, strict=True) if kind != "constexpr"]
+            sizes = [8 if kind.startswith("*") else int(kind[-2:]) // 8 for kind in kinds if kind != "constexpr"]
+            # Two pointers to scratch memory follow, which no kernel uses.
+            declared = [int(kind[1:]) // 8 for kind, _ in kernel.parameters]
+            if declared != [*sizes, 8, 8] or kernel.warps != metadata.num_warps:
+                self.add("parameters differ", metadata.name, f"declared {declared}, passed {sizes}")
+            self.launch(metadata.name, kernel, (x, y), [*values, 0, 0])
+
+        return launch
+
+    def _kernel(self, name: str, text: str, shared: int) -> Kernel | str:
+        """The decoded kernel, or the instruction that is not executed."""
+        text = self.change(name, text)
+        try:
+            kernel = self.kernels.get(text) or Kernel(text, shared)
+        except NotExecutedError as error:
+            return str(error)
+        self.kernels[text], self.names[text] = kernel, name
+        return kernel
+
+    # Running and reporting.
+
+    def launch(self, name: str, kernel: Kernel, grid: tuple[int, int], values: list[int]) -> None:
+        self.launches += 1
+        self.watch(kernel, grid, values)
+        memory, first = storages(), None
+        for schedule in range(self.schedules):
+            seed = (self._seed * 2**20 + self.launches) * 2**10 + schedule
+            findings, changed, steps = kernel.run(grid, values, memory, seed)
+            self.runs, self.steps = self.runs + 1, self.steps + steps
+            for finding in findings:
+                self.add(finding.kind, name, finding)
+            if first is None:
+                first = changed
+            elif not same(first, changed):
+                self.add("schedules differ", name, f"schedule {schedule} leaves other memory than the first")
+        for address, data in (first or {}).items():
+            ctypes.memmove(address, data.ctypes.data, data.size)
+
+    def add(self, kind: str, name: str, what: Finding | str) -> None:
+        place = what.here + what.there if isinstance(what, Finding) else what
+        self.found.setdefault((kind, name, place.partition(" thread")[0] + place.partition("line")[2]), (str(what), self.label))
+
+    def executed(self) -> dict[str, tuple[int, int]]:
+        """(instructions executed, all instructions) of the compiled kernels of each name."""
+        counts: dict[str, tuple[int, int]] = {}
+        for text, kernel in self.kernels.items():
+            hit, every = counts.get(self.names[text], (0, 0))
+            counts[self.names[text]] = hit + int((kernel.hits > 0).sum()), every + len(kernel.hits)
+        return counts
+
+    def summary(self) -> Iterator[str]:
+        yield (
+            f"sm_{self.capability}: {self.launches} launches, {self.runs} runs in random schedules, "
+            f"{self.steps / 1e6:.1f} million instructions of warps, {len(self.found)} findings"
+        )
+        for (kind, name, _), (text, label) in self.found.items():
+            yield f"  {kind} in {name}, {label}: {text}"
+        for (name, instruction), count in sorted(self.not_executed.items()):
+            yield f"  {name}: {count} launches ran as sm_{EXECUTED}, since {instruction} is not executed"
+        for name, (hit, every) in sorted(self.executed().items()):
+            compiled = sum(other == name for other in self.names.values())
+            yield f"  {name}: compiled {compiled} times, {100 * hit / every:.1f} % of {every} instructions executed"
+
+
+def bits(value: Any, kind: str) -> int:
+    """A parameter's value as the launcher packs it."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if kind == "fp32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value) % 2 ** (64 if kind.startswith("*") else int(kind[1:]))
+
+
+def same(one: dict[int, np.ndarray], other: dict[int, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(data, other[at]) for at, data in one.items())
+
+
+def storages() -> list[tuple[int, int]]:
+    """(address, bytes) of the memory of all tensors on the CPU that are alive."""
+    found: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return list(found.items())
+
+
+def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that makes a tensor, whose memory is filled with ``POISON``."""
+
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = make(*args, **kwargs)
+        if tensor.device.type == "cpu" and tensor.numel():
+            memory = np.frombuffer((ctypes.c_char * tensor.untyped_storage().nbytes()).from_address(tensor.untyped_storage().data_ptr()), np.uint8)
+            memory[: len(memory) // 2 * 2].view(np.uint16)[:] = POISON
+        return tensor
+
+    return made
+
+
+def install(emulator: Emulator) -> None:
+    """Compile and launch kernels for this device from now on, with tensors on the CPU; fresh memory is poisoned."""
+    from powersgd_triton.kernels import configurations
+    from powersgd_triton.kernels import differences as _differences  # noqa: F401
+    from powersgd_triton.ops import triton_backend
+
+    triton.knobs.cache.dir = str(CACHE / "triton")
+    compiler.CUDABackend.make_cubin = lambda self, source, *_: source.encode()
+    triton.runtime.driver.set_active(emulator)
+    for module in (configurations, triton_backend):
+        module.architecture = lambda device: f"sm_{emulator.capability}"  # type: ignore[attr-defined]
+    torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
+    torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]
+    # All kernels are defined by now. With this the package takes tensors on the CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
