@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 pytest.register_assert_rewrite("tests.support")
 
 # After the choice above, which it reads.
-from tests.support.device import INTERPRETED  # noqa: E402
+from tests.support.device import EMULATED, INTERPRETED  # noqa: E402
 from tests.support.exchanges import bytes_decide  # noqa: E402
 
 bytes_decide()
@@ -52,12 +52,14 @@ def seeded() -> None:
 
 @pytest.fixture(
     params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")),
+        pytest.param("cpu", marks=pytest.mark.skipif(not (INTERPRETED or EMULATED), reason="kernels are compiled for the GPU")),
         pytest.param(
             "cuda",
             marks=[
                 pytest.mark.gpu,
-                pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no GPU"),
+                pytest.mark.skipif(
+                    INTERPRETED or EMULATED or not torch.cuda.is_available(), reason="there is no GPU"
+                ),
             ],
         ),
     ]

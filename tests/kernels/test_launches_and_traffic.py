@@ -24,8 +24,9 @@ from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes.quantized import quantized_mean
 from tests.support.checks import everything, gradients
+from tests.support.device import INTERPRETED
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="counts in the interpreter")
 
 MOST_LAUNCHES = 13
 MORE_UNITS = 0.4

@@ -144,14 +144,20 @@ class Kernel:
                 statements.append((guard or "", statement.replace("\t", " ")))
                 self.places.append(f"line {number}: {code}  <{place}>")
         self._code = (Instruction * len(statements))()
+        unknown: set[str] = set()
         for row, (guard, statement) in zip(self._code, statements, strict=True):
             row.guard = self._registers[guard.lstrip("!")] if guard else -1
             row.negated = guard.startswith("!")
-            self._decode(row, statement)
+            try:
+                self._decode(row, statement)
+            except NotExecutedError as error:
+                unknown.add(str(error))
+        if unknown:
+            raise NotExecutedError(", ".join(sorted(unknown)))
         self.hits = np.zeros(len(statements), np.uint64)
 
-    def _slot(self, text: str) -> int:
-        """Where the engine finds an operand: registers, then parameters, then literals."""
+    def _slot(self, text: str, size: int = 8) -> int:
+        """Where the engine finds an operand: registers, then parameters, then literals, of so many bytes."""
         if text in self._registers:
             return self._registers[text]
         if text in self._names:
@@ -163,7 +169,7 @@ class Kernel:
         if found := re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text):
             value = int(found[1], 16)
         elif re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
-            value = int(text.rstrip("U"), 0) % 2**64
+            value = int(text.rstrip("U"), 0) % 256**size
         else:
             raise NotExecutedError(f"operand {text}")
         number = self._literals.setdefault(value, len(self._literals))
@@ -237,10 +243,16 @@ class Kernel:
             put("pack", self._slots(operands[0]), self._slots(operands[1]), size=8 * size // (operands[1].count(",") + 1))
         elif head == "mov" and "{" in operands[0]:
             put("unpack", self._slots(operands[0]), self._slots(operands[1]), size=8 * size // (operands[0].count(",") + 1))
+        elif head == "setp" and kind.endswith("x2"):
+            compare = operations()[self._operation([*parts[:-1], kind.removesuffix("x2")])]
+            put("compare_pair", self._slots(*operands[0].split("|")), self._slots(*operands[1:]), target=compare)
         elif head == "cvt" and not ROUNDED.match(name):
             raise NotExecutedError(name)
         else:
-            put(self._operation(parts), self._slots(operands[0]), self._slots(*operands[1:]))
+            # What is added to a wide product is wide.
+            sizes = [size or 8] * 3 if "wide" not in parts else [size, size, 2 * size]
+            sources = [self._slot(text, width) for text, width in zip(operands[1:], sizes, strict=False)]
+            put(self._operation(parts), self._slots(operands[0]), sources)
 
     def _operation(self, parts: Sequence[str]) -> str:
         """The engine's name of an operation on values: the same, or one for any type of this size."""

@@ -47,7 +47,7 @@ class Emulator:
         self.found: dict[tuple[str, str, str], tuple[str, str]] = {}
         self.not_executed: collections.Counter[tuple[str, str]] = collections.Counter()
         self.watch: Callable[[Kernel, tuple[int, int], list[int]], None] = lambda *_: None
-        self._seed = seed
+        self.seed = seed
 
     # What Triton calls. A compiled kernel's machine code is its PTX, and the function to launch is its ``Kernel``.
 
@@ -111,7 +111,7 @@ class Emulator:
         self.watch(kernel, grid, values)
         memory, first = storages(), None
         for schedule in range(self.schedules):
-            seed = (self._seed * 2**20 + self.launches) * 2**10 + schedule
+            seed = (self.seed * 2**20 + self.launches) * 2**10 + schedule
             findings, changed, steps = kernel.run(grid, values, memory, seed)
             self.runs, self.steps = self.runs + 1, self.steps + steps
             for finding in findings:

@@ -73,13 +73,14 @@ typedef int8_t s8;
     V(cvt_b32_s8, (u32)(s8)a) V(cvt_b32_u8, (u8)a) V(cvt_b32_s16, (u32)(s16)a) V(cvt_b32_u16, (u16)a) \
     V(cvt_b32_b64, (u32)a) V(cvt_b64_s16, (u64)(s16)a) V(cvt_b64_u16, (u16)a) V(cvt_b64_s32, (u64)(s32)a) \
     V(cvt_b64_u32, (u32)a) V(cvt_s8_b16, (u16)(s8)a) V(cvt_s8_b32, (u16)(s8)a) V(cvt_u8_b16, (u8)a) \
-    V(cvt_u8_b32, (u8)a)
+    V(cvt_u8_b32, (u8)a) V(abs_f16, a & 0x7fff) V(abs_f16x2, a & 0x7fff7fff) V(abs_bf16x2, a & 0x7fff7fff)
 
 /* Operations of more than one lane, on memory, or of the order of execution. */
 #define ACTIONS(V) \
     V(load_global, 0) V(load_shared, 0) V(store_global, 0) V(store_shared, 0) V(atomic_add, 0) V(copy_async, 0) \
     V(commit, 0) V(wait, 0) V(shuffle, 0) V(reduce, 0) V(barrier, 0) V(warp_barrier, 0) V(branch, 0) V(end, 0) \
-    V(pack, 0) V(unpack, 0) V(ldmatrix, 0) V(stmatrix, 0) V(mma_f64, 0) V(mma_tf32, 0)
+    V(pack, 0) V(unpack, 0) V(ldmatrix, 0) V(stmatrix, 0) V(mma_f64, 0) V(mma_tf32, 0) \
+    V(compare_pair, 0)
 
 #define NAME(name, value) OP_##name,
 #define TEXT(name, value) #name,
@@ -505,12 +506,19 @@ static int step(Launch *L, Program *p, Warp *w) {
         EACH d[l] = total[0];
         break;
     }
+    case OP_compare_pair:
+        for (int k = 0; k < 2; k++) {
+            u64 x[32], y[32];
+            for (int l = 0; l < 32; l++) x[l] = (u16)(a[l] >> 16 * k), y[l] = (u16)(b[l] >> 16 * k);
+            compute(i->target, x, y, ZEROS, w->r[i->d[k]], on);
+        }
+        break;
     case OP_barrier: w->waiting = 1, p->waiting++, result = 1; break;
     case OP_warp_barrier: w->barriers++, result = 1; if (L->warps == 1) pass_barrier(L, p); break;
     case OP_branch: jump = on; break;
     case OP_end: over = on; break;
     case OP_pack:
-        EACH { u64 x = 0; for (int k = 0; k < i->ns; k++) x |= source(L, w, i->s[k])[l] << k * i->size; d[l] = x; }
+        EACH { u64 x = 0; for (int k = 0; k < i->ns; k++) x |= (source(L, w, i->s[k])[l] & ((1ull << i->size) - 1)) << k * i->size; d[l] = x; }
         break;
     case OP_unpack:
         EACH { u64 x = a[l]; for (int k = 0; k < i->nd; k++) if (i->d[k] >= 0) w->r[i->d[k]][l] = x >> k * i->size & ((1ull << i->size) - 1); }

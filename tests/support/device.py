@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = "tests.ptx.emulator" in sys.modules
+"""Whether their PTX is executed on the CPU (``make ptx``), with the rounding of a GPU."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not EMULATED
 """Whether in Triton's interpreter, on the CPU."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix, Pointers
+from tests.support.device import INTERPRETED
 from tests.support.thinned import label
 
 NAN, INF = float("nan"), float("inf")
@@ -214,7 +215,7 @@ def rounding(terms: int, device: torch.device) -> float:
     On a GPU each factor of a product is split into two tf32 values, which leaves 2⁻²² of it, and the product of the
     smaller halves is dropped: 3 · 2⁻²². Then three sums are accumulated, and tensor cores truncate.
     """
-    if device.type == "cpu":
+    if INTERPRETED:
         return terms * 2.0**-24 / (1 - terms * 2.0**-24)
     return 3 * terms * 2.0**-23 / (1 - 3 * terms * 2.0**-23) + 3 * 2.0**-22
 
@@ -228,5 +229,5 @@ def stored(size: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype == torch.float32:
         return torch.zeros_like(size)
     info = torch.finfo(dtype)
-    units = 1.0 if dtype == torch.bfloat16 and device.type == "cpu" else 0.5
+    units = 1.0 if dtype == torch.bfloat16 and INTERPRETED else 0.5
     return units * (info.eps * size + info.smallest_normal * info.eps)

@@ -1,0 +1,147 @@
+"""What reaches most instructions of every kernel. Not collected by itself: see ``plugin.py``.
+
+Results are compared with fp64 truth or with the reference's bits. Findings fail a test too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.kernels.configurations import architecture, select_configuration
+from powersgd_triton.kernels.wire import TritonWire
+from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, FORMATS, WirePlan
+from powersgd_triton.ops.wire import TorchWire
+from tests.kernels.test_differences import assert_same as assert_same_differences
+from tests.kernels.test_differences import random as random_differences
+from tests.kernels.test_orthogonalize import check as check_basis
+from tests.kernels.test_wire import one_nan
+from tests.support.kernel_cases import INF, NAN, rounding
+from tests.support.kernel_checks import exchange
+from tests.support.orthonormal import ORTHONORMAL, conditioned, departure, hard_inputs
+from tests.support.truth import Truth, Values, assert_close, step
+
+CPU = torch.device("cpu")
+RANKS = (1, 4, 32, 40)
+SHAPES: dict[str, tuple[int, ...]] = {
+    # Whole and broken tiles, rows at multiples of 16 bytes and others, one row, and what bypasses compression.
+    **{"aligned": (136, 64), "odd": (75, 69), "row": (1, 50), "short": (5, 9)},
+    **{"bias": (7,), "long bias": (1030,), "scalar": ()},
+}
+
+
+def gradients(seed: int, dtype: torch.dtype, shift: int = 0, low: bool = False) -> Values:
+    """Random values, each ``shift`` elements behind a multiple of 16 bytes; products of rank 2 and zeros if ``low``."""
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, shape in SHAPES.items():
+        values = torch.randn(shape, generator=generator)
+        if low and len(shape) == 2:
+            weak = torch.tensor([1, 1e-3]) if name == "aligned" else torch.zeros(2)
+            left, right = (torch.randn(size, 2, generator=generator) for size in shape)
+            values = left * weak @ right.T
+        memory = torch.zeros(values.numel() + shift, dtype=dtype)
+        memory[shift:] = values.reshape(-1).to(dtype)
+        found[name] = memory[shift:].view(shape)
+    return found
+
+
+def fields_of(rank: int, **fields: Any) -> PowerSGDConfig:
+    return PowerSGDConfig(rank=rank, min_compression_rate=0, explore_every=2, backend="triton", **fields)
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_steps(rank: int, algorithm: str):
+    """Regular steps against fp64 truth; the second has gradients that are not aligned."""
+    config = fields_of(rank, algorithm=algorithm)
+    kernels, truth = Compressor(config, SHAPES), Truth(SHAPES, config, CPU)
+    for seed in range(3):
+        given = gradients(seed, torch.float32, shift=seed % 2)
+        expected, bounds = truth.step(given)
+        assert_close(step(kernels, given), expected, bounds)
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_nothing_is_lost(rank: int, dtype: str, algorithm: str):
+    """Σ G = Σ Ĝ + E over steps that count, whatever the gradients: not finite, zero, of low rank."""
+    error_dtype = "bfloat16" if dtype == "float16" else None
+    compressor = Compressor(fields_of(rank, algorithm=algorithm, error_dtype=error_dtype), SHAPES)
+    matrices = [name for name, shape in SHAPES.items() if len(shape) == 2]
+    total = {name: torch.zeros(SHAPES[name], dtype=torch.float64) for name in matrices}
+    size = dict.fromkeys(matrices, 0.0)
+    for number in range(5):
+        given = gradients(number, getattr(torch, dtype), shift=number % 2, low=number in (2, 3))
+        if number == 1:
+            given["odd"][3, 4], given["aligned"][0, 1] = INF, NAN
+        compressed = compressor.compress(given)
+        out = compressor.decompress(compressed)
+        assert isinstance(out, dict)
+        if number == 1:
+            assert not any(out[name].isfinite().any() for name in ("odd", "aligned"))
+            continue
+        for name in matrices:
+            left, right = (factor.double() for factor in compressed.factors()[name])
+            assert min(departure(left[None]), departure(right[None])) <= ORTHONORMAL
+            total[name] += given[name].double() - left @ right.T
+            size[name] += float(given[name].double().norm() + 2 * left.norm() * right.norm())
+    # Each step rounds M, which holds what all steps before left, and a product of r terms in it; once more for E.
+    for name, error in compressor.error().items():
+        stored = torch.finfo(torch.bfloat16).eps / 2 if error_dtype else 0.0
+        bound = 6 * (rounding(rank + 3, CPU) + stored) * size[name]
+        assert float((total[name] - error.double()).norm()) <= bound, name
+
+
+@pytest.mark.parametrize("fields", [{"error_feedback": False}, {"warm_start": False}], ids=str)
+@pytest.mark.parametrize("rank", [4, 32])
+def test_other_configurations(rank: int, fields: dict[str, bool]):
+    config = fields_of(rank, **fields)
+    kernels, truth = Compressor(config, SHAPES), Truth(SHAPES, config, CPU)
+    for seed in range(2):
+        given = gradients(seed, torch.float32, shift=seed)
+        expected, bounds = truth.step(given)
+        assert_close(step(kernels, given), expected, bounds)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_hard_bases(rank: int):
+    """Columns that die in the first pass or the second, several chunks of rows."""
+    found = {**hard_inputs(rank, heights=(rank + 9,)), **hard_inputs(min(rank, 5), heights=(700,))}
+    check_basis(list(found.values())[:: 1 if rank < 32 else 3], CPU)
+    check_basis([conditioned(300, rank, kappa, seed=1)[0].float() for kappa in (1.0, 1e6)], CPU)
+
+
+@pytest.mark.parametrize("width", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("rank", RANKS)
+def test_wire(rank: int, width: str):
+    """Three workers send a narrow message; one of them an element that is not finite."""
+    factors, bypass, workers = [(2, 128, rank), (1, 133, rank), (1, 36, max(1, rank // 2)), (1, 5, min(rank, 3))], 11, 3
+    plan = WirePlan.build(FORMATS[width], factors, bypass, 4, workers)
+    numel = sum(map(math.prod, factors))
+    for own in (True, False):
+        messages = list(torch.randn(workers, numel + bypass, generator=torch.Generator().manual_seed(rank)))
+        messages[2][7] = INF if own else 0.0
+        kernels = TritonWire(plan, select_configuration(architecture(CPU), rank).wire, rank, CPU)
+        got, expected = (
+            exchange(wire, messages, numel, CPU, own) for wire in (kernels, TorchWire(plan, torch.float32, CPU))
+        )
+        for one, other in zip(got, expected, strict=True):
+            if one.dtype == torch.uint8:
+                one, other = (one_nan(content, plan) for content in (one, other))
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", DIFFERENCES)
+def test_differences(width: str, dtype: torch.dtype):
+    """Of whole groups of blocks, and of a tensor that ends within one and is not aligned."""
+    for numel, aligned in ((4096, True), (29 * BLOCK + 3, False)):
+        target, copies = random_differences(numel)
+        target[3] = 1.0 if aligned else INF
+        assert_same_differences(target, copies, DIFFERENCES[width], dtype, CPU, aligned)
+
