@@ -112,8 +112,8 @@ class Finding(NamedTuple):
     count: int
 
     def __str__(self) -> str:
-        after = f"\n      after {self.there}" if self.there else ""
-        return f"{self.threads}, address {self.address:#x} ({self.count} times)\n      {self.here}{after}"
+        after = f"\n    after {self.there}" if self.there else ""
+        return f"{self.threads}, address {self.address:#x}, {self.count} times\n    {self.here}{after}"
 
 
 class Kernel:
@@ -289,6 +289,7 @@ class Kernel:
         return [self._finding(x) for x in found[: launch.findings_number]], changed, launch.steps
 
     def _finding(self, x: Found) -> Finding:
-        threads = f"program {x.program} thread {x.thread}"
-        there = f"program {x.other_program} thread {x.other_thread}, {self.places[x.other]}" if x.other >= 0 else ""
+        threads, there = f"program {x.program} thread {x.thread}", ""
+        if x.other >= 0:
+            threads, there = f"{threads} and program {x.other_program} thread {x.other_thread}", self.places[x.other]
         return Finding(KINDS[x.kind], self.places[x.at], there, threads, x.address, x.count)

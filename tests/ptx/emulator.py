@@ -6,6 +6,7 @@ import collections
 import ctypes
 import gc
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from tests.ptx.decode import CACHE, POISON, Finding, Kernel, NotExecutedError
 EXECUTED = 80
 """Compute capability whose instructions are all executed."""
 
+SOURCES = re.compile(r"<.*?>")
 SHARED = 232448
 """Bytes of shared memory of a program, at most."""
 
@@ -44,7 +46,7 @@ class Emulator:
         self.launches = self.runs = self.steps = 0
         self.kernels: dict[str, Kernel] = {}
         self.names: dict[str, str] = {}
-        self.found: dict[tuple[str, str, str], tuple[str, str]] = {}
+        self.found: dict[tuple[str, str, str], str] = {}
         self.not_executed: collections.Counter[tuple[str, str]] = collections.Counter()
         self.watch: Callable[[Kernel, tuple[int, int], list[int]], None] = lambda *_: None
         self.seed = seed
@@ -124,29 +126,27 @@ class Emulator:
             ctypes.memmove(address, data.ctypes.data, data.size)
 
     def add(self, kind: str, name: str, what: Finding | str) -> None:
-        place = what.here + what.there if isinstance(what, Finding) else what
-        self.found.setdefault((kind, name, place.partition(" thread")[0] + place.partition("line")[2]), (str(what), self.label))
-
-    def executed(self) -> dict[str, tuple[int, int]]:
-        """(instructions executed, all instructions) of the compiled kernels of each name."""
-        counts: dict[str, tuple[int, int]] = {}
-        for text, kernel in self.kernels.items():
-            hit, every = counts.get(self.names[text], (0, 0))
-            counts[self.names[text]] = hit + int((kernel.hits > 0).sum()), every + len(kernel.hits)
-        return counts
+        """Note a finding. Those at the same lines of the source, whatever the kernel is compiled for, count as one."""
+        where = "".join(SOURCES.findall(what.here + what.there)) if isinstance(what, Finding) else what
+        self.found.setdefault((kind, name, where), f"{kind} in {name}, {self.label}: {what}")
 
     def summary(self) -> Iterator[str]:
+        """What ran and what was found; how much of each kernel was executed, and the lines that most of the rest is of."""
         yield (
             f"sm_{self.capability}: {self.launches} launches, {self.runs} runs in random schedules, "
             f"{self.steps / 1e6:.1f} million instructions of warps, {len(self.found)} findings"
         )
-        for (kind, name, _), (text, label) in self.found.items():
-            yield f"  {kind} in {name}, {label}: {text}"
-        for (name, instruction), count in sorted(self.not_executed.items()):
-            yield f"  {name}: {count} launches ran as sm_{EXECUTED}, since {instruction} is not executed"
-        for name, (hit, every) in sorted(self.executed().items()):
-            compiled = sum(other == name for other in self.names.values())
-            yield f"  {name}: compiled {compiled} times, {100 * hit / every:.1f} % of {every} instructions executed"
+        yield from self.found.values()
+        for (name, instructions), count in sorted(self.not_executed.items()):
+            yield f"{name}: {count} launches ran as sm_{EXECUTED}, since not executed: {instructions}"
+        for name in sorted({*self.names.values()}):
+            kernels = [kernel for text, kernel in self.kernels.items() if self.names[text] == name]
+            every = sum(len(kernel.hits) for kernel in kernels)
+            missed = [place for kernel in kernels for place, hits in zip(kernel.places, kernel.hits, strict=True) if not hits]
+            lines = collections.Counter(line for place in missed for line in re.findall(r"<(\w+\.py:\d+)", place))
+            rest = ", ".join(f"{count} of {line}" for line, count in lines.most_common(6))
+            share = 100 * (1 - len(missed) / every)
+            yield f"{name}: compiled {len(kernels)} times, {share:.1f} % of {every} instructions executed; not {rest}"
 
 
 def bits(value: Any, kind: str) -> int:
