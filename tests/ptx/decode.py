@@ -116,6 +116,14 @@ class Finding(NamedTuple):
         return f"{self.threads}, address {self.address:#x}, {self.count} times\n    {self.here}{after}"
 
 
+class Place(NamedTuple):
+    """Memory of a launch: its address, its bytes, and the address where they are now."""
+
+    address: int
+    size: int
+    data: int
+
+
 class Kernel:
     """A compiled kernel. ``hits`` counts how often each instruction was executed."""
 
@@ -266,14 +274,14 @@ class Kernel:
         raise NotExecutedError(".".join(parts))
 
     def run(
-        self, grid: tuple[int, int], values: Sequence[int], memory: Sequence[tuple[int, int]], seed: int, most_steps: int = 10**9
+        self, grid: tuple[int, int], values: Sequence[int], memory: Sequence[Place], seed: int, most_steps: int = 10**9
     ) -> tuple[list[Finding], dict[int, np.ndarray], int]:
         """Execute all programs in a schedule that the seed decides: what was found, what changed, and the steps it took.
 
-        ``values`` are the bits of the parameters, ``memory`` (address, bytes) of what may be accessed. It stays as it is.
+        ``values`` are the bits of the parameters, ``memory`` is what may be accessed. It stays as it is.
         """
         constants = np.array([*values, *self._literals], np.uint64)[:, None].repeat(32, axis=1)
-        segments = (Segment * len(memory))(*[Segment(base, size, base) for base, size in sorted(memory)])
+        segments = (Segment * len(memory))(*[Segment(*place) for place in sorted(memory)])
         found, random = (Found * 64)(), np.random.default_rng(seed)
         launch = Launch(
             code=ctypes.addressof(self._code), constants=constants.ctypes.data, segments=ctypes.addressof(segments),

@@ -13,6 +13,7 @@ from typing import Any
 
 # Before kernels are defined: else Triton interprets them.
 os.environ.pop("TRITON_INTERPRET", None)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 
-from tests.ptx.decode import CACHE, POISON, Finding, Kernel, NotExecutedError
+from tests.ptx.decode import CACHE, POISON, Finding, Kernel, NotExecutedError, Place
 
 EXECUTED = 80
 """Compute capability whose instructions are all executed."""
@@ -37,18 +38,17 @@ class Emulator:
     Attributes:
         schedules: In how many each launch runs. Its results are those of the first.
         label: What runs, for findings.
-        change: Applied to the PTX of each kernel, to plant mistakes.
+        watch: Called before each launch with the kernel, the grid, the parameters' bits and the memory.
     """
 
     def __init__(self, capability: int = EXECUTED, schedules: int = 1, seed: int = 0) -> None:
         self.capability, self.schedules, self.label = capability, schedules, ""
-        self.change: Callable[[str, str], str] = lambda name, text: text
         self.launches = self.runs = self.steps = 0
         self.kernels: dict[str, Kernel] = {}
         self.names: dict[str, str] = {}
         self.found: dict[tuple[str, str, str], str] = {}
         self.not_executed: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.watch: Callable[[Kernel, tuple[int, int], list[int]], None] = lambda *_: None
+        self.watch: Callable[[Kernel, tuple[int, int], list[int], list[Place]], None] = lambda *_: None
         self.seed = seed
 
     # What Triton calls. A compiled kernel's machine code is its PTX, and the function to launch is its ``Kernel``.
@@ -98,7 +98,6 @@ class Emulator:
 
     def _kernel(self, name: str, text: str, shared: int) -> Kernel | str:
         """The decoded kernel, or the instruction that is not executed."""
-        text = self.change(name, text)
         try:
             kernel = self.kernels.get(text) or Kernel(text, shared)
         except NotExecutedError as error:
@@ -110,8 +109,8 @@ class Emulator:
 
     def launch(self, name: str, kernel: Kernel, grid: tuple[int, int], values: list[int]) -> None:
         self.launches += 1
-        self.watch(kernel, grid, values)
         memory, first = storages(), None
+        self.watch(kernel, grid, values, memory)
         for schedule in range(self.schedules):
             seed = (self.seed * 2**20 + self.launches) * 2**10 + schedule
             findings, changed, steps = kernel.run(grid, values, memory, seed)
@@ -162,14 +161,14 @@ def same(one: dict[int, np.ndarray], other: dict[int, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(data, other[at]) for at, data in one.items())
 
 
-def storages() -> list[tuple[int, int]]:
-    """(address, bytes) of the memory of all tensors on the CPU that are alive."""
+def storages() -> list[Place]:
+    """The memory of all tensors on the CPU that are alive."""
     found: dict[int, int] = {}
     for tensor in gc.get_objects():
         if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-    return list(found.items())
+    return [Place(address, size, address) for address, size in found.items()]
 
 
 def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,0 +1,102 @@
+"""Mistakes planted in the kernels' PTX, of which the emulator must find a share. Not collected by itself: see ``plugin.py``.
+
+A dropped barrier need not be a mistake: some follow others with no access in between.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import random
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.ptx import cases
+from tests.ptx.decode import Kernel, Place
+from tests.ptx.emulator import same
+from tests.ptx.plugin import EMULATOR
+
+LONGEST = 100_000
+"""Instructions of warps in launches that are kept."""
+
+SCHEDULES = 6
+AT_MOST = 8
+"""Mistakes of a kind in one kernel."""
+
+OFFSET = r"((?:ld|st)\.(?:global|shared)\.(?:v\d\.)?b(?:32|64) [^\[]*\[ ?%\w+ ?)(?:\+ ?(\d+) ?)?\]"
+
+PLANTS: dict[str, tuple[str, Callable[[re.Match[str]], str], float]] = {
+    # What is replaced in a line, by what, and the share that must be found.
+    "a barrier dropped": (r"\tbar\.sync .*", lambda _: "", 0.8),
+    "an atomic that does not release": (r"acq_rel", lambda _: "acquire", 1.0),
+    "an atomic that does not acquire": (r"acq_rel", lambda _: "release", 1.0),
+    "an atomic without order": (r"acq_rel", lambda _: "relaxed", 1.0),
+    "an access that is not aligned": (OFFSET, lambda found: f"{found[1]}+{int(found[2] or 0) + 2}]", 1.0),
+    "a wait for copies dropped": (r"\tcp\.async\.wait_group.*", lambda _: "", 0.8),
+}
+
+
+class Kept(NamedTuple):
+    """A launch with a copy of its memory, and what it left."""
+
+    grid: tuple[int, int]
+    values: list[int]
+    memory: dict[int, np.ndarray]
+    left: dict[int, np.ndarray]
+    steps: int
+
+    def run(self, kernel: Kernel, seed: int, most: int = 10**9) -> tuple[bool, dict[int, np.ndarray], int]:
+        places = [Place(address, data.size, data.ctypes.data) for address, data in self.memory.items()]
+        found, left, steps = kernel.run(self.grid, self.values, places, seed, most)
+        return bool(found), left, steps
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, list[Kept]]:
+    """Launches of each kernel's PTX, of which each executes something that those before did not."""
+    kept: dict[str, list[Kept]] = collections.defaultdict(list)
+
+    def watch(kernel: Kernel, grid: tuple[int, int], values: list[int], memory: list[Place]) -> None:
+        copy = {p.address: np.frombuffer(ctypes.string_at(p.data, p.size), np.uint8) for p in memory}
+        launch = Kept(grid, values, copy, {}, 0)
+        before = (kernel.hits > 0).sum()
+        found, left, steps = launch.run(kernel, 1)
+        if (kernel.hits > 0).sum() > before and steps < LONGEST and not found:
+            kept[kernel.text].append(launch._replace(left=left, steps=steps))
+
+    EMULATOR.watch = watch
+    for rank in (4, 40):
+        cases.test_nothing_is_lost(rank, "float32", "standard")
+    cases.test_wire(4, "int4")
+    EMULATOR.watch = lambda *_: None
+    return kept
+
+
+def is_found(kernel: Kernel, launches: list[Kept]) -> bool:
+    for launch in launches:
+        for seed in range(SCHEDULES):
+            found, left, _ = launch.run(kernel, seed, 4 * launch.steps + 10_000)
+            if found or not same(left, launch.left):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_planted_mistakes_are_found(kind: str, launches: dict[str, list[Kept]], record_property: Callable[..., None]):
+    pattern, change, floor = PLANTS[kind]
+    draw, found = random.Random(0), []
+    for text, kept in launches.items():
+        whole, lines = EMULATOR.kernels[text], text.splitlines()
+        executed = {int(re.findall(r"^line (\d+)", place)[0]) - 1 for place, n in zip(whole.places, whole.hits, strict=True) if n}
+        places = sorted(number for number in executed if re.search(pattern, lines[number]))
+        for number in draw.sample(places, min(AT_MOST, len(places))):
+            changed = [*lines[:number], re.sub(pattern, change, lines[number]), *lines[number + 1 :]]
+            found.append((is_found(Kernel("\n".join(changed), whole.shared), kept), EMULATOR.names[text], lines[number], whole))
+    caught = sum(entry[0] for entry in found)
+    print(f"{kind}: {caught} of {len(found)} found")
+    assert found
+    assert caught >= floor * len(found), [entry[1:3] for entry in found if not entry[0]]
