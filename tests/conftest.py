@@ -52,14 +52,14 @@ def seeded() -> None:
 
 @pytest.fixture(
     params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(not (INTERPRETED or EMULATED), reason="kernels are compiled for the GPU")),
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not (INTERPRETED or EMULATED), reason="kernels are compiled for the GPU")
+        ),
         pytest.param(
             "cuda",
             marks=[
                 pytest.mark.gpu,
-                pytest.mark.skipif(
-                    INTERPRETED or EMULATED or not torch.cuda.is_available(), reason="there is no GPU"
-                ),
+                pytest.mark.skipif(INTERPRETED or EMULATED or not torch.cuda.is_available(), reason="there is no GPU"),
             ],
         ),
     ]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.reference import reconstruct_reference

@@ -27,7 +27,6 @@ from tests.support.orthonormal import ORTHONORMAL, conditioned, departure, hard_
 from tests.support.truth import Truth, Values, assert_close, step
 
 
-
 def slow(*values: Any) -> list[Any]:
     """What only ``make ptx`` runs."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
@@ -158,4 +157,3 @@ def test_differences(width: str, dtype: torch.dtype):
         target, copies = random_differences(numel)
         target[3] = 1.0 if aligned else INF
         assert_same_differences(target, copies, DIFFERENCES[width], dtype, CPU, aligned)
-

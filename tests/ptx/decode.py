@@ -109,11 +109,11 @@ class Finding(NamedTuple):
     there: str
     threads: str
     address: int
-    count: int
+    times: int
 
     def __str__(self) -> str:
         after = f"\n    after {self.there}" if self.there else ""
-        return f"{self.threads}, address {self.address:#x}, {self.count} times\n    {self.here}{after}"
+        return f"{self.threads}, address {self.address:#x}, {self.times} times\n    {self.here}{after}"
 
 
 class Place(NamedTuple):
@@ -134,7 +134,9 @@ class Kernel:
         self.parameters = re.findall(r"\.param \.(\w+) .*?(\w+_param_\d+)", header)
         self.warps = int(re.findall(r"\.reqntid (\d+)", header)[0]) // 32
         self._names = [name for _, name in self.parameters]
-        self._registers = {name: number for number, name in enumerate(dict.fromkeys((*SPECIAL, *re.findall(r"%[\w.]+", body))))}
+        self._registers = {
+            name: number for number, name in enumerate(dict.fromkeys((*SPECIAL, *re.findall(r"%[\w.]+", body))))
+        }
         self._literals: dict[int, int] = {}
         self._granules = {"global": 4, "shared": 4}
         self._labels: dict[str, int] = {}
@@ -221,36 +223,80 @@ class Kernel:
             put("wait", flags=ALL_LANES, offset=int(operands[0], 0))
         elif name.startswith(("cp.async.ca.shared.global", "cp.async.cg.shared.global")):
             (to, offset), (source, distance) = map(self._address, operands[:2])
-            put("copy_async", (), (to, source, *self._slots(*operands[3:])), offset=offset, offset2=distance, size=int(operands[2], 0))
+            put(
+                "copy_async",
+                (),
+                (to, source, *self._slots(*operands[3:])),
+                offset=offset,
+                offset2=distance,
+                size=int(operands[2], 0),
+            )
         elif head == "ld" and parts[1] == "param":
             put("mov_b64", self._slots(operands[0]), self._slots(operands[1].strip("[]")))
         elif head in ("ld", "st") and parts[1].split("::")[0] in self._granules:
             space, load = parts[1].split("::")[0], head == "ld"
-            if {*parts[2:-1]} - {"v2", "v4", "cg", "L1::evict_first", "L1::evict_last"} or (kind[0] == "s" and size < 4):
+            if {*parts[2:-1]} - {"v2", "v4", "cg", "L1::evict_first", "L1::evict_last"} or (
+                kind[0] == "s" and size < 4
+            ):
                 raise NotExecutedError(name)
             (at, offset), values = self._address(operands[load]), self._slots(operands[not load])
             self._granules[space] = min(self._granules[space], size)
             d, s = (values, [at]) if load else ([], [at, *values])
-            put(f"{'load' if load else 'store'}_{space}", d, s, offset=offset, size=size, flags=STRONG * ("cg" in parts))
+            put(
+                f"{'load' if load else 'store'}_{space}", d, s, offset=offset, size=size, flags=STRONG * ("cg" in parts)
+            )
         elif head == "atom" and parts[1:3] == ["global", "gpu"] and parts[4:] == ["add", "u32"]:
             at, offset = self._address(operands[1])
-            put("atomic_add", self._slots(operands[0]), (at, self._slot(operands[2])), offset=offset, flags=ORDERS[parts[3]])
+            put(
+                "atomic_add",
+                self._slots(operands[0]),
+                (at, self._slot(operands[2])),
+                offset=offset,
+                flags=ORDERS[parts[3]],
+            )
         elif head in ("ldmatrix", "stmatrix") and kind == "b16" and "m8n8" in parts:
             load = head == "ldmatrix"
             (at, offset), values = self._address(operands[load]), self._slots(operands[not load])
             d, s = (values, [at]) if load else ([], [at, *values])
             put(head, d, s, offset=offset, target="trans" in parts, flags=ALL_LANES)
         elif head == "mma" and {*parts[-4:]} in ({"f64"}, {"f32", "tf32"}):
-            put("mma_f64" if kind == "f64" else "mma_tf32", self._slots(operands[0]), self._slots(*operands[1:]), flags=ALL_LANES)
+            put(
+                "mma_f64" if kind == "f64" else "mma_tf32",
+                self._slots(operands[0]),
+                self._slots(*operands[1:]),
+                flags=ALL_LANES,
+            )
         elif head == "shfl":
-            put("shuffle", self._slots(operands[0]), self._slots(*operands[1:4]), target=SHUFFLES.index(parts[2]), flags=ALL_LANES)
+            put(
+                "shuffle",
+                self._slots(operands[0]),
+                self._slots(*operands[1:4]),
+                target=SHUFFLES.index(parts[2]),
+                flags=ALL_LANES,
+            )
         elif head == "redux":
             operation = self._operation([parts[2], kind])
-            put("reduce", self._slots(operands[0]), self._slots(operands[1]), target=operations()[operation], flags=ALL_LANES)
+            put(
+                "reduce",
+                self._slots(operands[0]),
+                self._slots(operands[1]),
+                target=operations()[operation],
+                flags=ALL_LANES,
+            )
         elif head == "mov" and "{" in operands[1]:
-            put("pack", self._slots(operands[0]), self._slots(operands[1]), size=8 * size // (operands[1].count(",") + 1))
+            put(
+                "pack",
+                self._slots(operands[0]),
+                self._slots(operands[1]),
+                size=8 * size // (operands[1].count(",") + 1),
+            )
         elif head == "mov" and "{" in operands[0]:
-            put("unpack", self._slots(operands[0]), self._slots(operands[1]), size=8 * size // (operands[0].count(",") + 1))
+            put(
+                "unpack",
+                self._slots(operands[0]),
+                self._slots(operands[1]),
+                size=8 * size // (operands[0].count(",") + 1),
+            )
         elif head == "setp" and kind.endswith("x2"):
             compare = operations()[self._operation([*parts[:-1], kind.removesuffix("x2")])]
             put("compare_pair", self._slots(*operands[0].split("|")), self._slots(*operands[1:]), target=compare)

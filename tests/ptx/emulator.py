@@ -58,16 +58,16 @@ class Emulator:
     def get_current_device(self) -> int:
         return 0
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, _: int) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
-    def get_device_properties(self, device: int) -> dict[str, int]:
+    def get_device_properties(self, _: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED}
 
-    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[int, Kernel | str, int, int, int]:
+    def load_binary(self, name: str, code: bytes, shared: int, _: int) -> tuple[int, Kernel | str, int, int, int]:
         return 1, self._kernel(name, code.decode(), shared), 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
@@ -80,7 +80,9 @@ class Emulator:
             if isinstance(kernel, str):
                 self.not_executed[metadata.name, kernel] += 1
                 if not executed:
-                    options = {name: getattr(metadata, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+                    options = {
+                        name: getattr(metadata, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")
+                    }
                     made = triton.compile(source, target=GPUTarget("cuda", EXECUTED, 32), options=options)
                     other = self._kernel(metadata.name, made.asm["cubin"].decode(), made.metadata.shared)
                     assert isinstance(other, Kernel)
@@ -130,7 +132,7 @@ class Emulator:
         self.found.setdefault((kind, name, where), f"{kind} in {name}, {self.label}: {what}")
 
     def summary(self) -> Iterator[str]:
-        """What ran and what was found; how much of each kernel was executed, and the lines that most of the rest is of."""
+        """What ran, what was found, how much of each kernel was executed, and of which lines most of the rest is."""
         yield (
             f"sm_{self.capability}: {self.launches} launches, {self.runs} runs in random schedules, "
             f"{self.steps / 1e6:.1f} million instructions of warps, {len(self.found)} findings"
@@ -141,7 +143,9 @@ class Emulator:
         for name in sorted({*self.names.values()}):
             kernels = [kernel for text, kernel in self.kernels.items() if self.names[text] == name]
             every = sum(len(kernel.hits) for kernel in kernels)
-            missed = [place for kernel in kernels for place, hits in zip(kernel.places, kernel.hits, strict=True) if not hits]
+            missed = [
+                place for kernel in kernels for place, hits in zip(kernel.places, kernel.hits, strict=True) if not hits
+            ]
             lines = collections.Counter(line for place in missed for line in re.findall(r"<(\w+\.py:\d+)", place))
             rest = ", ".join(f"{count} of {line}" for line, count in lines.most_common(6))
             share = 100 * (1 - len(missed) / every)
@@ -151,7 +155,7 @@ class Emulator:
 def bits(value: Any, kind: str) -> int:
     """A parameter's value as the launcher packs it."""
     if isinstance(value, Tensor):
-        return value.data_ptr()
+        return int(value.data_ptr())
     if kind == "fp32":
         return int.from_bytes(struct.pack("<f", value), "little")
     return int(value) % 2 ** (64 if kind.startswith("*") else int(kind[1:]))
@@ -177,8 +181,9 @@ def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, **kwargs: Any) -> Tensor:
         tensor = make(*args, **kwargs)
         if tensor.device.type == "cpu" and tensor.numel():
-            memory = np.frombuffer((ctypes.c_char * tensor.untyped_storage().nbytes()).from_address(tensor.untyped_storage().data_ptr()), np.uint8)
-            memory[: len(memory) // 2 * 2].view(np.uint16)[:] = POISON
+            storage = tensor.untyped_storage()
+            pattern = np.full(storage.nbytes() // 2, POISON, np.uint16)
+            ctypes.memmove(storage.data_ptr(), pattern.ctypes.data, pattern.nbytes)
         return tensor
 
     return made
@@ -191,10 +196,10 @@ def install(emulator: Emulator) -> None:
     from powersgd_triton.ops import triton_backend
 
     triton.knobs.cache.dir = str(CACHE / "triton")
-    compiler.CUDABackend.make_cubin = lambda self, source, *_: source.encode()
+    compiler.CUDABackend.make_cubin = lambda _, source, *rest: source.encode()  # noqa: ARG005
     triton.runtime.driver.set_active(emulator)
     for module in (configurations, triton_backend):
-        module.architecture = lambda device: f"sm_{emulator.capability}"  # type: ignore[attr-defined]
+        module.architecture = lambda _: f"sm_{emulator.capability}"  # type: ignore[attr-defined]
     torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
     torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]
     # All kernels are defined by now. With this the package takes tensors on the CPU.

@@ -1,4 +1,4 @@
-"""Mistakes planted in the kernels' PTX, of which the emulator must find a share. Not collected by itself: see ``plugin.py``.
+"""Mistakes planted in the kernels' PTX, of which the emulator must find a share. See ``plugin.py`` for how to run it.
 
 A dropped barrier need not be a mistake: some follow others with no access in between.
 """
@@ -91,11 +91,17 @@ def test_planted_mistakes_are_found(kind: str, launches: dict[str, list[Kept]], 
     draw, found = random.Random(0), []
     for text, kept in launches.items():
         whole, lines = EMULATOR.kernels[text], text.splitlines()
-        executed = {int(re.findall(r"^line (\d+)", place)[0]) - 1 for place, n in zip(whole.places, whole.hits, strict=True) if n}
+        executed = {
+            int(re.findall(r"^line (\d+)", place)[0]) - 1
+            for place, n in zip(whole.places, whole.hits, strict=True)
+            if n
+        }
         places = sorted(number for number in executed if re.search(pattern, lines[number]))
         for number in draw.sample(places, min(AT_MOST, len(places))):
             changed = [*lines[:number], re.sub(pattern, change, lines[number]), *lines[number + 1 :]]
-            found.append((is_found(Kernel("\n".join(changed), whole.shared), kept), EMULATOR.names[text], lines[number], whole))
+            found.append(
+                (is_found(Kernel("\n".join(changed), whole.shared), kept), EMULATOR.names[text], lines[number], whole)
+            )
     caught = sum(entry[0] for entry in found)
     print(f"{kind}: {caught} of {len(found)} found")
     assert found
