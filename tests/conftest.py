@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -27,10 +28,21 @@ from tests.support.exchanges import bytes_decide  # noqa: E402
 bytes_decide()
 
 if INTERPRETED:
-    from tests.support.interpreter import make_exact, make_faster
+    from tests.support.interpreter import make_exact, make_faster, random_order
 
     make_faster()
     make_exact()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--program-order", type=int, help="a seed: programs run in random orders in the interpreter")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def program_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    seed = request.config.getoption("program_order")
+    with random_order(seed) if INTERPRETED and seed is not None else contextlib.nullcontext():
+        yield
 
 
 def pytest_collection_finish() -> None:

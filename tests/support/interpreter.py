@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +90,24 @@ def dot(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
         terms = a.T[used, :, None].astype(np.float64) * b[used, None, :].astype(np.float64)
         total: np.ndarray = accumulator + np.add.reduce(terms, axis=0)
     return total.astype(accumulator.dtype)
+
+
+@contextlib.contextmanager
+def random_order(seed: int) -> Iterator[None]:
+    """Within, the programs of a launch run in a random order: instead of each one, another."""
+    builder, draw, order = interpreter.InterpreterBuilder, random.Random(seed), list[tuple[int, ...]]()
+    set_sizes, set_index = builder.set_grid_dim, builder.set_grid_idx
+
+    def shuffle(self: Any, *sizes: int) -> None:
+        order[:] = itertools.product(*map(range, sizes))
+        draw.shuffle(order)
+        set_sizes(self, *sizes)
+
+    with (
+        mock.patch.object(builder, "set_grid_dim", shuffle),
+        mock.patch.object(builder, "set_grid_idx", lambda self, *_: set_index(self, *order.pop())),
+    ):
+        yield
 
 
 class Activity(TorchDispatchMode):
