@@ -13,7 +13,7 @@ from powersgd_triton import Compressor
 from powersgd_triton.compressor import Compressed
 from powersgd_triton.ops.reference import may_overflow, reconstruct_reference
 from tests.support.checks import everything, gradients, poisoned, step
-from tests.support.device import INTERPRETED
+from tests.support.device import EMULATED, INTERPRETED
 from tests.support.fuzzing import gamma
 from tests.support.lockstep import Fleet
 from tests.support.thinned import thinned
@@ -41,7 +41,7 @@ def fixed(dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
 
 def compressor_for(mode: str) -> Compressor:
     fields = MODES[mode]
-    if fields.get("backend") == "triton" and not INTERPRETED:
+    if fields.get("backend") == "triton" and not (INTERPRETED or EMULATED):
         pytest.skip("kernels are compiled for the GPU")
     return Compressor(everything(rank=1, **{"backend": "torch", **fields}), SHAPES)
 
