@@ -15,7 +15,7 @@ PYTHON_OLDEST := .venv-oldest/bin/python
 INSTALLED_OLDEST := .venv-oldest/.installed
 OLDEST := torch==2.9.0 triton==3.5.0
 
-.PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-frameworks faults check docs bench bench-gpu versus clean
+.PHONY: demo demo-deepspeed test test-all test-cpus test-oldest test-frameworks ptx faults check docs bench bench-gpu versus clean
 
 demo: $(INSTALLED)
 	$(PYTHON) -m powersgd_triton demo
@@ -52,6 +52,17 @@ test-oldest: $(INSTALLED_OLDEST)
 # Accelerate, transformers' Trainer and Lightning with every wrapper, and their checkpoints.
 test-frameworks: $(INSTALLED_FRAMEWORKS)
 	OMP_NUM_THREADS=1 $(PYTHON_FRAMEWORKS) -m pytest tests/frameworks --timeout 1800
+
+# The kernels' PTX on the CPU (docs/kernels.md), then the interpreter's programs in a random order. Needs a C compiler, and
+# no GPU. Each run prints what was found, and how much of each kernel was executed.
+EMULATED := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -p tests.ptx.plugin --timeout 7200
+KERNELS := tests/kernels tests/ops/test_triton_backend.py tests/core/test_overflow.py -m "not slow and not gpu"
+
+ptx: $(INSTALLED)
+	$(EMULATED) tests/ptx/cases.py --schedules 20
+	$(EMULATED) tests/ptx/cases.py --schedules 20 --capability 90
+	$(EMULATED) $(KERNELS)
+	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 $(KERNELS) --program-order 1
 
 # Rewrites the table in docs/faults.md, with every fault 50 times, in ten to twenty minutes. The page says how many times
 # each fault was injected for the table that it holds.

@@ -44,35 +44,30 @@ ROUNDED = re.compile(r"cvt\.(rn\.(ftz\.)?(f|bf)|rna\.tf32\.f32$|rzi\.s|(?!r))")
 s32, s64, u64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 
 
+def members(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Instruction(ctypes.Structure):
-    _fields_ = [
-        *((name, s32) for name in ("op", "guard", "negated", "nd", "ns")), ("d", s32 * 8), ("s", s32 * 16),
-        *((name, s32) for name in ("size", "flags", "target")), ("offset", s64), ("offset2", s64),
-    ]  # fmt: skip
+    _fields_ = [*members(s32, "op guard negated nd ns"), ("d", s32 * 8), ("s", s32 * 16),
+                *members(s32, "size flags target"), *members(s64, "offset offset2")]  # fmt: skip
 
 
 class Found(ctypes.Structure):
-    _fields_ = [
-        *((n, s32) for n in ("kind", "at", "other", "program", "thread", "other_program", "other_thread", "count")),
-        ("address", u64),
-    ]
+    _fields_ = [*members(s32, "kind at other program thread other_program other_thread count"), ("address", u64)]
 
 
 class Segment(ctypes.Structure):
-    _fields_ = [
-        *(("base", u64), ("size", u64), ("data", pointer), ("latest", pointer), ("shadow", pointer)),
-        *(("changed", s32), ("unused", s32)),
-    ]
+    _fields_ = [*members(u64, "base size"), *members(pointer, "data latest shadow"), *members(s32, "changed unused")]
 
 
 class Launch(ctypes.Structure):
     _fields_ = [
-        *((name, pointer) for name in ("code", "constants", "segments", "findings", "hits")),
-        *((name, u64) for name in ("random", "steps", "most_steps", "poison")),
-        *((name, s32) for name in ("registers", "warps", "shared_bytes", "programs", "columns", "rows", "resident")),
-        *((name, s32) for name in ("global_granule", "shared_granule", "segments_number", "findings_number")),
-        *((name, s32) for name in ("most_findings", "counters_number", "releases_number")),
-        *(("counters", pointer), ("releases", pointer)),
+        *members(pointer, "code constants segments findings hits"),
+        *members(u64, "random steps most_steps poison"),
+        *members(s32, "registers warps shared_bytes programs columns rows resident global_granule shared_granule"),
+        *members(s32, "segments_number findings_number most_findings counters_number releases_number"),
+        *members(pointer, "counters releases"),
     ]
 
 
@@ -134,9 +129,8 @@ class Kernel:
         self.parameters = re.findall(r"\.param \.(\w+) .*?(\w+_param_\d+)", header)
         self.warps = int(re.findall(r"\.reqntid (\d+)", header)[0]) // 32
         self._names = [name for _, name in self.parameters]
-        self._registers = {
-            name: number for number, name in enumerate(dict.fromkeys((*SPECIAL, *re.findall(r"%[\w.]+", body))))
-        }
+        registers = dict.fromkeys((*SPECIAL, *re.findall(r"%[\w.]+", body)))
+        self._registers = {name: number for number, name in enumerate(registers)}
         self._literals: dict[int, int] = {}
         self._granules = {"global": 4, "shared": 4}
         self._labels: dict[str, int] = {}
@@ -168,47 +162,51 @@ class Kernel:
 
     def _slot(self, text: str, size: int = 8) -> int:
         """Where the engine finds an operand: registers, then parameters, then literals, of so many bytes."""
+        text = text.strip()
         if text in self._registers:
             return self._registers[text]
         if text in self._names:
             return len(self._registers) + self._names.index(text)
         if text == "_":
             return -1
-        if text == "global_smem":
-            text = "0"
         if found := re.fullmatch(r"0[fFdD]([0-9a-fA-F]+)", text):
             value = int(found[1], 16)
-        elif re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
-            value = int(text.rstrip("U"), 0) % 256**size
+        elif re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?|global_smem", text):
+            value = int(text.replace("global_smem", "0").rstrip("U"), 0) % 256**size
         else:
             raise NotExecutedError(f"operand {text}")
-        number = self._literals.setdefault(value, len(self._literals))
-        return len(self._registers) + len(self._names) + number
+        return len(self._registers) + len(self._names) + self._literals.setdefault(value, len(self._literals))
 
-    def _slots(self, *texts: str) -> list[int]:
-        return [self._slot(name.strip()) for text in texts for name in text.strip("{} ").split(",")]
-
-    def _address(self, text: str) -> tuple[int, int]:
-        found = re.fullmatch(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", text)
-        if not found:
-            raise NotExecutedError(f"address {text}")
-        return self._slot(found[1]), int(found[2] or 0)
+    def _slots(self, texts: Sequence[str], sizes: Sequence[int] = (8,) * 16) -> list[int]:
+        names = [name for text in texts for name in re.split("[,|]", text.strip("{} "))]
+        return [self._slot(name, size) for name, size in zip(names, sizes, strict=False)]
 
     def _decode(self, row: Instruction, statement: str) -> None:
         name, _, rest = statement.partition(" ")
         operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]]+", rest)
         parts = name.split(".")
-        head, kind = parts[0], parts[-1]
+        head, kind, load = parts[0], parts[-1], parts[0].startswith("ld")
         size = int(re.findall(r"\d+$", kind)[0]) // 8 if re.search(r"[busf]\d+$", kind) else 0
+        addresses: list[str] = []
+        for index, text in enumerate(operands):
+            if text.startswith("[") and parts[1:2] != ["param"]:
+                found = re.fullmatch(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+)\s*)?\]", text)
+                if not found:
+                    raise NotExecutedError(f"address {text}")
+                operands[index] = found[1]
+                setattr(row, "offset2" if addresses else "offset", int(found[2] or 0))
+                addresses.append(found[1])
 
-        def put(operation: str, d: Sequence[int] = (), s: Sequence[int] = (), **fields: int) -> None:
+        def put(operation: str, d: Sequence[str] = (), s: Sequence[str] = (), **fields: int) -> None:
             if operation not in operations():
                 raise NotExecutedError(name)
-            row.op, row.nd, row.ns = operations()[operation], len(d), len(s)
-            row.d[: len(d)], row.s[: len(s)] = d, s
+            targets, sources = self._slots(d), self._slots(s, fields.pop("sizes", (8,) * 16))  # type: ignore[arg-type]
+            row.op, row.nd, row.ns = operations()[operation], len(targets), len(sources)
+            row.d[: row.nd], row.s[: row.ns] = targets, sources
             for field, value in fields.items():
                 setattr(row, field, value)
 
+        first, others = operands[:1], operands[1:]
         if head == "bra":
             put("branch", target=self._labels[operands[0]])
         elif head == "ret":
@@ -221,92 +219,38 @@ class Kernel:
             put("commit", flags=ALL_LANES)
         elif name == "cp.async.wait_group":
             put("wait", flags=ALL_LANES, offset=int(operands[0], 0))
-        elif name.startswith(("cp.async.ca.shared.global", "cp.async.cg.shared.global")):
-            (to, offset), (source, distance) = map(self._address, operands[:2])
-            put(
-                "copy_async",
-                (),
-                (to, source, *self._slots(*operands[3:])),
-                offset=offset,
-                offset2=distance,
-                size=int(operands[2], 0),
-            )
+        elif name in ("cp.async.ca.shared.global", "cp.async.cg.shared.global"):
+            put("copy_async", (), [*addresses, *operands[3:]], size=int(operands[2], 0))
         elif head == "ld" and parts[1] == "param":
-            put("mov_b64", self._slots(operands[0]), self._slots(operands[1].strip("[]")))
-        elif head in ("ld", "st") and parts[1].split("::")[0] in self._granules:
-            space, load = parts[1].split("::")[0], head == "ld"
-            if {*parts[2:-1]} - {"v2", "v4", "cg", "L1::evict_first", "L1::evict_last"} or (
-                kind[0] == "s" and size < 4
-            ):
+            put("mov_b64", first, [others[0].strip("[]")])
+        elif head in ("ld", "st") and parts[1] in self._granules:
+            if {*parts[2:-1]} - {"v2", "v4", "cg"} or (kind[0] == "s" and size < 4):
                 raise NotExecutedError(name)
-            (at, offset), values = self._address(operands[load]), self._slots(operands[not load])
-            self._granules[space] = min(self._granules[space], size)
-            d, s = (values, [at]) if load else ([], [at, *values])
-            put(
-                f"{'load' if load else 'store'}_{space}", d, s, offset=offset, size=size, flags=STRONG * ("cg" in parts)
-            )
+            self._granules[parts[1]] = min(self._granules[parts[1]], size)
+            flags = STRONG * ("cg" in parts)
+            put(f"{head}_{parts[1]}", first if load else (), others if load else operands, size=size, flags=flags)
         elif head == "atom" and parts[1:3] == ["global", "gpu"] and parts[4:] == ["add", "u32"]:
-            at, offset = self._address(operands[1])
-            put(
-                "atomic_add",
-                self._slots(operands[0]),
-                (at, self._slot(operands[2])),
-                offset=offset,
-                flags=ORDERS[parts[3]],
-            )
+            put("atomic_add", first, others, flags=ORDERS[parts[3]])
         elif head in ("ldmatrix", "stmatrix") and kind == "b16" and "m8n8" in parts:
-            load = head == "ldmatrix"
-            (at, offset), values = self._address(operands[load]), self._slots(operands[not load])
-            d, s = (values, [at]) if load else ([], [at, *values])
-            put(head, d, s, offset=offset, target="trans" in parts, flags=ALL_LANES)
+            put(head, first if load else (), others if load else operands, target="trans" in parts, flags=ALL_LANES)
         elif head == "mma" and {*parts[-4:]} in ({"f64"}, {"f32", "tf32"}):
-            put(
-                "mma_f64" if kind == "f64" else "mma_tf32",
-                self._slots(operands[0]),
-                self._slots(*operands[1:]),
-                flags=ALL_LANES,
-            )
+            put("mma_f64" if kind == "f64" else "mma_tf32", first, others, flags=ALL_LANES)
         elif head == "shfl":
-            put(
-                "shuffle",
-                self._slots(operands[0]),
-                self._slots(*operands[1:4]),
-                target=SHUFFLES.index(parts[2]),
-                flags=ALL_LANES,
-            )
+            put("shuffle", first, others[:3], target=SHUFFLES.index(parts[2]), flags=ALL_LANES)
         elif head == "redux":
-            operation = self._operation([parts[2], kind])
-            put(
-                "reduce",
-                self._slots(operands[0]),
-                self._slots(operands[1]),
-                target=operations()[operation],
-                flags=ALL_LANES,
-            )
-        elif head == "mov" and "{" in operands[1]:
-            put(
-                "pack",
-                self._slots(operands[0]),
-                self._slots(operands[1]),
-                size=8 * size // (operands[1].count(",") + 1),
-            )
-        elif head == "mov" and "{" in operands[0]:
-            put(
-                "unpack",
-                self._slots(operands[0]),
-                self._slots(operands[1]),
-                size=8 * size // (operands[0].count(",") + 1),
-            )
+            put("reduce", first, others[:1], target=operations()[self._operation([parts[2], kind])], flags=ALL_LANES)
+        elif head == "mov" and "{" in rest:
+            pack = "{" in others[0]
+            count = operands[pack].count(",") + 1
+            put("pack" if pack else "unpack", first, others, size=8 * size // count)
         elif head == "setp" and kind.endswith("x2"):
-            compare = operations()[self._operation([*parts[:-1], kind.removesuffix("x2")])]
-            put("compare_pair", self._slots(*operands[0].split("|")), self._slots(*operands[1:]), target=compare)
+            put("compare_pair", first, others, target=operations()[self._operation([*parts[:-1], kind[:-2]])])
         elif head == "cvt" and not ROUNDED.match(name):
             raise NotExecutedError(name)
         else:
             # What is added to a wide product is wide.
             sizes = [size or 8] * 3 if "wide" not in parts else [size, size, 2 * size]
-            sources = [self._slot(text, width) for text, width in zip(operands[1:], sizes, strict=False)]
-            put(self._operation(parts), self._slots(operands[0]), sources)
+            put(self._operation(parts), first, others, sizes=sizes)  # type: ignore[arg-type]
 
     def _operation(self, parts: Sequence[str]) -> str:
         """The engine's name of an operation on values: the same, or one for any type of this size."""

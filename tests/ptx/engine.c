@@ -8,14 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef uint64_t u64;
-typedef int64_t s64;
-typedef uint32_t u32;
-typedef int32_t s32;
-typedef uint16_t u16;
-typedef int16_t s16;
-typedef uint8_t u8;
-typedef int8_t s8;
+typedef uint64_t u64; typedef uint32_t u32; typedef uint16_t u16; typedef uint8_t u8;
+typedef int64_t s64; typedef int32_t s32; typedef int16_t s16; typedef int8_t s8;
 
 /* Operations ------------------------------------------------------------------------------------------------------- */
 
@@ -77,7 +71,7 @@ typedef int8_t s8;
 
 /* Operations of more than one lane, on memory, or of the order of execution. */
 #define ACTIONS(V) \
-    V(load_global, 0) V(load_shared, 0) V(store_global, 0) V(store_shared, 0) V(atomic_add, 0) V(copy_async, 0) \
+    V(ld_global, 0) V(ld_shared, 0) V(st_global, 0) V(st_shared, 0) V(atomic_add, 0) V(copy_async, 0) \
     V(commit, 0) V(wait, 0) V(shuffle, 0) V(reduce, 0) V(barrier, 0) V(warp_barrier, 0) V(branch, 0) V(end, 0) \
     V(pack, 0) V(unpack, 0) V(ldmatrix, 0) V(stmatrix, 0) V(mma_f64, 0) V(mma_tf32, 0) \
     V(compare_pair, 0)
@@ -453,15 +447,15 @@ static void shuffle(Launch *L, Program *p, Warp *w, int at, const Instruction *i
     }
 }
 static void access(Launch *L, Program *p, Warp *w, int at, const Instruction *i, int l) {
-    int load = i->op == OP_load_global || i->op == OP_load_shared, number = load ? i->nd : i->ns - 1, size = number * i->size;
+    int load = i->op == OP_ld_global || i->op == OP_ld_shared, number = load ? i->nd : i->ns - 1, size = number * i->size;
     u32 tid = w->number * 32 + l;
     u64 address = source(L, w, i->s[0])[l] + i->offset;
     u8 data[32];
     for (int k = 0; !load && k < number; k++) memcpy(data + k * i->size, &source(L, w, i->s[k + 1])[l], i->size);
     switch (i->op) {
-    case OP_load_global: load_global(L, p, w, tid, at, address, size, data); break;
-    case OP_load_shared: load_shared(L, p, w, tid, at, (u32)address, size, data); break;
-    case OP_store_global: store_global(L, p, w, tid, at, address, size, data); break;
+    case OP_ld_global: load_global(L, p, w, tid, at, address, size, data); break;
+    case OP_ld_shared: load_shared(L, p, w, tid, at, (u32)address, size, data); break;
+    case OP_st_global: store_global(L, p, w, tid, at, address, size, data); break;
     default: store_shared(L, p, w, tid, at, (u32)address, size, data);
     }
     for (int k = 0; load && k < number; k++)
@@ -488,7 +482,7 @@ static int step(Launch *L, Program *p, Warp *w) {
     const u64 *c = i->ns > 2 ? source(L, w, i->s[2]) : ZEROS;
 #define EACH for (int l = 0; l < 32; l++) if (on >> l & 1)
     switch (i->op) {
-    case OP_load_global: case OP_load_shared: case OP_store_global: case OP_store_shared:
+    case OP_ld_global: case OP_ld_shared: case OP_st_global: case OP_st_shared:
         EACH access(L, p, w, at, i, l);
         result = 1;
         break;
