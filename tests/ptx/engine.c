@@ -96,11 +96,10 @@ static s64 integer(double x, int bits) { /* towards zero, at most the largest of
     double end = ldexp(1, bits - 1);
     return x != x ? 0 : x >= end ? (s64)(~0ull >> (65 - bits)) : x < -end ? -(s64)(1ull << (bits - 1)) : (s64)x;
 }
-static u64 extract(u64 a, u64 b, u64 c, int sign) {
-    u32 from = b & 255, size = c & 255, top = from + size > 32 ? 31 : from + size - 1;
-    if (!size || from > 31) return sign && size && a >> 31 & 1 ? 0xffffffff : 0;
-    u64 bits = (a & 0xffffffff) >> from & (size > 31 ? 0xffffffff : (1ull << size) - 1);
-    return sign && a >> top & 1 ? (u32)(bits | ~0ull << (top - from)) : bits;
+static u64 extract(u64 a, u64 b, u64 c, int sign) { /* c bits of a from bit b on */
+    u32 from = b & 31, size = c & 31, unused = 32 - size;
+    u64 left = (u32)((u32)a >> from << unused);
+    return !size ? 0 : sign ? (u32)((s32)left >> unused) : left >> unused;
 }
 static u64 permute(u64 a, u64 b, u64 c) {
     u64 bytes = a | b << 32, result = 0;
@@ -110,10 +109,11 @@ static u64 permute(u64 a, u64 b, u64 c) {
     }
     return result;
 }
+#define OPERANDS u64 a = A[l], b = B[l], c = C[l]; (void)a, (void)b, (void)c;
 #define COMPUTE(name, value) \
     case OP_##name: \
-        if (on == ~0u) for (int l = 0; l < 32; l++) { u64 a = A[l], b = B[l], c = C[l]; (void)a; (void)b; (void)c; D[l] = value; } \
-        else for (int l = 0; l < 32; l++) if (on >> l & 1) { u64 a = A[l], b = B[l], c = C[l]; (void)a; (void)b; (void)c; D[l] = value; } \
+        if (on == ~0u) for (int l = 0; l < 32; l++) { OPERANDS D[l] = value; } \
+        else for (int l = 0; l < 32; l++) if (on >> l & 1) { OPERANDS D[l] = value; } \
         break;
 static void compute(int op, const u64 *A, const u64 *B, const u64 *C, u64 *D, u32 on) {
     switch (op) { VALUES(COMPUTE) }
@@ -172,13 +172,11 @@ static u64 draw(Launch *L, u64 n) { /* one of 0 to n - 1 */
 }
 static void report(Launch *L, int kind, int at, Program *p, int tid, const Stamp *other, u64 address) {
     int before = other ? (int)other->at : -1, thread = other ? (int)other->thread - 1 : -1;
-    for (int i = 0; i < L->findings_number; i++) {
-        Finding *f = &L->findings[i];
-        if (f->kind == kind && f->at == at && f->other == before) { f->count++; return; }
-    }
-    if (L->findings_number < L->most_findings)
-        L->findings[L->findings_number++] = (Finding){kind, at, before, p->number, tid, thread >> PROGRAM_BITS,
-                                                      thread & ((1 << PROGRAM_BITS) - 1), 1, address};
+    Finding *f = L->findings, *end = f + L->findings_number;
+    for (; f < end; f++) if (f->kind == kind && f->at == at && f->other == before) { f->count++; return; }
+    if (L->findings_number++ < L->most_findings)
+        *f = (Finding){kind, at, before, p->number, tid, thread >> PROGRAM_BITS, thread % (1 << PROGRAM_BITS), 1, address};
+    else L->findings_number--;
 }
 
 /* Order of accesses ------------------------------------------------------------------------------------------------ */
@@ -194,7 +192,7 @@ static int known(Launch *L, const u64 *set, const Stamp *s) { /* whether one of 
 static int race(Launch *L, Program *p, Warp *w, u32 tid, const Stamp *s, int shared) { /* its kind, or -1 */
     if (!s->thread) return -1;
     if (s->in_flight) return RACE_COPY;
-    u32 program = (s->thread - 1) >> PROGRAM_BITS, thread = (s->thread - 1) & ((1 << PROGRAM_BITS) - 1);
+    u32 program = (s->thread - 1) >> PROGRAM_BITS, thread = (s->thread - 1) % (1 << PROGRAM_BITS);
     if (program != (u32)p->number)
         return known(L, p->knows, s) || known(L, p->pending[tid], s) ? -1 : RACE_PROGRAMS;
     if (thread == tid || s->barriers != p->barriers) return -1;
@@ -222,11 +220,8 @@ static void touch(Launch *L, Program *p, Warp *w, u32 tid, int at, Shadow *x, in
 /* Memory ----------------------------------------------------------------------------------------------------------- */
 
 static Segment *locate(Launch *L, Program *p, u32 tid, int at, u64 address, int size, int alignment) {
-    int low = 0, high = L->segments_number;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        if (L->segments[middle].base <= address) low = middle + 1; else high = middle;
-    }
+    int low = 0, high = L->segments_number; /* segments before low start at or before the address */
+    for (int k; low < high;) if (L->segments[k = (low + high) / 2].base <= address) low = k + 1; else high = k;
     Segment *s = &L->segments[low - 1];
     if (address % alignment) report(L, ALIGNMENT, at, p, tid, NULL, address);
     if (low && address + size <= s->base + s->size) return s;
@@ -245,10 +240,7 @@ static void write_back(Line *x) {
     x->dirty = 0;
 }
 static Line *line_at(Program *p, u64 address) { return &p->cache[(address / 8) * 0x9e3779b97f4a7c15ull >> 56]; }
-static void install(Line *x, Segment *s, u64 address) {
-    write_back(x);
-    *x = (Line){.word = address / 8, .segment = s};
-}
+static void install(Line *x, Segment *s, u64 address) { write_back(x), *x = (Line){.word = address / 8, .segment = s}; }
 /* A load may see what the cache held before, unless it is strong. */
 static void read_bytes(Launch *L, Program *p, Segment *s, u64 address, int size, int strong, u8 *out) {
     for (int k = 0; k < size; k++, address++) {
@@ -266,7 +258,6 @@ static void read_bytes(Launch *L, Program *p, Segment *s, u64 address, int size,
 static void load_global(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, u8 *out) {
     const Instruction *i = &L->code[at];
     Segment *s = locate(L, p, tid, at, address, size, size);
-    memset(out, 0xcd, size);
     if (!s) return;
     touch_global(L, p, w, tid, at, s, address, size, 0, 0);
     read_bytes(L, p, s, address, size, i->flags & STRONG, out);
@@ -275,9 +266,8 @@ static void load_global(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 add
 }
 static void change(Segment *s) {
     if (s->changed) return;
+    s->latest = memcpy(malloc(s->size), s->data, s->size), s->data = memcpy(malloc(s->size), s->data, s->size);
     s->changed = 1;
-    s->latest = memcpy(malloc(s->size), s->data, s->size);
-    s->data = memcpy(malloc(s->size), s->data, s->size);
 }
 static void store_global(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, const u8 *in) {
     Segment *s = locate(L, p, tid, at, address, size, size);
@@ -301,13 +291,10 @@ static int touch_shared(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 add
     }
     return 1;
 }
-static void load_shared(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, u8 *out) {
-    memset(out, 0xcd, size);
-    if (touch_shared(L, p, w, tid, at, address, size, 0, 0)) memcpy(out, p->shared + address, size);
-}
-static void store_shared(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, const u8 *in) {
-    int same = address + size <= (u64)L->shared_bytes && !memcmp(p->shared + address, in, size);
-    if (touch_shared(L, p, w, tid, at, address, size, 1, same)) memcpy(p->shared + address, in, size);
+static void access_shared(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, u8 *data, int store) {
+    int same = store && address + size <= (u64)L->shared_bytes && !memcmp(p->shared + address, data, size);
+    if (!touch_shared(L, p, w, tid, at, address, size, store, same)) return;
+    if (store) memcpy(p->shared + address, data, size); else memcpy(data, p->shared + address, size);
 }
 
 /* Asynchronous copies are done at any time until their group is waited for. */
@@ -320,7 +307,9 @@ static void mark_copy(Launch *L, Program *p, Warp *w, Copy *x, int in_flight) {
     Stamp now = {((u32)p->number << PROGRAM_BITS | x->tid) + 1, p->barriers, w->barriers, 0, (u32)x->at, in_flight};
     for (u32 k = x->to / L->shared_granule; k <= (x->to + x->size - 1) / L->shared_granule; k++) p->shadow[k].written = now;
 }
-static void copy_async(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 to, u64 from, int size, int have) {
+static void copy_async(Launch *L, Program *p, Warp *w, u32 tid, int at, const Instruction *i, u64 to, u64 from, int have) {
+    int size = i->size;
+    if (i->ns < 3) have = size;
     Copy x = {NULL, from, (u32)to, tid, size, have, 0, w->groups, at};
     if (!touch_shared(L, p, w, tid, at, to, size, 1, 0)) return;
     if (have > 0 && (x.segment = locate(L, p, tid, at, from, have, size)))
@@ -353,8 +342,7 @@ static u64 atomic_add(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 addre
     for (int k = 0; k < L->counters_number; k++) if (L->counters[k].address == address) counter = &L->counters[k];
     if (!counter) {
         L->counters = realloc(L->counters, sizeof(Counter) * (L->counters_number + 1));
-        counter = &L->counters[L->counters_number++];
-        *counter = (Counter){address, calloc(SETS, 8)};
+        *(counter = &L->counters[L->counters_number++]) = (Counter){address, calloc(SETS, 8)};
     }
     if (i->flags & ACQUIRE) {
         if (!p->pending[tid]) p->pending[tid] = calloc(SETS, 8);
@@ -392,16 +380,12 @@ static const u64 *source(Launch *L, Warp *w, int slot) { return slot < L->regist
 static void mma(Launch *L, Warp *w, const Instruction *i, int wide) {
     int tiles = i->nd / 2, depth = (i->ns - i->nd) / (tiles + 1), k0 = depth * tiles;
     double a[16][16], b[16][8];
-    for (int l = 0; l < 32; l++) {
-        for (int k = 0; k < k0; k++) {
-            u64 x = source(L, w, i->s[k])[l];
-            a[l / 4 + 8 * (k % tiles)][l % 4 + 4 * (k / tiles)] = wide ? real(x) : single(x & 0xffffe000);
+    for (int l = 0; l < 32; l++)
+        for (int k = 0; k < k0 + depth; k++) {
+            u64 bits = source(L, w, i->s[k])[l];
+            double x = wide ? real(bits) : single(bits & 0xffffe000);
+            if (k < k0) a[l / 4 + 8 * (k % tiles)][l % 4 + 4 * (k / tiles)] = x; else b[l % 4 + 4 * (k - k0)][l / 4] = x;
         }
-        for (int k = 0; k < depth; k++) {
-            u64 x = source(L, w, i->s[k0 + k])[l];
-            b[l % 4 + 4 * k][l / 4] = wide ? real(x) : single(x & 0xffffe000);
-        }
-    }
     for (int l = 0; l < 32; l++)
         for (int k = 0; k < i->nd; k++) {
             u64 x = source(L, w, i->s[k0 + depth + k])[l];
@@ -427,8 +411,7 @@ static void matrices(Launch *L, Program *p, Warp *w, int at, const Instruction *
                 for (int j = 0; j < 8; j++) {
                     u64 address = (u32)(source(L, w, i->s[0])[8 * k + j] + i->offset);
                     u32 tid = w->number * 32 + 8 * k + j;
-                    if (load) load_shared(L, p, w, tid, at, address, 16, (u8 *)tile[j]);
-                    else store_shared(L, p, w, tid, at, address, 16, (u8 *)tile[j]);
+                    access_shared(L, p, w, tid, at, address, 16, (u8 *)tile[j], !load);
                 }
         }
     }
@@ -446,18 +429,14 @@ static void shuffle(Launch *L, Program *p, Warp *w, int at, const Instruction *i
         w->r[i->d[0]][l] = old[from];
     }
 }
-static void access(Launch *L, Program *p, Warp *w, int at, const Instruction *i, int l) {
+static void access(Launch *L, Program *p, Warp *w, int at, const Instruction *i, int l, u64 address) {
     int load = i->op == OP_ld_global || i->op == OP_ld_shared, number = load ? i->nd : i->ns - 1, size = number * i->size;
     u32 tid = w->number * 32 + l;
-    u64 address = source(L, w, i->s[0])[l] + i->offset;
-    u8 data[32];
+    u8 data[32] = {0};
     for (int k = 0; !load && k < number; k++) memcpy(data + k * i->size, &source(L, w, i->s[k + 1])[l], i->size);
-    switch (i->op) {
-    case OP_ld_global: load_global(L, p, w, tid, at, address, size, data); break;
-    case OP_ld_shared: load_shared(L, p, w, tid, at, (u32)address, size, data); break;
-    case OP_st_global: store_global(L, p, w, tid, at, address, size, data); break;
-    default: store_shared(L, p, w, tid, at, (u32)address, size, data);
-    }
+    if (i->op == OP_ld_global) load_global(L, p, w, tid, at, address, size, data);
+    else if (i->op == OP_st_global) store_global(L, p, w, tid, at, address, size, data);
+    else access_shared(L, p, w, tid, at, (u32)address, size, data, !load);
     for (int k = 0; load && k < number; k++)
         if (i->d[k] >= 0) w->r[i->d[k]][l] = 0, memcpy(&w->r[i->d[k]][l], data + k * i->size, i->size);
 }
@@ -482,13 +461,13 @@ static int step(Launch *L, Program *p, Warp *w) {
     const u64 *c = i->ns > 2 ? source(L, w, i->s[2]) : ZEROS;
 #define EACH for (int l = 0; l < 32; l++) if (on >> l & 1)
     switch (i->op) {
-    case OP_ld_global: case OP_ld_shared: case OP_st_global: case OP_st_shared:
-        EACH access(L, p, w, at, i, l);
-        result = 1;
-        break;
-    case OP_atomic_add: EACH { u64 old = atomic_add(L, p, w, tid + l, at, a[l] + i->offset, b[l]); if (d) d[l] = old; } result = 1; break;
-    case OP_copy_async:
-        EACH copy_async(L, p, w, tid + l, at, (u32)(a[l] + i->offset), b[l] + i->offset2, i->size, i->ns > 2 ? (int)c[l] : i->size);
+    case OP_ld_global: case OP_ld_shared: case OP_st_global: case OP_st_shared: case OP_atomic_add: case OP_copy_async:
+        EACH {
+            u64 address = a[l] + i->offset;
+            if (i->op == OP_atomic_add) d[l] = atomic_add(L, p, w, tid + l, at, address, b[l]);
+            else if (i->op == OP_copy_async) copy_async(L, p, w, tid + l, at, i, (u32)address, b[l] + i->offset2, (int)c[l]);
+            else access(L, p, w, at, i, l, address);
+        }
         result = 1;
         break;
     case OP_commit: w->groups++; break;
@@ -512,15 +491,20 @@ static int step(Launch *L, Program *p, Warp *w) {
     case OP_branch: jump = on; break;
     case OP_end: over = on; break;
     case OP_pack:
-        EACH { u64 x = 0; for (int k = 0; k < i->ns; k++) x |= (source(L, w, i->s[k])[l] & ((1ull << i->size) - 1)) << k * i->size; d[l] = x; }
+        EACH {
+            u64 x = 0;
+            for (int k = 0; k < i->ns; k++) x |= (source(L, w, i->s[k])[l] & ((1ull << i->size) - 1)) << k * i->size;
+            d[l] = x;
+        }
         break;
     case OP_unpack:
-        EACH { u64 x = a[l]; for (int k = 0; k < i->nd; k++) if (i->d[k] >= 0) w->r[i->d[k]][l] = x >> k * i->size & ((1ull << i->size) - 1); }
+        EACH {
+            u64 x = a[l]; /* which may be one of the targets */
+            for (int k = 0; k < i->nd; k++) if (i->d[k] >= 0) w->r[i->d[k]][l] = x >> k * i->size & ((1ull << i->size) - 1);
+        }
         break;
-    case OP_ldmatrix: matrices(L, p, w, at, i, 1); result = 1; break;
-    case OP_stmatrix: matrices(L, p, w, at, i, 0); result = 1; break;
-    case OP_mma_f64: mma(L, w, i, 1); break;
-    case OP_mma_tf32: mma(L, w, i, 0); break;
+    case OP_ldmatrix: case OP_stmatrix: matrices(L, p, w, at, i, i->op == OP_ldmatrix); result = 1; break;
+    case OP_mma_f64: case OP_mma_tf32: mma(L, w, i, i->op == OP_mma_f64); break;
     default: compute(i->op, a, b, c, d, on);
     }
     w->alive &= ~over;
@@ -542,8 +526,7 @@ static int step(Launch *L, Program *p, Warp *w) {
 /* The first registers: thread, program along both axes, programs along both axes. */
 static void start(Launch *L, Program *p, int number) {
     *p = (Program){.number = number, .left = L->warps, .speed = draw(L, 3) ? 1 : 0.05};
-    p->warps = calloc(L->warps, sizeof(Warp));
-    p->shared = malloc(L->shared_bytes + 1), p->shadow = calloc(L->shared_bytes + 1, sizeof(Shadow));
+    p->warps = calloc(L->warps, sizeof(Warp)), p->shared = malloc(L->shared_bytes + 1), p->shadow = calloc(L->shared_bytes + 1, sizeof(Shadow));
     p->cache = calloc(LINES, sizeof(Line)), p->knows = calloc(SETS, 8);
     p->pending = calloc(L->warps * 32, sizeof(u64 *)), p->count = calloc(L->warps * 32, sizeof(u32));
     for (int k = 0; k < L->shared_bytes; k++) p->shared[k] = (u8)draw(L, 256);
@@ -551,10 +534,8 @@ static void start(Launch *L, Program *p, int number) {
         Warp *w = &p->warps[k];
         w->r = malloc(sizeof(u64[32]) * L->registers), w->alive = ~0u, w->number = k;
         memset(w->r, 0xdb, sizeof(u64[32]) * L->registers);
-        for (int l = 0; l < 32; l++) {
-            u64 first[] = {k * 32 + l, number % L->columns, number / L->columns, L->columns, L->rows};
-            for (int j = 0; j < 5; j++) w->r[j][l] = first[j];
-        }
+        u64 first[] = {k * 32, number % L->columns, number / L->columns, L->columns, L->rows};
+        for (int l = 0; l < 160; l++) w->r[l / 32][l % 32] = first[l / 32] + (l < 32 ? l : 0);
     }
 }
 static void finish(Launch *L, Program *p) { /* what it stored may stay in its cache */
@@ -569,21 +550,17 @@ static Warp *choose(Launch *L, Program *programs, const int *running, int number
         Warp *w = &p->warps[draw(L, L->warps)];
         if (!w->waiting && w->alive && (tries > 32 || draw(L, 1000) < 1000 * p->speed)) { *place = k; return w; }
     }
-    for (*place = 0; *place < number; ++*place)
-        for (int v = 0; v < L->warps; v++) {
-            Warp *w = &programs[running[*place]].warps[v];
-            if (!w->waiting && w->alive) return w;
-        }
+    for (int v = 0; v < number * L->warps; v++) {
+        Warp *w = &programs[running[*place = v / L->warps]].warps[v % L->warps];
+        if (!w->waiting && w->alive) return w;
+    }
     return NULL;
 }
 void run(Launch *L) {
     Program *programs = calloc(L->programs, sizeof(Program));
     int *order = malloc(sizeof(int) * L->programs), *running = malloc(sizeof(int) * L->programs), number = 0, next = 0;
     L->releases = malloc(sizeof(Release) * MOST_RELEASES);
-    for (int i = 0; i < L->programs; i++) {
-        int j = (int)draw(L, i + 1);
-        order[i] = order[j], order[j] = i;
-    }
+    for (int i = 0; i < L->programs; i++) { int j = (int)draw(L, i + 1); order[i] = order[j], order[j] = i; }
     while (number || next < L->programs) {
         for (; number < L->resident && next < L->programs; next++) {
             start(L, &programs[order[next]], order[next]);
@@ -598,8 +575,7 @@ void run(Launch *L) {
         p->left -= !w->alive;
         if (p->waiting && p->waiting == p->left) {
             if (p->left < L->warps) report(L, LANES, w->at, p, 0, NULL, 0);
-            for (int v = 0; v < L->warps; v++) p->warps[v].waiting = 0;
-            p->waiting = 0;
+            for (int v = p->waiting = 0; v < L->warps; v++) p->warps[v].waiting = 0;
             pass_barrier(L, p);
         }
         if (!draw(L, 20)) write_back(&p->cache[draw(L, LINES)]);
@@ -611,9 +587,8 @@ void run(Launch *L) {
     }
     for (int i = 0; i < number; i++) finish(L, &programs[running[i]]);
     for (int i = 0; i < next; i++) {
-        Program *p = &programs[order[i]];
-        for (int v = 0; v < LINES; v++) write_back(&p->cache[v]);
-        free(p->cache);
+        for (int v = 0; v < LINES; v++) write_back(&programs[order[i]].cache[v]);
+        free(programs[order[i]].cache);
     }
     for (int i = 0; i < L->segments_number; i++) free(L->segments[i].shadow), free(L->segments[i].latest);
     for (int i = 0; i < L->counters_number; i++) free(L->counters[i].releases);
