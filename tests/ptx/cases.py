@@ -131,12 +131,12 @@ def test_hard_bases(rank: int):
 @pytest.mark.parametrize("rank", RANKS)
 def test_wire(rank: int, width: str):
     """Three workers send a narrow message; one of them an element that is not finite."""
-    factors, workers = [(2, 128, rank), (1, 133, rank), (1, 36, max(1, rank // 2)), (1, 5, min(rank, 3))], 3
-    # Where all rows of the messages start at multiples of 16 bytes, kernels are compiled for it.
-    plans = ((WirePlan.build(FORMATS[width], factors, bypass, 4, workers), bypass) for bypass in range(3300, 3400))
-    plan, bypass = next((plan, bypass) for plan, bypass in plans if plan.size % 16 == 0)
-    numel = sum(map(math.prod, factors))
-    for own in (True, False):
+    workers, whole, broken = 3, [(2, 128, rank)], [(1, 133, rank), (1, 36, max(1, rank // 2)), (1, 5, min(rank, 3))]
+    for factors, own in ((whole, True), (broken, True), (broken, False)):
+        # Where all rows of the messages start at multiples of 16 bytes, kernels are compiled for it.
+        plans = ((WirePlan.build(FORMATS[width], factors, bypass, 4, workers), bypass) for bypass in range(3300, 3400))
+        plan, bypass = next((plan, bypass) for plan, bypass in plans if plan.size % 16 == 0)
+        numel = sum(map(math.prod, factors))
         messages = list(torch.randn(workers, numel + bypass, generator=torch.Generator().manual_seed(rank)))
         messages[2][7] = INF if own else 0.0
         kernels = TritonWire(plan, select_configuration(architecture(CPU), rank).wire, rank, CPU)
