@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton import Compressor
 from powersgd_triton.kernels.configurations import architecture, select_configuration
 from powersgd_triton.kernels.random_device import WINDOW
 from powersgd_triton.kernels.wire import TritonWire
@@ -21,6 +21,7 @@ from tests.kernels.test_differences import assert_same as assert_same_difference
 from tests.kernels.test_differences import random as random_differences
 from tests.kernels.test_orthogonalize import check as check_basis
 from tests.kernels.test_wire import one_nan
+from tests.support.checks import everything
 from tests.support.kernel_cases import INF, NAN, rounding
 from tests.support.kernel_checks import exchange
 from tests.support.orthonormal import ORTHONORMAL, conditioned, departure, hard_inputs
@@ -56,20 +57,25 @@ def gradients(seed: int, dtype: torch.dtype, shift: int = 0, low: bool = False) 
     return found
 
 
-def fields_of(rank: int, **fields: Any) -> PowerSGDConfig:
-    return PowerSGDConfig(rank=rank, min_compression_rate=0, explore_every=2, backend="triton", **fields)
+FIELDS = [
+    {"algorithm": "standard"},
+    {"algorithm": "alternating"},
+    *slow({"error_feedback": False}, {"warm_start": False}),
+]
 
 
-@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("rank", RANKS)
-def test_steps(rank: int, algorithm: str):
-    """Regular steps against fp64 truth; the second has gradients that are not aligned."""
-    config = fields_of(rank, algorithm=algorithm)
+def test_steps(rank: int, fields: dict[str, Any]):
+    """Regular steps against fp64 truth, the second with gradients that are not aligned; then one that is void."""
+    config = everything(rank, backend="triton", explore_every=2, **fields)
     kernels, truth = Compressor(config, SHAPES), Truth(SHAPES, config, CPU)
     for seed in range(3):
         given = gradients(seed, torch.float32, shift=seed % 2)
         expected, bounds = truth.step(given)
         assert_close(step(kernels, given), expected, bounds)
+    given["odd"][3, 4] = INF
+    assert not step(kernels, given)["odd"].isfinite().any()
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
@@ -78,7 +84,8 @@ def test_steps(rank: int, algorithm: str):
 def test_nothing_is_lost(rank: int, dtype: str, algorithm: str):
     """Σ G = Σ Ĝ + E over steps that count, whatever the gradients: not finite, zero, of low rank."""
     error_dtype = "bfloat16" if dtype == "float16" else None
-    compressor = Compressor(fields_of(rank, algorithm=algorithm, error_dtype=error_dtype), SHAPES)
+    fields = {"algorithm": algorithm, "error_dtype": error_dtype, "backend": "triton", "explore_every": 2}
+    compressor = Compressor(everything(rank, **fields), SHAPES)
     matrices = [name for name, shape in SHAPES.items() if len(shape) == 2]
     total = {name: torch.zeros(SHAPES[name], dtype=torch.float64) for name in matrices}
     size = dict.fromkeys(matrices, 0.0)
@@ -102,20 +109,6 @@ def test_nothing_is_lost(rank: int, dtype: str, algorithm: str):
         stored = torch.finfo(torch.bfloat16).eps / 2 if error_dtype else 0.0
         bound = 6 * (rounding(rank + 3, CPU) + stored) * size[name]
         assert float((total[name] - error.double()).norm()) <= bound, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"error_feedback": False}, {"warm_start": False}], ids=str)
-@pytest.mark.parametrize("rank", [4, 32])
-def test_other_configurations(rank: int, fields: dict[str, bool]):
-    config = fields_of(rank, **fields)
-    kernels, truth = Compressor(config, SHAPES), Truth(SHAPES, config, CPU)
-    for seed in range(2):
-        given = gradients(seed, torch.float32, shift=seed)
-        expected, bounds = truth.step(given)
-        assert_close(step(kernels, given), expected, bounds)
-    given["odd"][3, 4] = INF
-    assert not step(kernels, given)["odd"].isfinite().any()
 
 
 @pytest.mark.parametrize("rank", [1, 4, *slow(32, 40)])

@@ -30,6 +30,9 @@ SHUFFLES = ("bfly", "idx", "up", "down")
 SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%nctaid.x", "%nctaid.y")
 """The first registers."""
 
+WHOLE = {"ret": "end", "bar.sync 0": "barrier", "bar.warp.sync -1": "warp_barrier", "cp.async.commit_group": "commit"}
+"""Statements without operands, and the engine's operations."""
+
 KINDS = (
     *("race in shared memory", "race in global memory", "race between programs", "race within a warp"),
     *("access to a copy in flight", "out of bounds", "misaligned", "read of what was never written"),
@@ -97,26 +100,15 @@ class NotExecutedError(Exception):
 
 
 class Finding(NamedTuple):
-    """What is wrong, and where: the line of the PTX, and the line of the source it was compiled from."""
+    """What is wrong; where, for a person: lines of the PTX with those of the source; and only the latter."""
 
     kind: str
-    here: str
-    there: str
-    threads: str
-    address: int
-    times: int
-
-    def __str__(self) -> str:
-        after = f"\n    after {self.there}" if self.there else ""
-        return f"{self.threads}, address {self.address:#x}, {self.times} times\n    {self.here}{after}"
+    text: str
+    sources: str
 
 
-class Place(NamedTuple):
-    """Memory of a launch: its address, its bytes, and the address where they are now."""
-
-    address: int
-    size: int
-    data: int
+Place = tuple[int, int, int]
+"""Memory of a launch: its address, its bytes, and the address where they are now."""
 
 
 class Kernel:
@@ -145,7 +137,7 @@ class Kernel:
                 self._labels[label[1]] = len(statements)
             elif code.endswith(";") and not code.startswith("."):
                 guard, statement = re.fullmatch(r"(?:@(!?%p\d+)\s+)?(.*);", code).groups()  # type: ignore[union-attr]
-                statements.append((guard or "", statement.replace("\t", " ")))
+                statements.append((guard or "", " ".join(statement.split())))
                 self.places.append(f"line {number}: {code}  <{place}>")
         self._code = (Instruction * len(statements))()
         unknown: set[str] = set()
@@ -209,14 +201,8 @@ class Kernel:
         first, others = operands[:1], operands[1:]
         if head == "bra":
             put("branch", target=self._labels[operands[0]])
-        elif head == "ret":
-            put("end")
-        elif name == "bar.sync" and operands == ["0"]:
-            put("barrier", flags=ALL_LANES)
-        elif name == "bar.warp.sync":
-            put("warp_barrier", flags=ALL_LANES)
-        elif name == "cp.async.commit_group":
-            put("commit", flags=ALL_LANES)
+        elif statement in WHOLE:
+            put(WHOLE[statement], flags=ALL_LANES if statement != "ret" else 0)
         elif name == "cp.async.wait_group":
             put("wait", flags=ALL_LANES, offset=int(operands[0], 0))
         elif name in ("cp.async.ca.shared.global", "cp.async.cg.shared.global"):
@@ -266,7 +252,7 @@ class Kernel:
     def run(
         self, grid: tuple[int, int], values: Sequence[int], memory: Sequence[Place], seed: int, most_steps: int = 10**9
     ) -> tuple[list[Finding], dict[int, np.ndarray], int]:
-        """Execute all programs in a schedule that the seed decides: what was found, what changed, and the steps it took.
+        """Execute all programs in a schedule that the seed decides: findings, what changed, and the number of steps.
 
         ``values`` are the bits of the parameters, ``memory`` is what may be accessed. It stays as it is.
         """
@@ -287,7 +273,9 @@ class Kernel:
         return [self._finding(x) for x in found[: launch.findings_number]], changed, launch.steps
 
     def _finding(self, x: Found) -> Finding:
-        threads, there = f"program {x.program} thread {x.thread}", ""
+        text = (
+            f"program {x.program} thread {x.thread}, address {x.address:#x}, {x.count} times\n    {self.places[x.at]}"
+        )
         if x.other >= 0:
-            threads, there = f"{threads} and program {x.other_program} thread {x.other_thread}", self.places[x.other]
-        return Finding(KINDS[x.kind], self.places[x.at], there, threads, x.address, x.count)
+            text += f"\n    after program {x.other_program} thread {x.other_thread}, {self.places[x.other]}"
+        return Finding(KINDS[x.kind], text, "".join(re.findall(r"<.*?>", text)))

@@ -6,7 +6,6 @@ import collections
 import ctypes
 import gc
 import os
-import re
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +26,7 @@ from tests.ptx.decode import CACHE, POISON, Finding, Kernel, NotExecutedError, P
 EXECUTED = 80
 """Compute capability whose instructions are all executed."""
 
-SOURCES = re.compile(r"<.*?>")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 SHARED = 232448
 """Bytes of shared memory of a program, at most."""
 
@@ -54,18 +53,11 @@ class Emulator:
     # What Triton calls. A compiled kernel's machine code is its PTX, and the function to launch is its ``Kernel``.
 
     utils = property(lambda self: self)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    get_device_properties = staticmethod(lambda _: {"max_shared_mem": SHARED})
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
-
-    def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED}
 
     def load_binary(self, name: str, code: bytes, shared: int, _: int) -> tuple[int, Kernel | str, int, int, int]:
         return 1, self._kernel(name, code.decode(), shared), 0, 0, 1024
@@ -80,9 +72,7 @@ class Emulator:
             if isinstance(kernel, str):
                 self.not_executed[metadata.name, kernel] += 1
                 if not executed:
-                    options = {
-                        name: getattr(metadata, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")
-                    }
+                    options = {name: getattr(metadata, name) for name in OPTIONS}
                     made = triton.compile(source, target=GPUTarget("cuda", EXECUTED, 32), options=options)
                     other = self._kernel(metadata.name, made.asm["cubin"].decode(), made.metadata.shared)
                     assert isinstance(other, Kernel)
@@ -93,7 +83,7 @@ class Emulator:
             # Two pointers to scratch memory follow, which no kernel uses.
             declared = [int(kind[1:]) // 8 for kind, _ in kernel.parameters]
             if declared != [*sizes, 8, 8] or kernel.warps != metadata.num_warps:
-                self.add("parameters differ", metadata.name, f"declared {declared}, passed {sizes}")
+                self.add(metadata.name, Finding("other parameters", f"declared {declared}, passed {sizes}", ""))
             self.launch(metadata.name, kernel, (x, y), [*values, 0, 0])
 
         return launch
@@ -117,19 +107,17 @@ class Emulator:
             seed = (self.seed * 2**20 + self.launches) * 2**10 + schedule
             findings, changed, steps = kernel.run(grid, values, memory, seed)
             self.runs, self.steps = self.runs + 1, self.steps + steps
+            first = changed if first is None else first
+            if not same(first, changed):
+                findings.append(Finding("other results", f"of schedule {schedule} than of the first", ""))
             for finding in findings:
-                self.add(finding.kind, name, finding)
-            if first is None:
-                first = changed
-            elif not same(first, changed):
-                self.add("schedules differ", name, f"schedule {schedule} leaves other memory than the first")
+                self.add(name, finding)
         for address, data in (first or {}).items():
             ctypes.memmove(address, data.ctypes.data, data.size)
 
-    def add(self, kind: str, name: str, what: Finding | str) -> None:
+    def add(self, name: str, what: Finding) -> None:
         """Note a finding. Those at the same lines of the source, whatever the kernel is compiled for, count as one."""
-        where = "".join(SOURCES.findall(what.here + what.there)) if isinstance(what, Finding) else what
-        self.found.setdefault((kind, name, where), f"{kind} in {name}, {self.label}: {what}")
+        self.found.setdefault((what.kind, name, what.sources), f"{what.kind} in {name}, {self.label}: {what.text}")
 
     def summary(self) -> Iterator[str]:
         """What ran, what was found, how much of each kernel was executed, and of which lines most of the rest is."""
@@ -142,14 +130,13 @@ class Emulator:
             yield f"{name}: {count} launches ran as sm_{EXECUTED}, since not executed: {instructions}"
         for name in sorted({*self.names.values()}):
             kernels = [kernel for text, kernel in self.kernels.items() if self.names[text] == name]
-            every = sum(len(kernel.hits) for kernel in kernels)
-            missed = [
-                place for kernel in kernels for place, hits in zip(kernel.places, kernel.hits, strict=True) if not hits
-            ]
-            lines = collections.Counter(line for place in missed for line in re.findall(r"<(\w+\.py:\d+)", place))
-            rest = ", ".join(f"{count} of {line}" for line, count in lines.most_common(6))
-            share = 100 * (1 - len(missed) / every)
-            yield f"{name}: compiled {len(kernels)} times, {share:.1f} % of {every} instructions executed; not {rest}"
+            every = [place for kernel in kernels for place in zip(kernel.places, kernel.hits, strict=True)]
+            missed = collections.Counter(place.partition("<")[2].partition(" ")[0] for place, hits in every if not hits)
+            share, rest = (
+                100 * (1 - missed.total() / len(every)),
+                ", ".join(f"{n} of {x}" for x, n in missed.most_common(6)),
+            )
+            yield f"{name}: compiled {len(kernels)} times, {share:.1f} % of {len(every)} executed; not {rest}"
 
 
 def bits(value: Any, kind: str) -> int:
@@ -158,7 +145,7 @@ def bits(value: Any, kind: str) -> int:
         return int(value.data_ptr())
     if kind == "fp32":
         return int.from_bytes(struct.pack("<f", value), "little")
-    return int(value) % 2 ** (64 if kind.startswith("*") else int(kind[1:]))
+    return int(value) & ((1 << (64 if kind.startswith("*") else int(kind[1:]))) - 1)
 
 
 def same(one: dict[int, np.ndarray], other: dict[int, np.ndarray]) -> bool:
@@ -172,7 +159,7 @@ def storages() -> list[Place]:
         if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-    return [Place(address, size, address) for address, size in found.items()]
+    return [(address, size, address) for address, size in found.items()]
 
 
 def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -12,7 +12,6 @@ typedef uint64_t u64; typedef uint32_t u32; typedef uint16_t u16; typedef uint8_
 typedef int64_t s64; typedef int32_t s32; typedef int16_t s16; typedef int8_t s8;
 
 /* Operations ------------------------------------------------------------------------------------------------------- */
-
 /* V(name, value) of operands a, b, c. Names are those of PTX, where _b is for any type of
  * this size, and without rounding modes, since each is rounded once to nearest. */
 #define INTEGER(V, n, S, U, WIDE) \
@@ -120,7 +119,6 @@ static void compute(int op, const u64 *A, const u64 *B, const u64 *C, u64 *D, u3
 }
 
 /* A launch --------------------------------------------------------------------------------------------------------- */
-
 enum { RACE_SHARED, RACE_GLOBAL, RACE_PROGRAMS, RACE_WARP, RACE_COPY, BOUNDS, ALIGNMENT, UNWRITTEN, LANES, DEADLOCK,
        ENDLESS };
 enum { ACQUIRE = 1, RELEASE = 2, STRONG = 4, ALL_LANES = 8 };
@@ -139,31 +137,20 @@ typedef struct { u64 address; u64 *releases; } Counter;
 typedef struct { u32 thread, barriers, count; } Release;
 typedef struct { Segment *segment; u64 from; u32 to, tid; s32 size, have, done, group, at; } Copy;
 typedef struct {
-    u64 (*r)[32];
+    u64 (*r)[32]; Copy *copies; u32 alive, barriers;
     s32 at, lane_at[32], diverged, waiting, number, copies_number, groups;
-    u32 alive, barriers;
-    Copy *copies;
 } Warp;
+/* Sets of releases: what all threads know, and what one knows until the next barrier. */
 typedef struct {
-    s32 number, left, waiting;
-    u32 barriers, *count;
-    double speed;
-    Warp *warps;
-    u8 *shared;
-    Shadow *shadow;
-    Line *cache;
-    u64 *knows, **pending; /* sets of releases: known to all threads, and to one until the next barrier */
+    Warp *warps; u8 *shared; Shadow *shadow; Line *cache; u64 *knows, **pending;
+    s32 number, left, waiting; u32 barriers, *count; double speed;
 } Program;
 typedef struct {
-    const Instruction *code;
-    const u64 (*constants)[32];
-    Segment *segments;
-    Finding *findings;
+    const Instruction *code; const u64 (*constants)[32]; Segment *segments; Finding *findings;
     u64 *hits, random, steps, most_steps, poison;
     s32 registers, warps, shared_bytes, programs, columns, rows, resident, global_granule, shared_granule, segments_number,
         findings_number, most_findings, counters_number, releases_number;
-    Counter *counters;
-    Release *releases;
+    Counter *counters; Release *releases;
 } Launch;
 
 static u64 draw(Launch *L, u64 n) { /* one of 0 to n - 1 */
@@ -180,12 +167,11 @@ static void report(Launch *L, int kind, int at, Program *p, int tid, const Stamp
 }
 
 /* Order of accesses ------------------------------------------------------------------------------------------------ */
-
 static int known(Launch *L, const u64 *set, const Stamp *s) { /* whether one of these releases came after the access */
     for (int i = 0; set && i < L->releases_number; i++) {
         Release *x = &L->releases[i];
-        if (!(set[i / 64] >> i % 64 & 1) || (x->thread - 1) >> PROGRAM_BITS != (s->thread - 1) >> PROGRAM_BITS) continue;
-        if (s->barriers < x->barriers || (s->thread == x->thread && s->releases <= x->count)) return 1;
+        int same_program = (x->thread - 1) >> PROGRAM_BITS == (s->thread - 1) >> PROGRAM_BITS && set[i / 64] >> i % 64 & 1;
+        if (same_program && (s->barriers < x->barriers || (s->thread == x->thread && s->releases <= x->count))) return 1;
     }
     return 0;
 }
@@ -193,8 +179,7 @@ static int race(Launch *L, Program *p, Warp *w, u32 tid, const Stamp *s, int sha
     if (!s->thread) return -1;
     if (s->in_flight) return RACE_COPY;
     u32 program = (s->thread - 1) >> PROGRAM_BITS, thread = (s->thread - 1) % (1 << PROGRAM_BITS);
-    if (program != (u32)p->number)
-        return known(L, p->knows, s) || known(L, p->pending[tid], s) ? -1 : RACE_PROGRAMS;
+    if (program != (u32)p->number) return known(L, p->knows, s) || known(L, p->pending[tid], s) ? -1 : RACE_PROGRAMS;
     if (thread == tid || s->barriers != p->barriers) return -1;
     if (thread / 32 == tid / 32) return s->warp_barriers == w->barriers ? RACE_WARP : -1;
     return shared ? RACE_SHARED : RACE_GLOBAL;
@@ -210,15 +195,11 @@ static void touch(Launch *L, Program *p, Warp *w, u32 tid, int at, Shadow *x, in
         report(L, kind, at, p, tid, before[i], address);
     }
     Stamp now = {((u32)p->number << PROGRAM_BITS | tid) + 1, p->barriers, w->barriers, p->count[tid], (u32)at, 0};
-    if (store) x->written = now;
-    else {
-        if (x->read.thread && (x->read.thread - 1) / 32 != (now.thread - 1) / 32) x->read_before = x->read;
-        x->read = now;
-    }
+    if (!store && x->read.thread && (x->read.thread - 1) / 32 != (now.thread - 1) / 32) x->read_before = x->read;
+    *(store ? &x->written : &x->read) = now;
 }
 
 /* Memory ----------------------------------------------------------------------------------------------------------- */
-
 static Segment *locate(Launch *L, Program *p, u32 tid, int at, u64 address, int size, int alignment) {
     int low = 0, high = L->segments_number; /* segments before low start at or before the address */
     for (int k; low < high;) if (L->segments[k = (low + high) / 2].base <= address) low = k + 1; else high = k;
@@ -255,31 +236,26 @@ static void read_bytes(Launch *L, Program *p, Segment *s, u64 address, int size,
         out[k] = held ? x->bytes[address % 8] : s->data[address - s->base];
     }
 }
-static void load_global(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, u8 *out) {
-    const Instruction *i = &L->code[at];
-    Segment *s = locate(L, p, tid, at, address, size, size);
-    if (!s) return;
-    touch_global(L, p, w, tid, at, s, address, size, 0, 0);
-    read_bytes(L, p, s, address, size, i->flags & STRONG, out);
-    for (int k = 0; i->size > 1 && k < size; k += i->size)
-        if (!memcmp(out + k, &L->poison, i->size)) report(L, UNWRITTEN, at, p, tid, NULL, address);
-}
 static void change(Segment *s) {
     if (s->changed) return;
     s->latest = memcpy(malloc(s->size), s->data, s->size), s->data = memcpy(malloc(s->size), s->data, s->size);
     s->changed = 1;
 }
-static void store_global(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, const u8 *in) {
+static void access_global(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, u8 *data, int store) {
+    const Instruction *i = &L->code[at];
     Segment *s = locate(L, p, tid, at, address, size, size);
     if (!s) return;
-    change(s);
-    int same = !memcmp(s->latest + (address - s->base), in, size);
-    memcpy(s->latest + (address - s->base), in, size);
-    touch_global(L, p, w, tid, at, s, address, size, 1, same);
-    for (int k = 0; k < size; k++, address++) {
+    if (store) change(s);
+    int same = store && !memcmp(s->latest + (address - s->base), data, size);
+    touch_global(L, p, w, tid, at, s, address, size, store, same);
+    if (!store) read_bytes(L, p, s, address, size, i->flags & STRONG, data);
+    for (int k = 0; !store && i->size > 1 && k < size; k += i->size)
+        if (!memcmp(data + k, &L->poison, i->size)) report(L, UNWRITTEN, at, p, tid, NULL, address);
+    for (int k = 0; store && k < size; k++, address++) {
         Line *x = line_at(p, address);
         if (x->word != address / 8) install(x, s, address);
-        x->bytes[address % 8] = in[k], x->dirty |= 1 << address % 8, x->valid |= 1 << address % 8;
+        x->bytes[address % 8] = s->latest[address - s->base] = data[k];
+        x->dirty |= 1 << address % 8, x->valid |= 1 << address % 8;
     }
 }
 static int touch_shared(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, int size, int store, int same) {
@@ -324,14 +300,12 @@ static void wait_for_copies(Launch *L, Program *p, Warp *w, s64 pending) {
     for (int i = 0; i < w->copies_number; i++) {
         Copy *x = &w->copies[i];
         if (x->group >= w->groups - pending) { w->copies[kept++] = *x; continue; }
-        do_copy(L, p, x);
-        mark_copy(L, p, w, x, 0);
+        do_copy(L, p, x), mark_copy(L, p, w, x, 0);
     }
     w->copies_number = kept;
 }
 
 /* Releases, acquires and barriers ---------------------------------------------------------------------------------- */
-
 static void join(u64 *to, const u64 *from) { for (int i = 0; from && i < SETS; i++) to[i] |= from[i]; }
 static u64 atomic_add(Launch *L, Program *p, Warp *w, u32 tid, int at, u64 address, u64 value) {
     const Instruction *i = &L->code[at];
@@ -372,7 +346,6 @@ static void pass_barrier(Launch *L, Program *p) {
 }
 
 /* Instructions of a warp ------------------------------------------------------------------------------------------- */
-
 static const u64 ZEROS[32];
 static const u64 *source(Launch *L, Warp *w, int slot) { return slot < L->registers ? w->r[slot] : L->constants[slot - L->registers]; }
 
@@ -421,7 +394,6 @@ static void shuffle(Launch *L, Program *p, Warp *w, int at, const Instruction *i
     u64 old[32];
     memcpy(old, source(L, w, i->s[0]), sizeof old);
     for (int l = 0; l < 32; l++) {
-        if (!(on >> l & 1)) continue;
         int fixed = c[l] >> 8 & 31, last = (l & fixed) | (c[l] & 31 & ~fixed), by = b[l] & 31;
         int from = i->target == 0 ? l ^ by : i->target == 1 ? (l & fixed) | (by & ~fixed) : i->target == 2 ? l - by : l + by;
         if (i->target == 2 ? from < last : from > last) from = l;
@@ -434,8 +406,7 @@ static void access(Launch *L, Program *p, Warp *w, int at, const Instruction *i,
     u32 tid = w->number * 32 + l;
     u8 data[32] = {0};
     for (int k = 0; !load && k < number; k++) memcpy(data + k * i->size, &source(L, w, i->s[k + 1])[l], i->size);
-    if (i->op == OP_ld_global) load_global(L, p, w, tid, at, address, size, data);
-    else if (i->op == OP_st_global) store_global(L, p, w, tid, at, address, size, data);
+    if (i->op == OP_ld_global || i->op == OP_st_global) access_global(L, p, w, tid, at, address, size, data, !load);
     else access_shared(L, p, w, tid, at, (u32)address, size, data, !load);
     for (int k = 0; load && k < number; k++)
         if (i->d[k] >= 0) w->r[i->d[k]][l] = 0, memcpy(&w->r[i->d[k]][l], data + k * i->size, i->size);
@@ -509,20 +480,14 @@ static int step(Launch *L, Program *p, Warp *w) {
     }
     w->alive &= ~over;
     if (!w->diverged && (!jump || jump == active)) { w->at = jump ? i->target : at + 1; return result || !w->alive; }
-    int first = -1;
-    for (int l = 0; l < 32; l++) {
-        if (!w->diverged) w->lane_at[l] = at + 1;
-        if (active >> l & 1) w->lane_at[l] = jump >> l & 1 ? i->target : at + 1;
-    }
-    w->diverged = 0;
-    for (int l = 0; l < 32; l++)
-        if (w->alive >> l & 1) { if (first < 0) first = w->lane_at[l]; else w->diverged |= w->lane_at[l] != first; }
-    w->at = first;
+    for (int l = 0; l < 32; l++) if (active >> l & 1) w->lane_at[l] = jump >> l & 1 ? i->target : at + 1;
+    int first = w->alive ? __builtin_ctz(w->alive) : 0;
+    w->at = w->lane_at[first], w->diverged = 0;
+    for (int l = first; l < 32; l++) w->diverged |= w->alive >> l & 1 && w->lane_at[l] != w->at;
     return result || !w->alive;
 }
 
 /* Programs --------------------------------------------------------------------------------------------------------- */
-
 /* The first registers: thread, program along both axes, programs along both axes. */
 static void start(Launch *L, Program *p, int number) {
     *p = (Program){.number = number, .left = L->warps, .speed = draw(L, 3) ? 1 : 0.05};
@@ -562,10 +527,8 @@ void run(Launch *L) {
     L->releases = malloc(sizeof(Release) * MOST_RELEASES);
     for (int i = 0; i < L->programs; i++) { int j = (int)draw(L, i + 1); order[i] = order[j], order[j] = i; }
     while (number || next < L->programs) {
-        for (; number < L->resident && next < L->programs; next++) {
-            start(L, &programs[order[next]], order[next]);
-            running[number++] = order[next];
-        }
+        for (; number < L->resident && next < L->programs; next++)
+            start(L, &programs[order[next]], running[number++] = order[next]);
         int k;
         Warp *w = choose(L, programs, running, number, &k);
         Program *p = &programs[running[w ? k : 0]];
