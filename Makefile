@@ -56,11 +56,12 @@ test-frameworks: $(INSTALLED_FRAMEWORKS)
 # The kernels' PTX on the CPU (docs/kernels.md), then the interpreter's programs in a random order. Needs a C compiler, and
 # no GPU. Each run prints what was found, and how much of each kernel was executed.
 EMULATED := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -p tests.ptx.plugin --timeout 7200
+HARD := tests/kernels/test_orthogonalize.py::test_hard_inputs
 KERNELS := tests/kernels tests/ops/test_triton_backend.py tests/core/test_overflow.py -m "not slow and not gpu"
 
 ptx: $(INSTALLED)
-	$(EMULATED) tests/ptx/cases.py --schedules 20
-	$(EMULATED) tests/ptx/cases.py --schedules 20 --capability 90
+	$(EMULATED) tests/ptx/cases.py $(HARD) --schedules 20
+	$(EMULATED) tests/ptx/cases.py $(HARD) --schedules 20 --capability 90
 	$(EMULATED) $(KERNELS)
 	$(PYTHON) -m pytest $(PARALLEL) --timeout 1800 $(KERNELS) --program-order 1
 

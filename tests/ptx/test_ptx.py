@@ -21,11 +21,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("file", "schedules"), [("cases", 3), ("plants", 1)])
-def test_emulated(file: str, schedules: int):
+CASES = ["tests/ptx/cases.py", "tests/kernels/test_orthogonalize.py::test_hard_inputs"]
+
+
+@pytest.mark.parametrize(("tests", "schedules"), [(CASES, 3), (["tests/ptx/plants.py"], 1)], ids=["cases", "plants"])
+def test_emulated(tests: list[str], schedules: int):
     """In a process of its own, in which kernels are compiled and not interpreted."""
     options = ["-m", "not slow", "-p", "no:cacheprovider", "--schedules", str(schedules), "-q", "--tb", "short"]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", f"tests/ptx/{file}.py", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", *tests, *options]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
