@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from powersgd_triton.config import logger, whole_number
 from powersgd_triton.core import clock
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Listener, Task, watched
-from powersgd_triton.ops.blocks import add_product, blocks
+from powersgd_triton.ops.blocks import Matrices, add_product, blocks, load
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import HostCopy, Step
 
@@ -193,7 +193,7 @@ class _MeasuredStep:
             return
         matrices = bucket.matrices(gradients, bucket.own) if bucket.M is None else bucket.M
         pairs = zip(matrices, bucket.joined(bucket.product, bucket.own), strict=True)
-        squares = torch.cat([_squares(members, P, Q) for members, (P, Q) in pairs if members])
+        squares = torch.cat([_squares(members, P, Q) for members, (P, Q) in pairs])
         scale = step.scale(device)
         if scale is not None:
             squares /= scale.double().square()
@@ -225,14 +225,13 @@ class _MeasuredStep:
         return StepRecord(self._step, applied, self._sent, self.clock.milliseconds(), layers)
 
 
-def _squares(matrices: Sequence[Tensor], P: Tensor, Q: Tensor) -> Tensor:
+def _squares(matrices: Matrices, P: Tensor, Q: Tensor) -> Tensor:
     """Return [‖M‖², ‖M − P Qᵀ‖²] of each matrix, fp64 [B, 2], without a copy of a whole matrix."""
     found = torch.zeros(len(matrices), 2, dtype=torch.float64, device=P.device)
-    Qt = Q.mT.contiguous()
-    for members, rows, (block,) in blocks(P.shape[-1], matrices):
-        rest = block.to(P.dtype, copy=True)
+    for members, rows in blocks(matrices, P.dtype):
+        rest = load(matrices, members, rows, P.dtype).clone()
         found[members, 0] += _energies(rest)
-        add_product(rest, P[members, rows], Qt[members], alpha=-1)
+        add_product(rest, P[members, rows], Q[members].mT, alpha=-1)
         found[members, 1] += _energies(rest)
     return found
 

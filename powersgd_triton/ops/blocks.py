@@ -1,7 +1,10 @@
-"""The reference's iteration over lists of matrices, in blocks that stay in cache, and its products."""
+"""Batches of matrices of equal shape, wherever they lie, the blocks in which they are processed, and their products."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,99 +12,147 @@ from torch import Tensor
 
 from powersgd_triton.ops.precision import full_precision
 
-BLOCK_BYTES = {"cpu": 3 << 18}
-"""Bytes of a block for each thread. Cores have a second-level cache of 1 or 2 MiB, which holds a block and more."""
+Matrices = Tensor | Sequence[Tensor]
+"""B matrices: a tensor [B, n, m], or a list of contiguous [n, m]."""
+
+ALL = slice(None)
 DEVICE_BLOCK_BYTES = 64 << 20
-FEWEST_ROWS = 8
-"""Rows of a block of wide matrices, since products with fewer rows take longer."""
+FEWEST_ROWS = 64
+"""Rows of a block of wide matrices. With fewer, the bases are a large share of what a product reads."""
 
 
-def blocks(rank: int, *lists: Sequence[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
-    """Yield (slice of the matrices, slice of their rows, a view of this block for each list) of lists of B [n, m].
+def dtype_of(matrices: Matrices) -> torch.dtype:
+    """Return the dtype of matrices."""
+    return matrices.dtype if isinstance(matrices, Tensor) else matrices[0].dtype
 
-    Blocks [b, rows, m] have ``block_bytes`` in fp32. Small matrices at equal distances in memory share a block. At rank
-    1 each block has one: on the CPU, batched products with one row or column take five times as long as single ones.
+
+def together(tensors: Sequence[Tensor], n: int, m: int) -> Matrices:
+    """Return contiguous tensors of n · m elements as matrices: one view if they lie at equal distances in a storage."""
+    first, numel = tensors[0], n * m
+    if len(tensors) == 1:
+        return first.view(1, n, m)
+    itemsize, storage, places = first.itemsize, first.untyped_storage(), [tensor.data_ptr() for tensor in tensors]
+    distance, end = places[1] - places[0], storage.data_ptr() + storage.nbytes()
+    equal = distance >= numel * itemsize and places == list(range(places[0], places[-1] + 1, distance))
+    # What lies in one storage is aligned.
+    if equal and places[-1] + numel * itemsize <= end:
+        return first.as_strided((len(tensors), n, m), (distance // itemsize, m, 1))
+    return [tensor.view(n, m) for tensor in tensors]
+
+
+def blocks(matrices: Matrices, dtype: torch.dtype, *, once: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Yield (slice of the matrices, slice of their rows) of blocks that stay in the cache in ``dtype``.
+
+    With ``once``, nothing is used twice, so one block contains all matrices, unless a block has to be copied.
     """
-    n, m = lists[0][0].shape
-    capacity = block_bytes(lists[0][0].device) // 4
-    count = len(lists[0])
-    if n * m > capacity // 2:
-        height = max(FEWEST_ROWS, capacity // m)
-        for i in range(count):
-            for start in range(0, n, height):
-                rows = slice(start, min(n, start + height))
-                yield slice(i, i + 1), rows, [matrices[i][rows].unsqueeze(0) for matrices in lists]
+    first = matrices if isinstance(matrices, Tensor) else matrices[0]
+    count, (n, m), device = len(matrices), first.shape[-2:], first.device
+    if once and first is matrices and first.dtype == dtype:
+        yield ALL, ALL
         return
-    longest = capacity // max(1, n * m) if rank > 1 else 1
-    i = 0
-    while i < count:
-        b = min(_run_length(matrices, i, longest) for matrices in lists)
-        yield slice(i, i + b), slice(0, n), [_run(matrices, i, b) for matrices in lists]
-        i += b
+    capacity = block_bytes(device) // dtype.itemsize
+    each = max(1, capacity // (n * m))
+    height = n if n * m <= capacity else max(FEWEST_ROWS, capacity // m)
+    for i in range(0, count, each):
+        for start in range(0, n, height):
+            yield (ALL if each >= count else slice(i, i + each)), (ALL if height >= n else slice(start, start + height))
 
 
 def block_bytes(device: torch.device) -> int:
-    """Return how many bytes a block has in fp32. It has more only if FEWEST_ROWS of a matrix have more."""
-    return BLOCK_BYTES["cpu"] * torch.get_num_threads() if device.type == "cpu" else DEVICE_BLOCK_BYTES
+    """Return how many bytes a block has, if FEWEST_ROWS of a matrix have no more."""
+    return 2 * second_level_cache() * torch.get_num_threads() if device.type == "cpu" else DEVICE_BLOCK_BYTES
 
 
-def warm(block: Tensor) -> None:
-    """Read a block on the CPU, so that a product finds it in the cache.
-
-    Products of few columns read memory in an order in which processors do not fetch ahead, and take longer than both.
-    """
-    if block.device.type == "cpu" and block.shape[0] == 1:
-        block.sum()
-
-
-def _distance(one: Tensor, following: Tensor) -> int:
-    """Return how far two matrices lie apart in one storage, or 0 if they do not, or overlap."""
-    distance = int(following.storage_offset() - one.storage_offset())
-    same = following.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
-    return distance if same and distance >= one.numel() else 0
+@functools.cache
+def second_level_cache() -> int:
+    """Return the bytes of a core's second-level cache, or 1 MiB if the system does not say."""
+    with contextlib.suppress(ValueError, OSError):
+        return max(os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0) or 1 << 20
+    return 1 << 20
 
 
-def _run_length(matrices: Sequence[Tensor], first: int, longest: int) -> int:
-    """Return how many matrices from ``first`` on lie in one storage at equal distances without overlap."""
-    length, longest = 1, min(longest, len(matrices) - first)
-    distance = _distance(matrices[first], matrices[first + 1]) if longest > 1 else 0
-    while distance and length < longest and _distance(*matrices[first + length - 1 : first + length + 1]) == distance:
-        length += 1
-    return length
+def part(x: Tensor, members: slice, rows: slice = ALL) -> Tensor:
+    """Return x[members, rows], without a call for all of it."""
+    x = x if members is ALL else x[members]
+    return x if rows is ALL else x[:, rows]
 
 
-def _run(matrices: Sequence[Tensor], first: int, length: int) -> Tensor:
-    """Return a view [length, n, m] of a run of matrices."""
-    start = matrices[first]
-    if length == 1:
-        return start.unsqueeze(0)
-    return start.as_strided((length, *start.shape), (_distance(start, matrices[first + 1]), *start.stride()))
+def load(matrices: Matrices, members: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Return a block [b, rows, m] in ``dtype``: a view, or a copy if the dtype differs or matrices lie apart."""
+    if isinstance(matrices, Tensor):
+        block = part(matrices, members, rows)
+        return block if block.dtype == dtype else block.to(dtype)
+    chosen = matrices[members]
+    return (chosen[0][rows].unsqueeze(0) if len(chosen) == 1 else torch.stack(list(chosen))).to(dtype)
+
+
+def store(block: Tensor, matrices: Matrices, members: slice, rows: slice) -> None:
+    """Write a block to where ``load`` has read it, unless that is a view."""
+    if isinstance(matrices, Tensor):
+        place = part(matrices, members, rows)
+        if place.data_ptr() != block.data_ptr():
+            place.copy_(block)
+        return
+    places = [matrix[rows] for matrix in matrices[members]]
+    if places[0].data_ptr() != block.data_ptr():
+        torch._foreach_copy_(places, list(block.unbind()))
 
 
 # All products of fp32 values are computed by the functions below, and never in TF32 or bf16: autocast does not change
-# operations that write to a given tensor, and the setting that does is suspended.
+# operations that write to a given tensor, and the setting that does is suspended. Their results have few rows and many
+# columns, or inner dimensions are short: libraries take several times as long for results of few columns.
 
 
 def multiply(A: Tensor, B: Tensor, *, out: Tensor) -> None:
-    """Compute out = A B for batches. A batch of one is computed as a plain product, which uses all threads."""
-    with full_precision(out.device):
-        if len(A) == 1:
-            torch.mm(A[0], B[0], out=out[0])
-        else:
+    """Compute out = A B for batches."""
+    if A.shape[-1] == 1:
+        # Batched products of one column by one row take five times as long.
+        torch.mul(A, B, out=out)
+    else:
+        with full_precision(out.device):
             torch.bmm(A, B, out=out)
 
 
 def product(A: Tensor, B: Tensor) -> Tensor:
     """Return A B for batches."""
-    out = A.new_empty(len(A), A.shape[1], B.shape[2])
+    out = torch.empty(A.shape[0], A.shape[1], B.shape[2], dtype=A.dtype, device=A.device)
     multiply(A, B, out=out)
     return out
 
 
 def add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
-    """Compute out += alpha · A B for batches. A batch of one is a plain product, which uses all threads."""
-    with full_precision(out.device):
-        if len(A) == 1:
-            out[0].addmm_(A[0], B[0], alpha=alpha)
-        else:
+    """Compute out += alpha · A B for batches."""
+    if A.shape[-1] == 1:
+        out.addcmul_(A, B, value=alpha)
+    else:
+        with full_precision(out.device):
             out.baddbmm_(A, B, alpha=alpha)
+
+
+def project(block: Tensor, Q: Tensor) -> Tensor:
+    """Return block · Q as [b, r, rows], for a block [b, rows, m] and Q [b, m, r]."""
+    parts = _parts(block)
+    if parts == 1:
+        return product(Q.transpose(1, 2), block.transpose(1, 2))
+    Qt = Q.mT.unsqueeze(1).expand(-1, parts, -1, -1).flatten(0, 1)
+    found = product(Qt, block.unflatten(1, (parts, -1)).flatten(0, 1).transpose(1, 2))
+    joined: Tensor = found.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2)
+    return joined
+
+
+def backproject(block: Tensor, P: Tensor) -> Tensor:
+    """Return Pᵀ · block, [b, r, m], for a block [b, rows, m] and P [b, rows, r]."""
+    parts = _parts(block)
+    if parts == 1:
+        return product(P.transpose(1, 2), block)
+    P, block = (x.unflatten(1, (parts, -1)).flatten(0, 1) for x in (P, block))
+    return product(P.mT, block).unflatten(0, (-1, parts)).sum(1)
+
+
+def _parts(block: Tensor) -> int:
+    """Return in how many parts the rows of a block are divided, since a product with few rows runs on one thread."""
+    count, rows, _ = block.shape
+    # For small blocks, dividing takes longer.
+    several = block.device.type == "cpu" and block.nbytes > second_level_cache() // 2
+    parts = torch.get_num_threads() // count if several else 1
+    return next((k for k in range(parts, 1, -1) if rows % k == 0), 1)

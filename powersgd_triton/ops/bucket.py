@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, RowPartition, ShapeGroup, wire_format
 from powersgd_triton.layout.wire_format import WirePlan
+from powersgd_triton.ops.blocks import Matrices, together
 from powersgd_triton.ops.reference import subtract_product_reference
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.wire import Wire
@@ -75,6 +76,9 @@ class Bucket:
         self.message_Q = new(layout.q_numel + (layout.bypass_numel if alternating else 0))
         self.P_hat, self.basis = new(layout.p_numel), new(layout.q_numel)
         self.P, self.Q = new(layout.p_numel if alternating else 0), new(layout.q_numel)
+        memory = self.message_P, self.message_Q, self.P_hat, self.basis, self.P, self.Q
+        self._memory = {flat.untyped_storage().data_ptr() for flat in memory if len(flat)}
+        self._made: dict[Hashable, list[Tensor]] = {}
         self.M: list[list[Tensor]] | None = None
         self.buffers = errors or {}
         if errors is not None:
@@ -179,13 +183,11 @@ class Bucket:
 
     def left(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, n, r] of flat left factors, for all groups of the layout or for those given."""
-        groups = self.layout.groups if groups is None else groups
-        return [_view(factors, g.p_offset, len(g.segments), g.n, g.rank) for g in groups]
+        return self._factors(factors, groups, left=True)
 
     def right(self, factors: Tensor, groups: Sequence[ShapeGroup] | None = None) -> list[Tensor]:
         """Return views [B, m, r] of flat right factors, for all groups of the layout or for those given."""
-        groups = self.layout.groups if groups is None else groups
-        return [_view(factors, g.q_offset, len(g.segments), g.m, g.rank) for g in groups]
+        return self._factors(factors, groups, left=False)
 
     def joined(self, product: Product, groups: Sequence[ShapeGroup] | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return a product as one pair of factors [B, n, k], [B, m, k] for each group. One pair gives views."""
@@ -196,18 +198,38 @@ class Bucket:
         rights = zip(*(self.right(Q, groups) for _, Q in product), strict=True)
         return [(torch.cat(P, dim=2), torch.cat(Q, dim=2)) for P, Q in zip(lefts, rights, strict=True)]
 
-    def matrices(self, tensors: Mapping[str, Tensor], groups: Sequence[ShapeGroup] | None = None) -> list[list[Tensor]]:
+    def matrices(self, tensors: Mapping[str, Tensor], groups: Sequence[ShapeGroup] | None = None) -> list[Matrices]:
         """Return the compressed tensors of {name: contiguous tensor} as matrices, group by group."""
         groups = self.layout.groups if groups is None else groups
-        return [[tensors[segment.name].view(group.n, group.m) for segment in group.segments] for group in groups]
+        return [together([tensors[s.name] for s in group.segments], group.n, group.m) for group in groups]
 
     def bypass(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the bypass tensors of {name: contiguous tensor}, flat."""
-        return [tensors[segment.name].view(-1) for segment in self.layout.bypass]
+        found = [tensors[segment.name] for segment in self.layout.bypass]
+        return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in found]
 
     def split_bypass(self, flat: Tensor) -> list[Tensor]:
         """Split the bypass part of a message, or ``bypass_means``, into views of the bypass tensors."""
-        return list(flat.split([segment.numel for segment in self.layout.bypass]))
+        return self._once(flat, None, lambda: list(flat.split([segment.numel for segment in self.layout.bypass])))
+
+    def _factors(self, flat: Tensor, groups: Sequence[ShapeGroup] | None, *, left: bool) -> list[Tensor]:
+        groups = self.layout.groups if groups is None else groups
+
+        def view(group: ShapeGroup) -> Tensor:
+            rows, offset = (group.n, group.p_offset) if left else (group.m, group.q_offset)
+            shape, start = (len(group.segments), rows, group.rank), flat.storage_offset() + offset
+            return flat.as_strided(shape, (rows * group.rank, group.rank, 1), start)
+
+        return self._once(flat, (left, groups is self.own), lambda: list(map(view, groups)))
+
+    def _once(self, flat: Tensor, kind: Hashable, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Return views of a flat tensor. Those of the bucket's own memory are made only once: a step needs many."""
+        if flat.untyped_storage().data_ptr() not in self._memory:
+            return make()
+        key = flat.data_ptr(), kind
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def error_dtype(config: PowerSGDConfig, messages: torch.dtype) -> torch.dtype:
@@ -218,8 +240,3 @@ def error_dtype(config: PowerSGDConfig, messages: torch.dtype) -> torch.dtype:
 def seed(name: str, config: PowerSGDConfig) -> int:
     """Return the seed of a matrix's random directions. It is the same on all workers and in every bucket."""
     return zlib.crc32(name.encode()) ^ config.seed
-
-
-def _view(flat: Tensor, offset: int, count: int, n: int, r: int) -> Tensor:
-    """Return a part of a flat tensor as contiguous matrices. One call, since a step makes many such views."""
-    return flat.as_strided((count, n, r), (n * r, r, 1), flat.storage_offset() + offset)

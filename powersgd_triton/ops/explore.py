@@ -31,7 +31,7 @@ def explores(config: PowerSGDConfig, repetition: int) -> bool:
     return warm and config.error_feedback and config.explore_every > 0 and repetition == 0
 
 
-def explore_reference(bucket: Bucket, step: int | Tensor, *, where: Tensor) -> None:
+def explore_reference(bucket: Bucket, step: int | Tensor, *, where: bool | Tensor) -> None:
     """Replace the last columns of the right bases of those matrices whose turn it is in step ``step``.
 
     A matrix of full rank has nothing to explore. The turns depend on the keys, so that they are spread over the steps.
@@ -45,18 +45,17 @@ def explore_reference(bucket: Bucket, step: int | Tensor, *, where: Tensor) -> N
             # Few matrices have their turn in a step. On other devices the host does not know which.
             index = [i for i, key in enumerate(keys.tolist()) if (key + int(step)) % every == 0]
             if index:
-                bases[index, :, -1:] = _explored(bases[index], keys[index], step, where)
+                bases[index, :, -1] = _explored(bases[index], keys[index], step, where)[:, 0]
         else:
             chosen = (keys + step) % every == 0
-            bases[..., -1:] = _explored(bases, keys, step, where & chosen.view(-1, 1, 1))
+            bases[..., -1] = _explored(bases, keys, step, where & chosen.view(-1, 1, 1))[:, 0]
 
 
-def _explored(bases: Tensor, keys: Tensor, step: int | Tensor, where: Tensor) -> Tensor:
-    """Return new last columns [B, m, 1] for bases [B, m, r], or the old ones if ``where`` is False."""
-    directions = random_directions(keys + OTHER_KEY, step, bases.shape[1], 1).to(bases.dtype)
-    old = bases[..., -1:]
-    inside = product(bases.mT, directions)
-    rest = directions - product(bases, inside)
-    size, left = directions.square().sum((1, 2), keepdim=True), rest.square().sum((1, 2), keepdim=True)
+def _explored(bases: Tensor, keys: Tensor, step: int | Tensor, where: bool | Tensor) -> Tensor:
+    """Return new last columns as rows [B, 1, m] for bases [B, m, r], or the old ones if ``where`` is False."""
+    directions = random_directions(keys + OTHER_KEY, step, 1, bases.shape[1]).to(bases.dtype)
+    old = bases[..., -1].unsqueeze(1)
+    rest = directions - product(product(directions, bases), bases.transpose(1, 2))
+    size, left = directions.square().sum(2, keepdim=True), rest.square().sum(2, keepdim=True)
     explored = (rest + CARRY * old) * (left + CARRY**2).rsqrt()
     return torch.where(where & (left > SMALLEST_REST * size), explored, old)

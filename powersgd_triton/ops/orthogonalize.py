@@ -14,10 +14,12 @@ PASSES = 4
 """Decompositions after which no further column of a factor is found to be dead. Nearly always the first one finds all.
 What is not found then is no loss: such a column is kept, and the basis is orthonormal with it."""
 
-LARGEST_GROWTH = 1e4
+LARGEST_GROWTH = 1e5
 """One pass of CholeskyQR in fp64 is enough if the terms of each new column have at most so many times its norm. Columns
-are then orthogonal up to the square of this times the rounding errors of inner products, which are 4e-16 relative to
-norms, or 6e-12 if all errors of 50,000 terms add up: 4e-8, at the most 6e-4."""
+are then orthogonal up to the square of this times the rounding errors of inner products, about 2⁻⁵³: 1e-6."""
+
+LARGEST_ERROR = 6e-4
+"""The same if all rounding errors of n terms add up, which are 2⁻⁵³ n relative to norms."""
 
 LARGEST_FIRST_GROWTH = 1e7
 """The same for the first of two passes. Its columns are nearly orthogonal, so that the second pass is exact. If errors
@@ -90,6 +92,9 @@ def replace_dead_columns(A: Tensor, *, keys: Tensor, step: int | Tensor, epsilon
         if on_host and not (certain & ~dead.gather(1, order)).any():
             break
         dead = dead.scatter(1, order, dead.gather(1, order) | certain)
+        if on_host and torch.equal(weak, certain):
+            # The others are alive, whatever was projected out of them.
+            break
         later = torch.argsort(dead.gather(1, order).byte(), dim=1, stable=True)
         R = torch.linalg.qr(R.gather(2, later.unsqueeze(1).expand_as(R)), mode="r").R
         order = order.gather(1, later)
@@ -116,7 +121,7 @@ def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns:
 def _mix(x: Tensor) -> Tensor:
     """Map 32-bit integers one to one. Every input bit changes about half of the output bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+        x = (x ^ (x >> shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)
     return x
 
 
@@ -130,50 +135,62 @@ def orthogonalize_groups(
 ) -> int | Tensor:
     """Do what ``orthogonalize_reference`` does for each group of factors, by CholeskyQR where that is exact enough.
 
-    Calls take longer than arithmetic on small matrices, so groups of equal rank share a decomposition. On other devices
-    the host would have to wait to know what is exact enough, and fp64 needs more: these are left to the reference.
+    The sources may be fp64 copies of fp32 factors. Calls take longer than arithmetic on small matrices, so groups of
+    similar rank share a decomposition. On other devices the host would have to wait to know what is exact enough, and
+    fp64 needs more: these are left to the reference.
     """
     zeroed: int | Tensor = 0
-    ranks: dict[int, list[int]] = {}
+    widths: dict[int, list[int]] = {}
     for i, A in enumerate(sources):
-        if A.device.type == "cpu" and A.dtype == torch.float32:
-            ranks.setdefault(A.shape[-1], []).append(i)
+        if A.device.type == "cpu" and out[i].dtype == torch.float32:
+            widths.setdefault(1 << (A.shape[-1] - 1).bit_length(), []).append(i)
         else:
             zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
-    for group in ranks.values():
-        # The vectors are rows instead of columns, which makes the products below twice as fast.
-        Xts = [sources[i].mT.to(torch.float64, memory_format=torch.contiguous_format) for i in group]
-        for i, (Xt, growth) in zip(group, _cholesky_qr(Xts, max(epsilon, DEAD_COLUMN)), strict=True):
-            inexact = (growth > LARGEST_GROWTH).nonzero().squeeze(1)
-            if len(inexact):
-                X = Xt[inexact].mT
+    for group in widths.values():
+        Xs = [A if A.dtype == torch.float64 else A.double() for A in (sources[i] for i in group)]
+        bases, growths = _cholesky_qr(Xs, max(epsilon, DEAD_COLUMN))
+        largest = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / max(X.shape[1] for X in Xs)))
+        exact = growths.amax().item() <= largest
+        for i, basis in zip(group, bases, strict=True):
+            if not exact:
+                growth, growths = growths[: len(basis)], growths[len(basis) :]
+                (which,) = (growth > largest).nonzero(as_tuple=True)
                 # Of the others the first pass has made nearly orthonormal columns.
-                (unknown,) = (growth[inexact] > LARGEST_FIRST_GROWTH).nonzero(as_tuple=True)
-                which = inexact[unknown]
-                X[unknown] = replace_dead_columns(sources[i][which], keys=keys[i][which], step=step, epsilon=epsilon)
-                ((again, growth),) = _cholesky_qr([X.mT.contiguous()], 0.0)
-                (rest,) = (growth > LARGEST_GROWTH).nonzero(as_tuple=True)
-                Q, more = householder_qr(X[rest])
-                again[rest], zeroed = Q.mT, zeroed + more
-                Xt[inexact] = again
-            out[i].copy_(Xt.mT)
+                X, (lost,) = basis[which], (growth[which] > LARGEST_FIRST_GROWTH).nonzero(as_tuple=True)
+                A, numbers = sources[i][which[lost]], keys[i][which[lost]]
+                X[lost] = replace_dead_columns(A, keys=numbers, step=step, epsilon=epsilon)
+                (basis[which],), again = _cholesky_qr([X], 0.0)
+                (rest,) = (again > largest).nonzero(as_tuple=True)
+                basis[which[rest]], more = householder_qr(X[rest])
+                zeroed += more
+            out[i].copy_(basis)
     return zeroed
 
 
-def _cholesky_qr(Xts: Sequence[Tensor], threshold: float) -> list[tuple[Tensor, Tensor]]:
-    """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r] of one rank, with RᵀR = XᵀX, both transposed.
+def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], Tensor]:
+    """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r], with RᵀR = XᵀX.
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
-    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) With each comes how large the terms of a new column are, relative to
-    its norm, [B]: infinite if a share of at most ``threshold`` is left of one. Rounding errors grow by this factor.
+    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Then how large the terms of a new column are, relative to its norm,
+    one number for each matrix: infinite if a share of at most ``threshold`` is left of one. Rounding errors grow by
+    this factor.
     """
-    gram = torch.cat([torch.bmm(Xt, Xt.mT) for Xt in Xts])
-    norms = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
+    width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
+    identity = torch.eye(width, dtype=torch.float64)
+    if min(ranks) < width:
+        # Factors of smaller rank are padded with columns that are orthonormal to all others.
+        padded = identity.repeat(sum(counts), 1, 1)
+        for gram, r, part in zip(grams, ranks, padded.split(counts), strict=True):
+            part[:, :r, :r] = gram
+        grams = [padded]
+    gram = grams[0] if len(grams) == 1 else torch.cat(grams)
+    norms = gram.diagonal(dim1=1, dim2=2).sqrt()
     L, failed = torch.linalg.cholesky_ex(gram)
-    inverse = torch.linalg.solve_triangular(L.mT, torch.eye(L.shape[-1], dtype=L.dtype), upper=True)
-    growth = (inverse.abs() * norms.unsqueeze(2)).sum(dim=1).amax(dim=1)
-    alive = (L.diagonal(dim1=-2, dim2=-1) > threshold * norms).all(dim=1) & (failed == 0) & growth.isfinite()
-    growth = torch.where(alive, growth, math.inf)
-    counts = [len(Xt) for Xt in Xts]
-    transforms = inverse.mT.split(counts)
-    return [(torch.bmm(T, Xt), grown) for T, Xt, grown in zip(transforms, Xts, growth.split(counts), strict=True)]
+    inverse = torch.linalg.solve_triangular(L.transpose(1, 2), identity, upper=True)
+    growth = torch.bmm(norms.unsqueeze(1), inverse.abs()).amax(dim=(1, 2))
+    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1)
+    # Comparisons are False for NaN.
+    growth.masked_fill_(~(alive & (growth < math.inf)).logical_and_(failed.logical_not_()), math.inf)
+    parts = [R if r == width else R[:, :r, :r] for r, R in zip(ranks, inverse.split(counts), strict=True)]
+    return [torch.bmm(X, R) for X, R in zip(Xs, parts, strict=True)], growth

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import HEADROOM
-from powersgd_triton.ops.blocks import add_product, blocks, multiply, product, warm
+from powersgd_triton.ops.blocks import (
+    Matrices,
+    add_product,
+    backproject,
+    blocks,
+    dtype_of,
+    load,
+    part,
+    product,
+    project,
+    store,
+)
 
-Matrices = Sequence[Tensor]
-"""B matrices [n, m]."""
-
-Pending = tuple[Tensor, Tensor, Tensor]
+Pending = tuple[Tensor, Tensor, bool | Tensor]
 """A product P Qᵀ of [B, n, k] and [B, m, k] still to be subtracted from M, and a scalar, 0 if it was never applied."""
 
 
@@ -34,10 +42,9 @@ def compensate_project_reference(
         growth: Positive scalar by which the loss scale has grown since M was written. None for 1.
         out: P [B, n, r].
     """
-    Qt = Q.mT.contiguous()
-    for members, rows, block, spoiled in _compensated(G, M, pending, growth, Q):
-        P = out[members, rows]
-        multiply(block, Qt[members].mT, out=P)
+    for members, rows, block, spoiled in _compensated(G, M, pending, growth, Q.dtype):
+        P = part(out, members, rows)
+        P.copy_(project(block, part(Q, members)).transpose(1, 2))
         if spoiled is not None:
             P.add_(spoiled.sum(-1, keepdim=True))
 
@@ -49,63 +56,56 @@ def compensate_backproject_reference(
 
     P [B, n, r], out [B, m, r]. A non-finite element in column j of G makes row j of Q non-finite.
     """
-    Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
-    for members, rows, block, spoiled in _compensated(G, M, pending, growth, P):
-        add_product(Qt[members], P[members, rows].mT, block)
+    for members, rows, block, spoiled in _compensated(G, M, pending, growth, P.dtype):
+        _collect(backproject(block, part(P, members, rows)), rows, part(out, members))
         if spoiled is not None:
-            Qt[members] += spoiled.sum(-2, keepdim=True)
-    out.copy_(Qt.mT)
+            out[members] += spoiled.sum(-2).unsqueeze(2)
 
 
 def _compensated(
-    G: Matrices, M: Matrices | None, pending: Pending | None, growth: Tensor | None, basis: Tensor
+    G: Matrices, M: Matrices | None, pending: Pending | None, growth: Tensor | None, dtype: torch.dtype
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
     """Update M block by block. Yield slices of matrices and rows, their M, and the non-finite part of G if any."""
-    subtracted = None if M is None or pending is None or not _maybe(pending[2]) else _applied(*pending)
-    if growth is not None and _on_host(growth) and growth == 1:
+    if growth is not None and on_host(growth) and growth == 1:
         growth = None
-    for members, rows, (G_block, M_block) in blocks(basis.shape[-1], G, G if M is None else M):
+    subtracted = None if M is None or pending is None or not maybe(pending[2]) else _applied(*pending)
+    if subtracted is not None and growth is not None:
+        subtracted = subtracted[0] * growth, subtracted[1]
+    for members, rows in blocks(G if M is None else M, dtype):
         if M is None:
-            yield members, rows, G_block.to(basis.dtype), None
+            yield members, rows, load(G, members, rows, dtype), None
             continue
-        block = M_block.to(basis.dtype)
-        if subtracted is not None:
-            P, Qt = subtracted
-            # With one column the product takes no longer than reading the block.
-            if Qt.shape[1] > 1:
-                warm(block)
-            add_product(block, P[members, rows], Qt[members], alpha=-1)
+        block, G_block = load(M, members, rows, dtype), load(G, members, rows, dtype_of(G))
         if growth is not None:
             block.mul_(growth)
         spoiled = None
-        if _on_host(G_block) and math.isfinite(G_block.sum(dtype=basis.dtype).item()):
+        if on_host(G_block) and math.isfinite(G_block.sum(dtype=dtype).item()):
             block.add_(G_block)
         else:
             finite = _finite_part(G_block)
             block.add_(finite)
             spoiled = G_block - finite
-        if block.dtype != M_block.dtype:
-            M_block.copy_(block)
+        # Last, since products take half as long on what is in the cache: libraries do not fetch ahead.
+        if subtracted is not None:
+            P, Qt = subtracted
+            add_product(block, part(P, members, rows), part(Qt, members), alpha=-1)
+        store(block, M, members, rows)
         yield members, rows, block, spoiled
 
 
 def backproject_reference(M: Matrices, P: Tensor, *, out: Tensor) -> None:
     """out = Q = Mᵀ P.  M: B of [n, m], P [B, n, r] orthonormal, out [B, m, r]."""
-    Qt = torch.zeros_like(out.mT, memory_format=torch.contiguous_format)
-    # A product over long rows with few columns runs on one thread. Split it into as many products as there are threads.
-    parts = torch.get_num_threads() if _on_host(P) else 1
-    for members, rows, (M_block,) in blocks(P.shape[-1], M):
-        left, right = P[members, rows].mT, M_block.to(P.dtype)
-        warm(right)
-        height = right.shape[1] // parts
-        if len(right) == 1 < parts and height:
-            split = parts * height
-            partial = left[0, :, :split].unflatten(1, (parts, height)).transpose(0, 1)
-            Qt[members] += product(partial, right[0, :split].unflatten(0, (parts, height))).sum(dim=0)
-            left, right = left[:, :, split:], right[:, split:]
-        if right.shape[1]:
-            add_product(Qt[members], left, right)
-    out.copy_(Qt.mT)
+    for members, rows in blocks(M, P.dtype, once=True):
+        block = load(M, members, rows, P.dtype)
+        _collect(backproject(block, part(P, members, rows)), rows, part(out, members))
+
+
+def _collect(contribution: Tensor, rows: slice, total: Tensor) -> None:
+    """Add what some rows contribute to a product, transposed, from the first rows on."""
+    if rows.start:
+        total.add_(contribution.transpose(1, 2))
+    else:
+        total.copy_(contribution.transpose(1, 2))
 
 
 def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tensor | None = None) -> None:
@@ -113,18 +113,19 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tenso
 
     ``verdict`` is a scalar that becomes 0 if an element of ``out`` is not finite. None skips this check.
     """
-    Qt = Q.mT.contiguous()
-    look = verdict is not None and _maybe(verdict) and may_overflow(P, Q, out[0].dtype)
-    for members, rows, (block,) in blocks(P.shape[-1], out):
-        if block.dtype == P.dtype and P.shape[-1] == 1:
-            multiply(P[members, rows], Qt[members], out=block)
-        elif block.dtype == P.dtype:
-            # With several columns, zeroing the block and adding the product takes less time than the product alone.
-            add_product(block.zero_(), P[members, rows], Qt[members])
+    Qt = Q.transpose(1, 2)
+    look = verdict is not None and maybe(verdict) and may_overflow(P, Q, dtype_of(out))
+    for members, rows in blocks(out, P.dtype):
+        factors = part(P, members, rows), part(Qt, members)
+        block = part(out, members, rows) if isinstance(out, Tensor) else None
+        if block is not None and block.dtype == P.dtype and (len(block) == 1 or block.is_contiguous()):
+            # Zeros bring the block into the cache, too.
+            add_product(block.zero_(), *factors)
         else:
-            block.copy_(product(P[members, rows], Qt[members]))
+            # One batched product, which torch would compute matrix by matrix in a place that is not contiguous.
+            store(product(*factors), out, members, rows)
         if look and verdict is not None:
-            note_overflow(block, verdict)
+            note_overflow(load(out, members, rows, dtype_of(out)), verdict)
 
 
 def may_overflow(P: Tensor, Q: Tensor, dtype: torch.dtype) -> bool:
@@ -133,7 +134,7 @@ def may_overflow(P: Tensor, Q: Tensor, dtype: torch.dtype) -> bool:
     Non-finite factors may overflow too. On other devices than the CPU, the host would have to wait for the elements, so
     the result is True.
     """
-    if not _on_host(P):
+    if not on_host(P):
         return True
     if not P.numel() or not Q.numel():
         return False
@@ -147,29 +148,28 @@ def may_overflow(P: Tensor, Q: Tensor, dtype: torch.dtype) -> bool:
 
 def note_overflow(written: Tensor, verdict: Tensor) -> None:
     """verdict ← 0 if an element of ``written`` is not finite."""
-    if written.numel() and _maybe(verdict):
+    if written.numel() and maybe(verdict):
         # This takes one pass. If an element is NaN, the smallest and the largest are NaN.
         smallest, largest = torch.aminmax(written)
         verdict.mul_(smallest.isfinite() & largest.isfinite())
 
 
-def subtract_product_reference(M: Matrices, P: Tensor, Q: Tensor, applied: Tensor) -> None:
+def subtract_product_reference(M: Matrices, P: Tensor, Q: Tensor, applied: bool | Tensor) -> None:
     """M ← M − P Qᵀ if ``applied`` is not 0: the subtraction that lazy error feedback has deferred."""
-    if not _maybe(applied):
+    if not maybe(applied):
         return
     P, Qt = _applied(P, Q, applied)
-    for members, rows, (M_block,) in blocks(P.shape[-1], M):
-        block = M_block.to(P.dtype)
-        add_product(block, P[members, rows], Qt[members], alpha=-1)
-        if block.dtype != M_block.dtype:
-            M_block.copy_(block)
+    for members, rows in blocks(M, P.dtype, once=True):
+        block = load(M, members, rows, P.dtype)
+        add_product(block, part(P, members, rows), part(Qt, members), alpha=-1)
+        store(block, M, members, rows)
 
 
-def _applied(P: Tensor, Q: Tensor, applied: Tensor) -> tuple[Tensor, Tensor]:
+def _applied(P: Tensor, Q: Tensor, applied: bool | Tensor) -> tuple[Tensor, Tensor]:
     """Return P and Qᵀ, or zeros if ``applied`` is 0. On the host it is known not to be 0."""
-    if not _on_host(applied):
+    if isinstance(applied, Tensor) and not on_host(applied):
         P, Q = torch.where(applied > 0, P, 0), torch.where(applied > 0, Q, 0)
-    return P, Q.mT.contiguous()
+    return P, Q.transpose(1, 2)
 
 
 def rollback_reference(G: Matrices, M: Matrices, finite: Tensor) -> None:
@@ -177,12 +177,16 @@ def rollback_reference(G: Matrices, M: Matrices, finite: Tensor) -> None:
 
     An element whose sum overflowed is lost and becomes 0. Others are clamped to ``largest_error``.
     """
-    if _on_host(finite) and finite:
+    if on_host(finite) and finite:
         return
-    for _, _, (G_block, M_block) in blocks(2, G, M):
-        rest = M_block.to(torch.promote_types(M_block.dtype, torch.float32)) - _finite_part(G_block)
-        largest = largest_error(rest.dtype)
-        M_block.copy_(torch.where(finite > 0, M_block, _finite_part(rest).clamp_(-largest, largest)))
+    dtype = torch.promote_types(dtype_of(M), torch.float32)
+    largest = largest_error(dtype)
+    for members, rows in blocks(M, dtype):
+        kept = load(M, members, rows, dtype_of(M))
+        rest = _finite_part(kept.to(dtype) - _finite_part(load(G, members, rows, dtype_of(G)))).clamp_(
+            -largest, largest
+        )
+        store(torch.where(finite > 0, kept, rest), M, members, rows)
 
 
 def largest_error(dtype: torch.dtype) -> float:
@@ -194,11 +198,11 @@ def _finite_part(G: Tensor) -> Tensor:
     return torch.where(G.isfinite(), G, 0)
 
 
-def _on_host(tensor: Tensor) -> bool:
+def on_host(tensor: Tensor) -> bool:
     """Return whether the host decides, since it need not wait for a device. Elsewhere decisions are masks."""
     return tensor.device.type == "cpu"
 
 
-def _maybe(flag: Tensor) -> bool:
+def maybe(flag: bool | Tensor) -> bool:
     """Return False only if the flag is known to be 0 without waiting for a device."""
-    return not _on_host(flag) or bool(flag)
+    return bool(flag) if isinstance(flag, bool) or on_host(flag) else True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
-from powersgd_triton.ops.blocks import add_product, multiply, product
+from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product, together
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.orthogonalize import orthogonalize_groups, random_directions
@@ -20,7 +21,9 @@ from powersgd_triton.ops.reference import (
     compensate_backproject_reference,
     compensate_project_reference,
     may_overflow,
+    maybe,
     note_overflow,
+    on_host,
     reconstruct_reference,
     rollback_reference,
 )
@@ -39,7 +42,8 @@ class TorchBackend:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self._alternating = bucket.config.algorithm == "alternating"
-        self._finite: Tensor | None = None
+        # Whether the sums of the open step are finite: a bool on the host, or a scalar on a device.
+        self._finite: bool | Tensor = True
         # The factors that this worker has sent in the repetitions of the open step, their averages, and the means.
         self._product: list[tuple[Tensor, Tensor]] = []
         self._average: list[tuple[Tensor, Tensor]] = []
@@ -63,7 +67,7 @@ class TorchBackend:
         self._look_at(sent.content, first=repetition == 0)
         if repetition == 0:
             self._bypass.div_(step.workers)
-        _orthogonalize(bucket, bucket.left(bucket.message_P), step, out=bucket.left(bucket.P_hat))
+        _orthogonalize(bucket, bucket.message_P, step, left=True, out=bucket.P_hat)
         # The projection has compensated M already.
         bases, out = self._bases_and_results(bucket.Q, left=True)
         for M, basis, result in zip(self._matrices(gradients), bases, out, strict=True):
@@ -86,9 +90,9 @@ class TorchBackend:
         self._means.append(self._average[-1][0 if sent.left else 1])
         # Without warm start the next step draws a new basis, so the last repetition needs none.
         if bucket.config.warm_start or not last:
-            views, basis = (bucket.left, bucket.P_hat) if sent.left else (bucket.right, bucket.basis)
-            _orthogonalize(bucket, views(mean), step, out=views(basis), where=self._finite)
-            if explores(bucket.config, repetition) and self._finite is not None:
+            basis = bucket.P_hat if sent.left else bucket.basis
+            _orthogonalize(bucket, mean, step, left=sent.left, out=basis, where=self._finite)
+            if explores(bucket.config, repetition) and self._finite is not False:
                 explore_reference(bucket, _number(bucket, step), where=self._finite)
         if last:
             self._finish(gradients, step)
@@ -98,7 +102,9 @@ class TorchBackend:
         for (P, Q), matrices in zip(bucket.joined(bucket.average), bucket.matrices(out), strict=True):
             reconstruct_reference(P, Q, out=matrices, verdict=overflow)
         tensors, means = bucket.bypass(out), bucket.split_bypass(bucket.bypass_means)
-        _copy(means, tensors)
+        if tensors:
+            # One call, since the calls would take longer than the copies.
+            torch._foreach_copy_(tensors, means)
         for tensor, mean in zip(tensors, means, strict=True):
             # In the same dtype, the copy is finite if the sums were, which the verdict already covers.
             if overflow is not None and tensor.dtype != mean.dtype:
@@ -128,19 +134,26 @@ class TorchBackend:
 
     def orthogonalize_bases(self, step: Step, *, redraw: bool = False) -> None:
         bucket = self.bucket
-        right = bucket.right(bucket.basis)
-        for bases in [bucket.left(bucket.P_hat), right] if self._alternating else [right]:
+        for left in (True, False) if self._alternating else (False,):
+            bases = bucket.P_hat if left else bucket.basis
             if redraw:
-                for keys, basis in zip(bucket.keys, bases, strict=True):
+                views = bucket.left(bases) if left else bucket.right(bases)
+                for keys, basis in zip(bucket.keys, views, strict=True):
                     basis.copy_(random_directions(keys, _number(bucket, step), *basis.shape[1:]))
-            _orthogonalize(bucket, bases, step, out=bases)
+            _orthogonalize(bucket, bases, step, left=left, out=bases)
 
     def wire(self, plan: WirePlan) -> Wire:
         return TorchWire(plan, self.bucket.message_P.dtype, self.bucket.message_P.device)
 
-    def _matrices(self, gradients: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    def _matrices(self, gradients: Mapping[str, Tensor]) -> Sequence[Matrices]:
         """Return M, which is G without error feedback."""
-        return self.bucket.matrices(gradients, self.bucket.own) if self.bucket.M is None else self.bucket.M
+        return self.bucket.matrices(gradients, self.bucket.own) if self._M is None else self._M
+
+    @functools.cached_property
+    def _M(self) -> Sequence[Matrices] | None:
+        """The error buffers, of which a group's usually lie together."""
+        M, groups = self.bucket.M, self.bucket.own
+        return M and [together(matrices, group.n, group.m) for matrices, group in zip(M, groups, strict=True)]
 
     def _bases_and_results(self, factors: Tensor, *, left: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return the bases by which this worker's rows are multiplied, and views of ``factors`` for the products.
@@ -169,10 +182,12 @@ class TorchBackend:
         self._product, self._average, self._means = [], [], []
         growth = bucket.rescale(step)
         G = bucket.matrices(gradients, bucket.own)
-        M: Sequence[list[Tensor] | None] = [None] * len(G) if bucket.M is None else bucket.M
+        M: Sequence[Matrices | None] = [None] * len(G) if self._M is None else self._M
         pending: Sequence[Pending | None] = [None] * len(G)
-        if bucket.product and bucket.applied is not None:
-            pending = [(P, Q, bucket.applied) for P, Q in bucket.joined(bucket.product, bucket.own)]
+        applied = bucket.applied
+        if bucket.product and applied is not None and maybe(applied):
+            known = on_host(applied) or applied
+            pending = [(P, Q, known) for P, Q in bucket.joined(bucket.product, bucket.own)]
         for g, m, before, basis, result in zip(G, M, pending, bases, out, strict=True):
             compensate(g, m, before, basis, growth=growth, out=result)
         bucket.applied = None
@@ -191,45 +206,49 @@ class TorchBackend:
             memory[:numel].copy_(own)
         if first:
             self._bypass = memory[numel:]
-            _copy(bucket.bypass(gradients), bucket.split_bypass(self._bypass))
+            if layout.bypass:
+                torch.cat(bucket.bypass(gradients), out=self._bypass)
         self._sent = Message(memory if first else memory[:numel], left, own)
         return self._sent
 
     def _look_at(self, message: Tensor, *, first: bool) -> None:
         """Note whether a summed message is finite. The first message of a step resets the result."""
         finite = _all_finite(message)
-        self._finite = finite if first or self._finite is None else self._finite & finite
+        self._finite = finite if first else self._finite & finite
 
     def _finish(self, gradients: Mapping[str, Tensor], step: Step) -> None:
         """Update the verdict, undo the changes to M if a sum was not finite, and give the bucket the product."""
-        bucket, finite = self.bucket, self._finite
-        assert finite is not None
-        verdict = step.verdict(finite.device)
-        verdict.mul_(finite)
-        if bucket.M is not None:
-            for G, M in zip(bucket.matrices(gradients, bucket.own), bucket.M, strict=True):
-                rollback_reference(G, M, finite)
-        for mean in self._means:
-            mean.masked_fill_(~finite, math.nan)
+        bucket, verdict = self.bucket, step.verdict(self.bucket.message_P.device)
+        if self._finite is not True:
+            finite = torch.as_tensor(self._finite, device=verdict.device)
+            verdict.mul_(finite)
+            if self._M is not None:
+                for G, M in zip(bucket.matrices(gradients, bucket.own), self._M, strict=True):
+                    rollback_reference(G, M, finite)
+            for mean in self._means:
+                mean.masked_fill_(~finite, math.nan)
         bucket.commit(self._product, self._average, self._bypass, verdict)
 
 
 def _orthogonalize(
-    bucket: Bucket, sources: Sequence[Tensor], step: Step, *, out: Sequence[Tensor], where: Tensor | None = None
+    bucket: Bucket, factors: Tensor, step: Step, *, left: bool, out: Tensor, where: bool | Tensor = True
 ) -> None:
-    """Write orthonormal bases of factors to ``out``, group by group. ``out`` may be the sources.
+    """Write orthonormal bases of flat factors to ``out``, which may be the same.
 
-    ``where`` is a scalar bool. If it is False, ``out`` stays as it is.
+    If ``where`` is False, ``out`` stays as it is. On a device it may be a scalar there.
     """
-    on_host = where is None or where.device.type == "cpu"
-    if where is not None and on_host and not where:
+    if where is False:
         return
-    # The host would have to wait to read the flag from a device. Compute the bases anyway, and select there.
-    found = out if on_host else [torch.empty_like(basis) for basis in out]
+    host = on_host(factors)
+    views = bucket.left if left else bucket.right
+    numel = bucket.layout.p_numel if left else bucket.layout.q_numel
+    # One copy in fp64. On a device, the host would have to wait to read the flag, so compute the bases, and select there.
+    sources = views(factors[:numel].double() if host else factors)
+    found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
     epsilon, number = bucket.config.orthogonalization_epsilon, _number(bucket, step)
     bucket.zeroed[0] += orthogonalize_groups(sources, keys=bucket.keys, step=number, epsilon=epsilon, out=found)
-    if where is not None and not on_host:
-        for basis, new in zip(out, found, strict=True):
+    if where is not True:
+        for basis, new in zip(views(out), found, strict=True):
             basis.copy_(torch.where(where, new, basis))
 
 
@@ -239,14 +258,8 @@ def _number(bucket: Bucket, step: Step) -> int | Tensor:
     return step.iteration if device.type == "cpu" else step.number(device)
 
 
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy many small tensors in one call, since the calls would take longer than the copies."""
-    if sources:
-        torch._foreach_copy_(list(targets), list(sources))
-
-
-def _all_finite(message: Tensor) -> Tensor:
-    """Return a scalar bool. A sum is the cheapest check; look at every element only if it is not finite."""
-    if message.device.type == "cpu" and message.sum().isfinite():
-        return torch.ones((), dtype=torch.bool)
-    return message.isfinite().all()
+def _all_finite(message: Tensor) -> bool | Tensor:
+    """Return a bool, or a scalar on a device. A sum is the cheapest check. All elements decide if it is not finite."""
+    if not on_host(message):
+        return message.isfinite().all()
+    return math.isfinite(message.sum().item()) or bool(message.isfinite().all())

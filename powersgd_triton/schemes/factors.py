@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import Collectives
@@ -16,6 +17,7 @@ from powersgd_triton.core.scheme import Task
 from powersgd_triton.layout.layout import RowPartition
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.backends import make_backend, select_backend
+from powersgd_triton.ops.blocks import together
 from powersgd_triton.ops.bucket import Bucket, error_dtype
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.workspace import Workspace
@@ -64,17 +66,25 @@ def _error_buffers(
     errors: Parts = {}
     for group in partition.groups(worker):
         known = {
-            piece.name: matrix.error
+            piece.name: matrix.error.to(dtype)
             for piece in group.segments
             if (matrix := residuals.matrices.get(piece.name)) is not None
+            and matrix.error is not None
             and matrix.rows == partition.rows(segments[piece.name])
         }
-        # One allocation for a group's new matrices keeps them at equal distances, so that they can be batched.
-        memory = torch.zeros(len(group.segments) - len(known), group.n, group.m, dtype=dtype, device=device)
-        zeros = iter(memory.unbind())
-        for piece in group.segments:
-            error = known.get(piece.name)
-            errors[piece.name] = next(zeros) if error is None else error.to(dtype)
+        names = [piece.name for piece in group.segments]
+        # Plain torch batches matrices that lie at equal distances, so a group's matrices move to one allocation.
+        stay = device.type != "cpu" or (
+            len(known) == len(names) and isinstance(together(list(known.values()), group.n, group.m), Tensor)
+        )
+        count = len(names) - (len(known) if stay else 0)
+        zeros = iter(torch.zeros(count, group.n, group.m, dtype=dtype, device=device).unbind())
+        for name in names:
+            error = known.get(name)
+            if error is None or not stay:
+                errors[name] = next(zeros) if error is None else next(zeros).copy_(error)
+            else:
+                errors[name] = error
     return errors
 
 

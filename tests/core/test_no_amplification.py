@@ -129,7 +129,7 @@ def test_random_spectra(seed: int):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_spectra_in_small_blocks(seed: int):
-    with mock.patch.dict(blocks.BLOCK_BYTES, cpu=1 << 12):
+    with mock.patch.object(blocks, "block_bytes", return_value=1 << 12):
         Case.draw(1000 + seed, largest=120, ranks=(1, 4, 64, 120), backend="torch").check()
 
 

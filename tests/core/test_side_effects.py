@@ -63,7 +63,8 @@ class Allocations(TorchDispatchMode):
 def test_nothing_full_size_is_allocated_in_a_step(
     dtype: torch.dtype, fields: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", (1 << 14) // torch.get_num_threads())
+    monkeypatch.setattr(blocks, "block_bytes", lambda _: 1 << 14)
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 8)
     shapes = {"a": (256, 192), "b": (256, 192), "c": (160, 192), "bias": (64,)}
     compressor = Compressor(PowerSGDConfig(rank=2, **fields), shapes)
     now = gradients(0, shapes, dtype)

@@ -8,6 +8,9 @@ whatever the order of summation.
 from __future__ import annotations
 
 import itertools
+import os
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,7 +64,7 @@ def stack(matrices: list[Tensor]) -> Tensor:
 
 
 def block_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", size // torch.get_num_threads())
+    monkeypatch.setattr(blocks, "second_level_cache", lambda: size // (2 * torch.get_num_threads()))
 
 
 # The operations -----------------------------------------------------------------------------------------------------
@@ -134,54 +137,70 @@ def test_reconstruct(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPa
 # Blocks -------------------------------------------------------------------------------------------------------------
 
 
-def blocks_of(*lists: list[Tensor], rank: int = 2) -> list[tuple[slice, slice, list[Tensor]]]:
-    return list(blocks.blocks(rank, *lists))
-
-
 @pytest.mark.parametrize(
-    ("starts", "expected"),
+    ("starts", "view"),
     [
-        ([0, 17, 34, 51], [slice(0, 4), slice(4, 5)]),
-        ([0, 12, 24, 40, 52], [slice(0, 3), slice(3, 5), slice(5, 6)]),
+        ([0, 17, 34, 51], True),
+        ([88], True),
+        ([0, 12, 24, 40, 52], False),
         # Overlapping or descending.
-        ([0, 6, 12], [slice(i, i + 1) for i in range(4)]),
-        ([24, 12, 0], [slice(i, i + 1) for i in range(4)]),
+        ([0, 6, 12], False),
+        ([24, 12, 0], False),
     ],
 )
-def test_runs_end_where_distances_change_or_storage_does(starts: list[int], expected: list[slice]):
+def test_matrices_at_equal_distances_in_one_storage_are_one_view(starts: list[int], view: bool):
     memory = torch.arange(100.0)
-    matrices = [memory[start : start + 12].view(4, 3) for start in starts] + [torch.zeros(4, 3)]
-    blocks = blocks_of(matrices)
-    assert [members for members, _, _ in blocks] == expected
-    for members, rows, (view,) in blocks:
-        assert rows == slice(0, 4)
-        for matrix, given in zip(view, matrices[members], strict=True):
-            assert matrix.data_ptr() == given.data_ptr()
-            assert torch.equal(matrix, given)
-    # At rank 1 each matrix is a block.
-    assert [members for members, _, _ in blocks_of(matrices, rank=1)] == [slice(i, i + 1) for i in range(len(matrices))]
+    tensors = [memory[start : start + 12] for start in starts]
+    for given, whole in ((tensors, view), ([*tensors, torch.zeros(2, 6)], False)):
+        found = blocks.together(given, 4, 3)
+        assert isinstance(found, Tensor) == whole
+        for matrix, tensor in zip(found, given, strict=True):
+            assert matrix.shape == (4, 3)
+            assert matrix.data_ptr() == tensor.data_ptr()
+
+
+def test_matrices_of_two_storages_are_no_view_whatever_their_addresses():
+    """A storage may begin where the last one ends."""
+    memory = torch.arange(24.0)
+    halves = [torch.frombuffer(memory.numpy()[start : start + 12], dtype=torch.float32) for start in (0, 12)]
+    assert halves[1].data_ptr() - halves[0].data_ptr() == 48
+    assert isinstance(blocks.together(halves, 4, 3), list)
 
 
 @pytest.mark.parametrize("size", [4, 16, 100, 400, 1 << 20])
-def test_blocks_cover_every_row_once_and_stay_small(size: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_cover_every_row_once_and_stay_small(apart: bool, size: int, monkeypatch: pytest.MonkeyPatch):
     block_bytes(monkeypatch, size)
-    case = Case(11, 5, 1, torch.float32, batch=4)
-    seen = torch.zeros(4, 11)
-    for members, rows, views in blocks_of(case.G, case.M):
-        seen[members, rows] += 1
-        assert views[0].numel() * 4 <= max(size, blocks.FEWEST_ROWS * 5 * 4)
-    assert (seen == 1).all()
+    monkeypatch.setattr(blocks, "FEWEST_ROWS", 2)
+    tensors = spaced(torch.zeros(4, 11, 5))
+    matrices = blocks.together(tensors[::-1] if apart else tensors, 11, 5)
+    assert isinstance(matrices, Tensor) != apart
+    for dtype in (torch.float32, torch.float64):
+        for matrix in matrices:
+            matrix.zero_()
+        for members, rows in blocks.blocks(matrices, dtype):
+            block = blocks.load(matrices, members, rows, dtype)
+            assert block.nbytes <= max(size, 2 * 5 * dtype.itemsize)
+            block.add_(1)
+            blocks.store(block, matrices, members, rows)
+        assert all((matrix == 1).all() for matrix in matrices)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_each_thread_has_a_block_that_fits_its_cache_or_some_rows(threads: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     size = blocks.block_bytes(torch.device("cpu"))
-    assert size == threads * blocks.BLOCK_BYTES["cpu"] <= threads << 20
-    matrix = torch.empty(8192, 1024)
-    sizes = [4 * block.numel() for _, _, (block,) in blocks_of([matrix], rank=4)]
-    assert sum(sizes) == 4 * matrix.numel()
-    assert size / 2 < max(sizes) <= size
-    few, wide = blocks.FEWEST_ROWS, torch.empty(20, size // 4)
-    rows = [block.shape[1] for _, _, (block,) in blocks_of([wide], rank=4)]
-    assert rows == [few, few, 20 - 2 * few]
+    assert size == 2 * threads * blocks.second_level_cache()
+    matrix = torch.empty(1, 8192, 1024)
+    sizes = [blocks.load(matrix, *block, torch.float32).nbytes for block in blocks.blocks(matrix, torch.float32)]
+    assert sum(sizes) == matrix.nbytes
+    assert min(size, matrix.nbytes) / 2 < max(sizes) <= size
+    few, wide = blocks.FEWEST_ROWS, torch.empty(1, 150, size // 4)
+    rows = [blocks.load(wide, *block, torch.float32).shape[1] for block in blocks.blocks(wide, torch.float32)]
+    assert rows == [few, few, 150 - 2 * few]
+
+
+@pytest.mark.parametrize(("known", "size"), [(1 << 19, 1 << 19), (0, 1 << 20), (-1, 1 << 20), (ValueError, 1 << 20)])
+def test_second_level_cache_is_the_systems(known: Any, size: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sysconf", mock.Mock(side_effect=[known]))
+    assert blocks.second_level_cache.__wrapped__() == size
