@@ -146,7 +146,8 @@ def backproject(block: Tensor, P: Tensor) -> Tensor:
     if parts == 1:
         return product(P.transpose(1, 2), block)
     P, block = (x.unflatten(1, (parts, -1)).flatten(0, 1) for x in (P, block))
-    return product(P.mT, block).unflatten(0, (-1, parts)).sum(1)
+    total: Tensor = product(P.mT, block).unflatten(0, (-1, parts)).sum(1)
+    return total
 
 
 def _parts(block: Tensor) -> int:

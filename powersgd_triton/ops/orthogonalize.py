@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -121,7 +122,7 @@ def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns:
 def _mix(x: Tensor) -> Tensor:
     """Map 32-bit integers one to one. Every input bit changes about half of the output bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        x = (x ^ (x >> shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)
+        x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)
     return x
 
 
@@ -167,6 +168,11 @@ def orthogonalize_groups(
     return zeroed
 
 
+@functools.cache
+def _identity(width: int) -> Tensor:
+    return torch.eye(width, dtype=torch.float64)
+
+
 def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], Tensor]:
     """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r], with RᵀR = XᵀX.
 
@@ -177,7 +183,7 @@ def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], 
     """
     counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
     width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
-    identity = torch.eye(width, dtype=torch.float64)
+    identity = _identity(width)
     if min(ranks) < width:
         # Factors of smaller rank are padded with columns that are orthonormal to all others.
         padded = identity.repeat(sum(counts), 1, 1)
@@ -191,6 +197,8 @@ def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], 
     growth = torch.bmm(norms.unsqueeze(1), inverse.abs()).amax(dim=(1, 2))
     alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1)
     # Comparisons are False for NaN.
-    growth.masked_fill_(~(alive & (growth < math.inf)).logical_and_(failed.logical_not_()), math.inf)
+    growth.masked_fill_(~(alive & (growth < math.inf)), math.inf)
+    if failed.any():
+        growth[failed > 0] = math.inf
     parts = [R if r == width else R[:, :r, :r] for r, R in zip(ranks, inverse.split(counts), strict=True)]
     return [torch.bmm(X, R) for X, R in zip(Xs, parts, strict=True)], growth

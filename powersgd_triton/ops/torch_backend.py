@@ -240,13 +240,13 @@ def _orthogonalize(
     if where is False:
         return
     host = on_host(factors)
-    views = bucket.left if left else bucket.right
+    views = functools.partial(bucket.left if left else bucket.right, groups=bucket.stacks[left])
     numel = bucket.layout.p_numel if left else bucket.layout.q_numel
-    # One copy in fp64. On a device, the host would have to wait to read the flag, so compute the bases, and select there.
+    # One copy in fp64. On a device the host would have to wait to read the flag: compute the bases, and select there.
     sources = views(factors[:numel].double() if host else factors)
     found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
     epsilon, number = bucket.config.orthogonalization_epsilon, _number(bucket, step)
-    bucket.zeroed[0] += orthogonalize_groups(sources, keys=bucket.keys, step=number, epsilon=epsilon, out=found)
+    bucket.zeroed[0] += orthogonalize_groups(sources, keys=bucket.stack_keys[left], step=number, epsilon=epsilon, out=found)
     if where is not True:
         for basis, new in zip(views(out), found, strict=True):
             basis.copy_(torch.where(where, new, basis))
