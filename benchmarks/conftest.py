@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from benchmarks.cases import (
 from benchmarks.environment import choose_interpreter, describe_cpu, describe_gpu, device_under_test
 from benchmarks.environment import process_group as one_worker
 from benchmarks.report import tables, write_report
-from benchmarks.results_file import RESULTS, Results, Row
+from benchmarks.results_file import RESULTS, Results, Row, record
 from benchmarks.timing import Clock
 
 STARTED = time.monotonic()
@@ -127,6 +126,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     write("")
     write("One hook step, providers by turns; ratios to torch's faster variant and to a copy of the gradients")
+    write(", ".join(f"{key} {value}" for key, value in describe_cpu().items()))
     write(
         f"{'gradients':<16}{'threads':>8}{'rank':>5}  {'provider':<15}{'median ms':>10}{'IQR ms':>8}{'vs torch':>10}"
         f"{'copies':>8}{'persistent':>12}{'peak':>8}  (memory in gradients' bytes)"
@@ -143,6 +143,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
     name = config.getoption("--record")
     if name:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps({"machine": describe_cpu(), "rows": rows}, indent=1) + "\n")
-        write(f"written to benchmarks/results/{name}.json")
+        write(f"written to {record(RESULTS / f'{name}.json', describe_cpu(), rows)}")

@@ -1,4 +1,4 @@
-"""The GPU benchmarks' results: rows of plain values, written to JSON as they come."""
+"""The benchmarks' results: rows of plain values, written to JSON; those of a GPU as they come."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 Row = dict[str, Any]
+
+KIND = ("cpu", "capability", "caches", "threads")
+"""What makes two machines the same kind of CPU."""
+
+
+def record(path: Path, machine: Row, rows: list[Row]) -> Path:
+    """Write a run to a file that keeps the last run of each kind of CPU."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    others = [run for run in runs if any(run["machine"][key] != machine[key] for key in KIND)]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"runs": [*others, {"machine": machine, "rows": rows}]}, indent=1) + "\n")
+    return path
 
 
 class Results:

@@ -8,8 +8,8 @@ from powersgd_triton import plan
 from powersgd_triton.shapes import Shapes, gpt2, llama, resnet, vision_transformer
 
 CPU_GRADIENT_SETS: dict[str, Shapes] = {
+    "gpt2-like-15M": gpt2(layers=4, width=512, vocabulary=4096, context=128),
     "gpt2-like-35M": gpt2(layers=4, width=768, vocabulary=8192, context=1024),
-    "gpt2-like-53M": gpt2(layers=2, width=768, vocabulary=50257, context=1024),
 }
 
 GPU_GRADIENT_SETS: dict[str, Shapes] = {

@@ -28,7 +28,7 @@ PROVIDERS: dict[str, Callable[[int], Step]] = {
 ROUNDS = 7
 
 
-@pytest.mark.parametrize("rank", [1, 4, 16])
+@pytest.mark.parametrize("rank", [1, 4, 16, 64])
 @pytest.mark.parametrize("gradients", [*CPU_GRADIENT_SETS, "demo"])
 @pytest.mark.parametrize("threads", sorted({1, torch.get_num_threads()}))
 def test_hook_step(threads: int, gradients: str, rank: int, cpu_rows: list[Row]) -> None:

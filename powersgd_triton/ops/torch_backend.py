@@ -245,8 +245,9 @@ def _orthogonalize(
     # One copy in fp64. On a device the host would have to wait to read the flag: compute the bases, and select there.
     sources = views(factors[:numel].double() if host else factors)
     found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
-    epsilon, number = bucket.config.orthogonalization_epsilon, _number(bucket, step)
-    bucket.zeroed[0] += orthogonalize_groups(sources, keys=bucket.stack_keys[left], step=number, epsilon=epsilon, out=found)
+    keys, epsilon = bucket.stack_keys[left], bucket.config.orthogonalization_epsilon
+    zeroed = orthogonalize_groups(sources, keys=keys, step=_number(bucket, step), epsilon=epsilon, out=found)
+    bucket.zeroed[0] += zeroed
     if where is not True:
         for basis, new in zip(views(out), found, strict=True):
             basis.copy_(torch.where(where, new, basis))

@@ -76,7 +76,7 @@ def test_nothing_full_size_is_allocated_in_a_step(
         now["a"][5, 5] = float("inf")
     with Allocations() as seen:
         compressor.decompress(compressor.compress(now), out=now)
-    # A block of BLOCK_BYTES fp32 values, twice as wide in fp64. Factors are smaller, the smallest matrix is larger.
+    # A block, of which fp64 may need two. Factors are smaller, the smallest matrix is larger.
     limit = 2 << 14
     assert limit < 160 * 192 * dtype.itemsize
     size, operation = max(seen.made)
