@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from powersgd_triton.ops.blocks import cache_bytes
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -66,11 +68,10 @@ def process_group() -> Iterator[str]:
 def describe_cpu() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1] for line in lines if line.startswith("model name")), "unknown")
-    caches = {f"L{level}": os.sysconf(f"SC_LEVEL{level}_CACHE_SIZE") for level in (2, 3)}
     return {
         "cpu": cpu.strip(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "caches": caches,
+        "caches": {f"L{level}": cache_bytes(level) for level in (2, 3)},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

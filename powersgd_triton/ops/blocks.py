@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ Matrices = Tensor | Sequence[Tensor]
 """B matrices: a tensor [B, n, m], or a list of contiguous [n, m]."""
 
 ALL = slice(None)
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 DEVICE_BLOCK_BYTES = 64 << 20
 FEWEST_ROWS = 64
 """Rows of a block of wide matrices. With fewer, the bases are a large share of what a product reads."""
@@ -60,15 +61,17 @@ def blocks(matrices: Matrices, dtype: torch.dtype, *, once: bool = False) -> Ite
 
 def block_bytes(device: torch.device) -> int:
     """Return how many bytes a block has, if FEWEST_ROWS of a matrix have no more."""
-    return 2 * second_level_cache() * torch.get_num_threads() if device.type == "cpu" else DEVICE_BLOCK_BYTES
+    if device.type != "cpu":
+        return DEVICE_BLOCK_BYTES
+    return 2 * (cache_bytes(2) or 1 << 20) * torch.get_num_threads()
 
 
 @functools.cache
-def second_level_cache() -> int:
-    """Return the bytes of a core's second-level cache, or 1 MiB if the system does not say."""
-    with contextlib.suppress(ValueError, OSError):
-        return max(os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0) or 1 << 20
-    return 1 << 20
+def cache_bytes(level: int) -> int:
+    """Return the bytes of a core's cache of level 2, or of the shared one of level 3, as Linux says; else 0."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((CACHES / f"index{level}" / "size").read_text().strip().removesuffix("K")) << 10
+    return 0
 
 
 def part(x: Tensor, members: slice, rows: slice = ALL) -> Tensor:
@@ -154,6 +157,6 @@ def _parts(block: Tensor) -> int:
     """Return in how many parts the rows of a block are divided, since a product with few rows runs on one thread."""
     count, rows, _ = block.shape
     # For small blocks, dividing takes longer.
-    several = block.device.type == "cpu" and block.nbytes > second_level_cache() // 2
+    several = block.device.type == "cpu" and block.nbytes > (cache_bytes(2) or 1 << 20) // 2
     parts = torch.get_num_threads() // count if several else 1
     return next((k for k in range(parts, 1, -1) if rows % k == 0), 1)

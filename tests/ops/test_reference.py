@@ -8,9 +8,8 @@ whatever the order of summation.
 from __future__ import annotations
 
 import itertools
-import os
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -64,7 +63,7 @@ def stack(matrices: list[Tensor]) -> Tensor:
 
 
 def block_bytes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(blocks, "second_level_cache", lambda: size // (2 * torch.get_num_threads()))
+    monkeypatch.setattr(blocks, "block_bytes", lambda _: size)
 
 
 # The operations -----------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def test_blocks_cover_every_row_once_and_stay_small(apart: bool, size: int, monk
 def test_each_thread_has_a_block_that_fits_its_cache_or_some_rows(threads: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     size = blocks.block_bytes(torch.device("cpu"))
-    assert size == 2 * threads * blocks.second_level_cache()
+    assert size == 2 * threads * (blocks.cache_bytes(2) or 1 << 20)
     matrix = torch.empty(1, 8192, 1024)
     sizes = [blocks.load(matrix, *block, torch.float32).nbytes for block in blocks.blocks(matrix, torch.float32)]
     assert sum(sizes) == matrix.nbytes
@@ -200,7 +199,10 @@ def test_each_thread_has_a_block_that_fits_its_cache_or_some_rows(threads: int, 
     assert rows == [few, few, 150 - 2 * few]
 
 
-@pytest.mark.parametrize(("known", "size"), [(1 << 19, 1 << 19), (0, 1 << 20), (-1, 1 << 20), (ValueError, 1 << 20)])
-def test_second_level_cache_is_the_systems(known: Any, size: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "sysconf", mock.Mock(side_effect=[known]))
-    assert blocks.second_level_cache.__wrapped__() == size
+@pytest.mark.parametrize(("said", "size"), [("1024K\n", 1 << 20), ("512K\n", 1 << 19), ("", 0), (None, 0)])
+def test_caches_are_as_large_as_the_system_says(said: str | None, size: int, tmp_path: Path, monkeypatch: Any):
+    if said is not None:
+        (tmp_path / "index2").mkdir()
+        (tmp_path / "index2" / "size").write_text(said)
+    monkeypatch.setattr(blocks, "CACHES", tmp_path)
+    assert blocks.cache_bytes.__wrapped__(2) == size
