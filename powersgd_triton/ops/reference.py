@@ -16,8 +16,8 @@ from powersgd_triton.ops.blocks import (
     blocks,
     dtype_of,
     load,
+    multiply,
     part,
-    product,
     project,
     store,
 )
@@ -116,14 +116,17 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tenso
     Qt = Q.transpose(1, 2)
     look = verdict is not None and maybe(verdict) and may_overflow(P, Q, dtype_of(out))
     for members, rows in blocks(out, P.dtype):
-        factors = part(P, members, rows), part(Qt, members)
+        left, right = part(P, members, rows), part(Qt, members)
         block = part(out, members, rows) if isinstance(out, Tensor) else None
-        if block is not None and block.dtype == P.dtype and (len(block) == 1 or block.is_contiguous()):
-            # Zeros bring the block into the cache, too.
-            add_product(block.zero_(), *factors)
+        # In a place that is not contiguous, torch would compute one matrix after the other.
+        if block is None or block.dtype != P.dtype or not (len(block) == 1 or block.is_contiguous()):
+            block = P.new_empty(left.shape[0], left.shape[1], right.shape[2])
+        if P.shape[-1] == 1:
+            multiply(left, right, out=block)
         else:
-            # One batched product, which torch would compute matrix by matrix in a place that is not contiguous.
-            store(product(*factors), out, members, rows)
+            # Zeros bring the block into the cache. The sum's bits do not depend on where it is computed.
+            add_product(block.zero_(), left, right)
+        store(block, out, members, rows)
         if look and verdict is not None:
             note_overflow(load(out, members, rows, dtype_of(out)), verdict)
 

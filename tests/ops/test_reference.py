@@ -133,6 +133,21 @@ def test_reconstruct(dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPa
         assert torch.equal(torch.stack(out), torch.stack(again))
 
 
+@over_blocks
+@pytest.mark.parametrize("r", [1, 4])
+def test_averages_have_the_same_bits_wherever_they_are_written(r: int, size: int, monkeypatch: pytest.MonkeyPatch):
+    """Workers may have their gradients at other distances. A zero has a sign, too."""
+    block_bytes(monkeypatch, size)
+    case = Case(16, 33, r, torch.float32)
+    case.P[:, 3] = 0
+    places = torch.empty(3, 16, 33), spaced(torch.empty(3, 16, 33)), [torch.empty(16, 33) for _ in range(3)][::-1]
+    for out in places:
+        matrices = blocks.together(list(out), 16, 33)
+        reconstruct_reference(case.P, case.Q, out=matrices)
+    bits = [torch.stack(list(out)).view(torch.int32) for out in places]
+    assert all(torch.equal(bits[0], other) for other in bits[1:])
+
+
 # Blocks -------------------------------------------------------------------------------------------------------------
 
 
