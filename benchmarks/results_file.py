@@ -18,7 +18,7 @@ KIND = ("cpu", "capability", "caches", "threads")
 def record(path: Path, machine: Row, rows: list[Row]) -> Path:
     """Write a run to a file that keeps the last run of each kind of CPU."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    others = [run for run in runs if any(run["machine"][key] != machine[key] for key in KIND)]
+    others = [run for run in runs if any(run["machine"].get(key) != machine[key] for key in KIND)]
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"runs": [*others, {"machine": machine, "rows": rows}]}, indent=1) + "\n")
     return path
