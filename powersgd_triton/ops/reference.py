@@ -20,6 +20,7 @@ from powersgd_triton.ops.blocks import (
     part,
     project,
     store,
+    warm,
 )
 
 Pending = tuple[Tensor, Tensor, bool | Tensor]
@@ -69,13 +70,16 @@ def _compensated(
     if growth is not None and on_host(growth) and growth == 1:
         growth = None
     subtracted = None if M is None or pending is None or not maybe(pending[2]) else _applied(*pending)
-    if subtracted is not None and growth is not None:
-        subtracted = subtracted[0] * growth, subtracted[1]
     for members, rows in blocks(G if M is None else M, dtype):
         if M is None:
             yield members, rows, load(G, members, rows, dtype), None
             continue
         block, G_block = load(M, members, rows, dtype), load(G, members, rows, dtype_of(G))
+        # In this order, a run that loads E, as a checkpoint has it, goes on with the same bits.
+        if subtracted is not None:
+            P, Qt = subtracted
+            warm(block, P.shape[-1])
+            add_product(block, part(P, members, rows), part(Qt, members), alpha=-1)
         if growth is not None:
             block.mul_(growth)
         spoiled = None
@@ -85,10 +89,6 @@ def _compensated(
             finite = _finite_part(G_block)
             block.add_(finite)
             spoiled = G_block - finite
-        # Last, since products take half as long on what is in the cache: libraries do not fetch ahead.
-        if subtracted is not None:
-            P, Qt = subtracted
-            add_product(block, part(P, members, rows), part(Qt, members), alpha=-1)
         store(block, M, members, rows)
         yield members, rows, block, spoiled
 
