@@ -76,7 +76,7 @@ def describe(state: Handle) -> str:
     # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
     compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
     sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
-    if report.compression <= 1:
+    if not any(tensor.rank for tensor in report.tensors):
         return "powersgd: on, but no tensor takes fewer bytes as factors, so all are averaged exactly"
     return (
         f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "
