@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -122,6 +123,7 @@ def use_deepspeed(worker: int, *, section: bool) -> None:
     Path("ds_config.json").write_text(DS_CONFIG % (', "powersgd": {"compression": 20}' if section else ""))
 
 
+@pytest.mark.slow
 def test_the_program_of_the_ddp_guide_prints_what_the_guide_says(tmp_path: Path):
     guide = ROOT / "docs" / "guides" / "ddp.md"
     (program,) = filter(is_program, snippets(guide, "python"))
