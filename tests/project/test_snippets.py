@@ -34,7 +34,9 @@ ON_CPUS = {
 }
 """What a block says of GPUs, and what it would say on this machine."""
 DEEPSPEED = ["docs/guides/deepspeed.md", "docs/guides/local-steps.md"]
-DS_CONFIG = '{"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}%s}'
+# DeepSpeed would compile its own Adam.
+DS_CONFIG = """{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1},
+"optimizer": {"type": "AdamW", "params": {"torch_adam": true}}%s}"""
 
 
 def is_program(block: str) -> bool:
