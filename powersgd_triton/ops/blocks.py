@@ -63,7 +63,12 @@ def block_bytes(device: torch.device) -> int:
     """Return how many bytes a block has, if FEWEST_ROWS of a matrix have no more."""
     if device.type != "cpu":
         return DEVICE_BLOCK_BYTES
-    return 2 * (cache_bytes(2) or 1 << 20) * torch.get_num_threads()
+    return 2 * own_cache_bytes() * torch.get_num_threads()
+
+
+def own_cache_bytes() -> int:
+    """Return the bytes of a core's cache of level 2, or 1 MiB if Linux does not say them."""
+    return cache_bytes(2) or 1 << 20
 
 
 @functools.cache
@@ -159,7 +164,7 @@ def warm(block: Tensor, rank: int) -> None:
     Libraries do not fetch ahead: the product takes half as long on what is in the cache, and reading it a quarter. One
     column is multiplied element by element, in the order in which it lies.
     """
-    if rank > 1 and block.device.type == "cpu" and block.nbytes > (cache_bytes(2) or 1 << 20):
+    if rank > 1 and block.device.type == "cpu" and block.nbytes > own_cache_bytes():
         block.sum()
 
 
@@ -167,6 +172,6 @@ def _parts(block: Tensor) -> int:
     """Return in how many parts the rows of a block are divided, since a product with few rows runs on one thread."""
     count, rows, _ = block.shape
     # For small blocks, dividing takes longer.
-    several = block.device.type == "cpu" and block.nbytes > (cache_bytes(2) or 1 << 20) // 2
+    several = block.device.type == "cpu" and block.nbytes > own_cache_bytes() // 2
     parts = torch.get_num_threads() // count if several else 1
     return next((k for k in range(parts, 1, -1) if rows % k == 0), 1)
