@@ -172,7 +172,9 @@ class Training:
         return graph.replay
 
 
-@pytest.mark.parametrize("fields", [{}, {"error_feedback": False, "warm_start": False}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, pytest.param({"error_feedback": False, "warm_start": False}, marks=pytest.mark.slow)], ids=str
+)
 def test_replays_are_steps(fields: dict[str, Any], device: torch.device):
     """Also after one that is not finite, after looking at the error, and with steps that are not captured between."""
     expected = Training(device, **fields).run(range(7))

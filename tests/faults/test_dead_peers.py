@@ -53,7 +53,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# What another one interrupts nearly as it does.
+SLOW = {"right product", "second message of Compressor", "state_dict of Compressor", "silence in state_dict"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 @on_workers(2, casualties=[PEER])
 def test_survivor_is_told_in_time_and_loses_nothing(worker: int, world_size: int, name: str, tmp_path: Path) -> None:
     """Train with a peer until it is gone (in a step, or while the state is saved), then alone.

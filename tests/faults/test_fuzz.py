@@ -41,7 +41,7 @@ def test_many_steps_follow_the_method(case: Case) -> None:
 
 @triton_in_interpreter
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@examples(3)
+@examples(2)
 @given(cases("triton", max_steps=2))
 def test_steps_follow_the_method_in_triton(case: Case) -> None:
     Follower(case).run()
@@ -87,7 +87,7 @@ def test_nothing_is_lost_between_nodes_and_one_level(mode: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=triton_in_interpreter)])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[triton_in_interpreter, pytest.mark.slow])])
 def test_nodes_with_workers_that_have_no_row(backend: str, algorithm: str) -> None:
     """One row for two workers, and rows of one matrix for both. One worker's share is not finite in the second step."""
     fields = {**FIELDS, "backend": backend, "algorithm": algorithm}

@@ -89,7 +89,7 @@ def learn_as_well(worker: int, world_size: int, steps: int) -> None:
 
 
 def test_short_run_with_faults() -> None:
-    run(learn_as_well, 2, 100)
+    run(learn_as_well, 2, 60)
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ class Cell:
 
 
 def saved(wrapper: str) -> Cell:
-    """The cell that saves what others take over. It is always quick."""
-    return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True)
+    """The cell that saves what others take over."""
+    return Cell(wrapper, properties.resume, WRAPPERS[wrapper].workers, folder=True, slow=WRAPPERS[wrapper].thin)
 
 
 SOURCES = [
@@ -69,7 +69,7 @@ ALWAYS: list[Callable[..., None]] = [
     properties.void,
     properties.damaged,
 ]
-THIN = [properties.full_rank, properties.conservation, properties.resume, properties.taken_over, properties.void]
+THIN = [properties.full_rank, properties.conservation]
 OWNED = {"DDP": "int8 standard", "Compressor": "int4 alternating"}
 
 
@@ -100,7 +100,7 @@ def cells() -> list[Cell]:
         if wrapper.elsewhere:
             add(properties.taken_over, wrapper.elsewhere, folder=True)
         for _, source in (pair for pair in SOURCES if pair[0] == name):
-            add(properties.taken_over, 4, folder=True, options=(("source", source),))
+            add(properties.taken_over, 4, turn=WRAPPERS[source].thin, folder=True, options=(("source", source),))
         add(properties.budget, folder=True)
         for check in ALWAYS:
             add(check)

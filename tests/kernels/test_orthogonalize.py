@@ -110,7 +110,7 @@ def check_agreement(matrices: Sequence[Tensor], device: torch.device, agree: boo
 
 
 def test_many_chunks_and_different_ranks_in_one_bucket(device: torch.device):
-    check_agreement([random(3001, 1), random(600, 5)], device)
+    check_agreement([random(1501, 1), random(600, 5)], device)
     matrices = [random(60, 40), random(3, 1), random(1, 1), random(50, 17), random(300, 33), random(8, 8)]
     check_agreement(matrices, device)
     check([*nearly_dependent(8, 32)], device)
@@ -143,7 +143,7 @@ def test_the_last_program_sees_what_all_others_wrote(rank: int):
 
 
 @pytest.mark.parametrize(
-    "rank", [1, 3, 4, 17, 33, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 8, 32, 40, 64))]
+    "rank", [1, 4, 33, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 3, 8, 17, 32, 40, 64))]
 )
 def test_hard_inputs(rank: int, device: torch.device):
     """In one bucket; also from one panel of columns to the next."""

@@ -14,6 +14,7 @@ from powersgd_triton.ops.triton_backend import TritonBackend
 from tests.support.checks import SHAPES, bases, everything, gradients, poisoned
 from tests.support.kernel_cases import GRADIENTS, NAN
 from tests.support.orthonormal import ORTHONORMAL, departure
+from tests.support.thinned import thinned
 from tests.support.truth import Truth, assert_close, on, step
 
 U = 2.0**-24
@@ -39,9 +40,9 @@ CASES = {
     "some bypass": (FP32, PowerSGDConfig(rank=2, min_compression_rate=1.5)),
     "all bypass": (FP32, PowerSGDConfig(rank=8, min_compression_rate=20)),
     "exact first": (FP32, everything(start_iter=1)),
-    "without warm start": (FP32, everything(warm_start=False)),
+    "slow: without warm start": (FP32, everything(warm_start=False)),
     "without error feedback": (FP16, everything(error_feedback=False)),
-    "alternating": (FP16, everything(algorithm="alternating")),
+    "slow: alternating": (FP16, everything(algorithm="alternating")),
     "alternating, all shapes, rank 3": (FP32, everything(3, algorithm="alternating")),
     "errors in bf16": (BF16, everything(error_dtype="bf16")),
     "slow: all shapes, one by one": (FP32, everything(batch_by_shape=False)),
@@ -130,8 +131,7 @@ def test_compressor_refuses_what_the_kernels_do_not_take(device: torch.device):
             triton(FEW).compress(on(device, given))
 
 
-@pytest.mark.parametrize("dtype", GRADIENTS, ids=str)
-@pytest.mark.parametrize("algorithm", ["standard", "alternating"])
+@thinned("algorithm, dtype", ["standard", "alternating"], GRADIENTS, together=1)
 def test_parts_of_averages_have_the_bits_of_whole_ones(algorithm: str, dtype: torch.dtype, device: torch.device):
     """Whole rows, parts of one row or of two, rows with parts around them, also smaller than the rank; and nothing."""
     shapes = {"weight": (37, 40), "odd": (33, 29), "bias": (70,), "twin": (37, 40)}

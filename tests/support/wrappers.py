@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,9 +59,17 @@ def loss_of(module: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(module(tokens).float().flatten(0, 1), targets.flatten())
 
 
-def mean(tensor: Tensor) -> Tensor:
-    """Over all workers, in fp64."""
-    return total(tensor) / dist.get_world_size()
+def means(tensors: Mapping[str, Tensor]) -> Gradients:
+    """Over all workers, in fp64, with one all-reduce."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    summed = total(torch.cat([torch.empty(0), *(tensor.detach().flatten() for tensor in tensors.values())]))
+    parts = (summed / dist.get_world_size()).split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This worker's part of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Wrapped:
@@ -110,7 +119,7 @@ class Wrapped:
     def update(self) -> None:
         """Apply the averages if they are finite on all workers, as a gradient scaler does."""
         averages = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if everywhere(all(bool(whole(average).isfinite().all()) for average in averages)):
+        if everywhere(all(bool(local(average).isfinite().all()) for average in averages)):
             self.optimizer.step()
 
     def data_worker(self) -> int:
@@ -121,7 +130,7 @@ class Wrapped:
         return {plain(name): whole(parameter) for name, parameter in self.module.named_parameters()}
 
     def mean_error(self) -> Gradients:
-        return {name: mean(error) for name, error in self.state.error().items()}
+        return means(self.state.error())
 
     def save(self, folder: str) -> None:
         self.state.save(folder)
@@ -230,8 +239,8 @@ class PlainLoop(Wrapped):
 
     def average(self, gradients: Gradients) -> None:
         if self.state is None:
-            for gradient in gradients.values():
-                gradient.copy_(mean(gradient))
+            for name, average in means(gradients).items():
+                gradients[name].copy_(average)
         else:
             self.state.decompress(self.state.compress(gradients), out=gradients)
 
@@ -259,7 +268,7 @@ class OptimizerLoop(PlainLoop):
             gradient.copy_(average)
 
     def mean_error(self) -> Gradients:
-        return {name: mean(error) for name, error in self.errors.items() if error.ndim > 1}
+        return means({name: error for name, error in self.errors.items() if error.ndim > 1})
 
     def save(self, folder: str) -> None:
         saved = {"errors": self.mean_error(), "state": self.state.state_dict()}
@@ -421,7 +430,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "FSDP1 SHARD_GRAD_OP": Wrapper(
         functools.partial(FSDP1, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), thin=True
     ),
-    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, sharding_strategy=ShardingStrategy.NO_SHARD)),
+    "FSDP1 NO_SHARD": Wrapper(functools.partial(FSDP1, sharding_strategy=ShardingStrategy.NO_SHARD), thin=True),
     "FSDP2": Wrapper(FSDP2),
     "HSDP": Wrapper(HSDP, 4, 2, shards=2, lacks=PADDED),
     "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=True, lacks=PADDED),
@@ -437,7 +446,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "local steps": Wrapper(Exchanged, lacks=LOOP | LOCAL),
     "DeepSpeed 0": Wrapper(Engine, lacks=ENGINE | {"void": "fp16 alone skips steps, see deepspeed/test_training.py"}),
     # DeepSpeed loads checkpoints of these on another number of workers only after its conversion.
-    "DeepSpeed 1": Wrapper(functools.partial(Engine, stage=1), elsewhere=None, lacks=ENGINE),
+    "DeepSpeed 1": Wrapper(functools.partial(Engine, stage=1), elsewhere=None, thin=True, lacks=ENGINE),
     "DeepSpeed 2": Wrapper(functools.partial(Engine, stage=2), elsewhere=None, lacks=ENGINE),
     "DeepSpeed 3": Wrapper(functools.partial(Engine, stage=3), elsewhere=None, lacks=ENGINE),
     "DeepSpeed 2 in nodes": Wrapper(

@@ -32,11 +32,11 @@ from tests.support.deepspeed_training import (
 from tests.support.distributed import folder, run
 from tests.support.sharded_training import Net
 from tests.support.small import complaint
-from tests.support.wrappers import mean
+from tests.support.wrappers import means
 
 
 def mean_errors(engine: Any) -> dict[str, Tensor]:
-    return {name: mean(error).float() for name, error in engine.powersgd.error().items()}
+    return {name: error.float() for name, error in means(engine.powersgd.error()).items()}
 
 
 def is_there_before_the_checkpoint_is_the_latest(stage: int) -> None:
