@@ -69,7 +69,7 @@ ALWAYS: list[Callable[..., None]] = [
     properties.void,
     properties.damaged,
 ]
-THIN = [properties.full_rank, properties.conservation]
+THIN: list[Callable[..., None]] = [properties.full_rank, properties.conservation]
 OWNED = {"DDP": "int8 standard", "Compressor": "int4 alternating"}
 
 
