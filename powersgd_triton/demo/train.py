@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ VALIDATION_BATCHES, VALIDATION_BATCH = 20, 32
 SHOWN = 20
 """Last steps whose mean loss the progress bar shows."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
+PRELOADED = ["powersgd_triton.demo.arms", "tqdm"]
+"""Modules that all workers need. They are imported once, for the workers of all arms."""
 REPLICAS = 2
 """Replicas of "hsdp"."""
 # All-gathers carry parameters. A reduce-scatter counts like a whole all-reduce.
@@ -194,7 +196,11 @@ def run_workers(task: Callable[[int], T], workers: int, timeout: float, device: 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (task, workers, device, Path(folder))
-        context = mp.spawn(_work, arguments, nprocs=workers, join=False, daemon=True)  # type: ignore[attr-defined]
+        # Workers are copies of a process that has imported torch, which takes a new process seconds.
+        mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        context: Any = mp.start_processes(  # type: ignore[attr-defined]
+            _work, arguments, nprocs=workers, join=False, daemon=True, start_method="forkserver"
+        )
         deadline = time.monotonic() + timeout
         while not context.join(timeout=5):
             if time.monotonic() > deadline:
