@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import DEAD_COLUMN, ORTHONORMAL
+from powersgd_triton.ops.blocks import multiply, product
 
 PASSES = 4
 """Decompositions after which no further column of a factor is found to be dead. Nearly always the first one finds all.
@@ -21,6 +22,16 @@ are then orthogonal up to the square of this times the rounding errors of inner 
 
 LARGEST_ERROR = 6e-4
 """The same if all rounding errors of n terms add up, which are 2⁻⁵³ n relative to norms."""
+
+NARROW_ROWS = 1024
+"""Rows whose inner products are summed in fp32, before these sums are added in fp64."""
+
+NARROW_GROWTH = 6.0
+"""The same for products in fp32. If all rounding errors add up, they are 2⁻²⁴ NARROW_ROWS times this, 4e-4, and a basis
+leaves out about 2⁻²¹ of a column. The growth is mostly 1 to 5 where bases are kept from step to step."""
+
+NARROW_NORM = 2.0**-40
+"""Smallest norm of a column for them: squares of much smaller elements are rounded to fewer bits, or to 0."""
 
 LARGEST_FIRST_GROWTH = 1e7
 """The same for the first of two passes. Its columns are nearly orthogonal, so that the second pass is exact. If errors
@@ -136,9 +147,9 @@ def orthogonalize_groups(
 ) -> int | Tensor:
     """Do what ``orthogonalize_reference`` does for each group of factors, by CholeskyQR where that is exact enough.
 
-    The sources may be fp64 copies of fp32 factors. Calls take longer than arithmetic on small matrices, so groups of
-    similar rank share a decomposition. On other devices the host would have to wait to know what is exact enough, and
-    fp64 needs more: these are left to the reference.
+    ``out`` must not be the sources' memory. Calls take longer than arithmetic on small matrices, so groups of similar
+    rank share a decomposition. On other devices the host would have to wait to know what is exact enough, and fp64
+    needs more: these are left to the reference.
     """
     zeroed: int | Tensor = 0
     widths: dict[int, list[int]] = {}
@@ -148,8 +159,15 @@ def orthogonalize_groups(
         else:
             zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
     for group in widths.values():
-        Xs = [A if A.dtype == torch.float64 else A.double() for A in (sources[i] for i in group)]
-        bases, growths = _cholesky_qr(Xs, max(epsilon, DEAD_COLUMN))
+        factors = [sources[i] for i in group]
+        threshold = max(epsilon, DEAD_COLUMN)
+        inverses, growths = _inverses([_narrow_gram(A) for A in factors], threshold, NARROW_NORM)
+        if growths.amax().item() <= NARROW_GROWTH:
+            for i, inverse in zip(group, inverses, strict=True):
+                multiply(sources[i], inverse.float(), out=out[i])
+            continue
+        Xs = [A.double() for A in factors]
+        bases, growths = _cholesky_qr(Xs, threshold)
         largest = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / max(X.shape[1] for X in Xs)))
         exact = growths.amax().item() <= largest
         for i, basis in zip(group, bases, strict=True):
@@ -173,16 +191,34 @@ def _identity(width: int) -> Tensor:
     return torch.eye(width, dtype=torch.float64)
 
 
+def _narrow_gram(A: Tensor) -> Tensor:
+    """Return AᵀA in fp64 for A [B, n, r] in fp32. Products are computed in fp32, in sums of few terms."""
+    count, rows, r = A.shape
+    whole = rows - rows % NARROW_ROWS
+    rest = A[:, whole:] if whole else A
+    gram = product(rest.mT, rest).double() if whole < rows else 0.0
+    if whole:
+        chunks = A[:, :whole].reshape(-1, NARROW_ROWS, r)
+        gram = product(chunks.mT, chunks).view(count, -1, r, r).sum(1, dtype=torch.float64) + gram
+    return gram
+
+
 def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], Tensor]:
-    """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r], with RᵀR = XᵀX.
+    """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r] in fp64, and their growths: ``_inverses``."""
+    inverses, growths = _inverses([torch.bmm(X.mT, X) for X in Xs], threshold)
+    return [torch.bmm(X, R) for X, R in zip(Xs, inverses, strict=True)], growths
+
+
+def _inverses(grams: Sequence[Tensor], threshold: float, smallest: float = 0.0) -> tuple[list[Tensor], Tensor]:
+    """Return R⁻¹ with RᵀR = XᵀX for the Gram matrices XᵀX [B, r, r] of some X, in fp64.
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
-    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Then how large the terms of a new column are, relative to its norm,
-    one number for each matrix: infinite if a share of at most ``threshold`` is left of one. Rounding errors grow by
-    this factor.
+    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Then how large the terms of a new column X R⁻¹ are, relative to its
+    norm, one number for each matrix: infinite if a share of at most ``threshold`` is left of one, or a norm is less
+    than ``smallest``. Rounding errors grow by this factor.
     """
-    counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
-    width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
+    counts, ranks = [len(gram) for gram in grams], [gram.shape[-1] for gram in grams]
+    width = max(ranks)
     identity = _identity(width)
     if min(ranks) < width:
         # Factors of smaller rank are padded with columns that are orthonormal to all others.
@@ -195,10 +231,9 @@ def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], 
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L.transpose(1, 2), identity, upper=True)
     growth = torch.bmm(norms.unsqueeze(1), inverse.abs()).amax(dim=(1, 2))
-    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1)
+    alive = ((L.diagonal(dim1=1, dim2=2) > threshold * norms) & (norms >= smallest)).all(dim=1)
     # Comparisons are False for NaN.
     growth.masked_fill_(~(alive & (growth < math.inf)), math.inf)
     if failed.any():
         growth[failed > 0] = math.inf
-    parts = [R if r == width else R[:, :r, :r] for r, R in zip(ranks, inverse.split(counts), strict=True)]
-    return [torch.bmm(X, R) for X, R in zip(Xs, parts, strict=True)], growth
+    return [R if r == width else R[:, :r, :r] for r, R in zip(ranks, inverse.split(counts), strict=True)], growth
