@@ -23,15 +23,16 @@ are then orthogonal up to the square of this times the rounding errors of inner 
 LARGEST_ERROR = 6e-4
 """The same if all rounding errors of n terms add up, which are 2⁻⁵³ n relative to norms."""
 
-NARROW_ROWS = 1024
-"""Rows whose inner products are summed in fp32, before these sums are added in fp64."""
+NARROW_ROWS = 256
+"""Rows whose inner products are summed in fp32. These sums are added in fp64."""
 
-NARROW_GROWTH = 6.0
-"""The same for products in fp32. If all rounding errors add up, they are 2⁻²⁴ NARROW_ROWS times this, 4e-4, and a basis
-leaves out about 2⁻²¹ of a column. The growth is mostly 1 to 5 where bases are kept from step to step."""
+NARROW_GROWTH = 3.0
+"""CholeskyQR with products in fp32 is exact enough if the root of the squares of these terms is at most so many times
+the new column's norm. Bases then depart from orthonormal ones by at most 2e-6. It is 1 to 2 for random factors, and
+where bases are kept from step to step."""
 
 NARROW_NORM = 2.0**-40
-"""Smallest norm of a column for them: squares of much smaller elements are rounded to fewer bits, or to 0."""
+"""Smallest norm of a column for it, since squares of much smaller elements have fewer bits, or none."""
 
 LARGEST_FIRST_GROWTH = 1e7
 """The same for the first of two passes. Its columns are nearly orthogonal, so that the second pass is exact. If errors
@@ -161,7 +162,8 @@ def orthogonalize_groups(
     for group in widths.values():
         factors = [sources[i] for i in group]
         threshold = max(epsilon, DEAD_COLUMN)
-        inverses, growths = _inverses([_narrow_gram(A) for A in factors], threshold, NARROW_NORM)
+        grams = [_narrow_gram(A) for A in factors]
+        inverses, growths = _inverses(grams, threshold, order=2, smallest=NARROW_NORM)
         if growths.amax().item() <= NARROW_GROWTH:
             for i, inverse in zip(group, inverses, strict=True):
                 multiply(sources[i], inverse.float(), out=out[i])
@@ -205,17 +207,19 @@ def _narrow_gram(A: Tensor) -> Tensor:
 
 def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], Tensor]:
     """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r] in fp64, and their growths: ``_inverses``."""
-    inverses, growths = _inverses([torch.bmm(X.mT, X) for X in Xs], threshold)
+    inverses, growths = _inverses([torch.bmm(X.mT, X) for X in Xs], threshold, order=1)
     return [torch.bmm(X, R) for X, R in zip(Xs, inverses, strict=True)], growths
 
 
-def _inverses(grams: Sequence[Tensor], threshold: float, smallest: float = 0.0) -> tuple[list[Tensor], Tensor]:
+def _inverses(
+    grams: Sequence[Tensor], threshold: float, *, order: int, smallest: float = 0.0
+) -> tuple[list[Tensor], Tensor]:
     """Return R⁻¹ with RᵀR = XᵀX for the Gram matrices XᵀX [B, r, r] of some X, in fp64.
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
     multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Then how large the terms of a new column X R⁻¹ are, relative to its
-    norm, one number for each matrix: infinite if a share of at most ``threshold`` is left of one, or a norm is less
-    than ``smallest``. Rounding errors grow by this factor.
+    norm, one number for each matrix: their sum (``order`` 1) or the root of their squares (2), infinite if a share of
+    at most ``threshold`` is left of a column, or its norm is less than ``smallest``. Rounding errors grow by this.
     """
     counts, ranks = [len(gram) for gram in grams], [gram.shape[-1] for gram in grams]
     width = max(ranks)
@@ -230,7 +234,7 @@ def _inverses(grams: Sequence[Tensor], threshold: float, smallest: float = 0.0) 
     norms = gram.diagonal(dim1=1, dim2=2).sqrt()
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L.transpose(1, 2), identity, upper=True)
-    growth = torch.bmm(norms.unsqueeze(1), inverse.abs()).amax(dim=(1, 2))
+    growth = torch.linalg.vector_norm(norms.unsqueeze(2) * inverse, order, dim=1).amax(1)
     alive = ((L.diagonal(dim1=1, dim2=2) > threshold * norms) & (norms >= smallest)).all(dim=1)
     # Comparisons are False for NaN.
     growth.masked_fill_(~(alive & (growth < math.inf)), math.inf)
