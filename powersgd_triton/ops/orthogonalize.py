@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import DEAD_COLUMN, ORTHONORMAL
-from powersgd_triton.ops.blocks import multiply, product
+from powersgd_triton.ops.blocks import multiply
 
 PASSES = 4
 """Decompositions after which no further column of a factor is found to be dead. Nearly always the first one finds all.
@@ -23,16 +23,12 @@ are then orthogonal up to the square of this times the rounding errors of inner 
 LARGEST_ERROR = 6e-4
 """The same if all rounding errors of n terms add up, which are 2⁻⁵³ n relative to norms."""
 
-NARROW_ROWS = 256
-"""Rows whose inner products are summed in fp32. These sums are added in fp64."""
+NARROW_GROWTH = 8.0
+"""The new columns may be computed in fp32 if the root of the squares of these terms is at most so many times their
+norm. Bases then depart from orthonormal ones by less than 1e-6. It is 1 to 8 where bases are kept from step to step."""
 
-NARROW_GROWTH = 3.0
-"""CholeskyQR with products in fp32 is exact enough if the root of the squares of these terms is at most so many times
-the new column's norm. Bases then depart from orthonormal ones by at most 2e-6. It is 1 to 2 for random factors, and
-where bases are kept from step to step."""
-
-NARROW_NORM = 2.0**-40
-"""Smallest norm of a column for it, since squares of much smaller elements have fewer bits, or none."""
+NARROW_NORM = 2.0**100
+"""Largest norm of a column for that. The smallest one is its inverse."""
 
 LARGEST_FIRST_GROWTH = 1e7
 """The same for the first of two passes. Its columns are nearly orthogonal, so that the second pass is exact. If errors
@@ -145,12 +141,13 @@ def orthogonalize_groups(
     step: int | Tensor,
     epsilon: float = 0.0,
     out: Sequence[Tensor],
+    wide: Sequence[Tensor] = (),
 ) -> int | Tensor:
     """Do what ``orthogonalize_reference`` does for each group of factors, by CholeskyQR where that is exact enough.
 
-    ``out`` must not be the sources' memory. Calls take longer than arithmetic on small matrices, so groups of similar
-    rank share a decomposition. On other devices the host would have to wait to know what is exact enough, and fp64
-    needs more: these are left to the reference.
+    ``wide`` are fp64 copies of the sources, if there are any. ``out`` must not be the sources' memory. Calls take
+    longer than arithmetic on small matrices, so groups of similar rank share a decomposition. On other devices the host
+    would have to wait to know what is exact enough, and fp64 needs more: these are left to the reference.
     """
     zeroed: int | Tensor = 0
     widths: dict[int, list[int]] = {}
@@ -160,27 +157,25 @@ def orthogonalize_groups(
         else:
             zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
     for group in widths.values():
-        factors = [sources[i] for i in group]
-        threshold = max(epsilon, DEAD_COLUMN)
-        grams = [_narrow_gram(A) for A in factors]
-        inverses, growths = _inverses(grams, threshold, order=2, smallest=NARROW_NORM)
-        if growths.amax().item() <= NARROW_GROWTH:
-            for i, inverse in zip(group, inverses, strict=True):
-                multiply(sources[i], inverse.float(), out=out[i])
-            continue
-        Xs = [A.double() for A in factors]
-        bases, growths = _cholesky_qr(Xs, threshold)
+        Xs = [wide[i] if wide else sources[i].double() for i in group]
+        inverse, growths, roots = _inverses(Xs, max(epsilon, DEAD_COLUMN))
         largest = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / max(X.shape[1] for X in Xs)))
-        exact = growths.amax().item() <= largest
-        for i, basis in zip(group, bases, strict=True):
-            if not exact:
-                growth, growths = growths[: len(basis)], growths[len(basis) :]
-                (which,) = (growth > largest).nonzero(as_tuple=True)
+        narrow, few = inverse.float(), (roots <= NARROW_GROWTH).tolist()
+        end = 0
+        for i, X in zip(group, Xs, strict=True):
+            start, end, r = end, end + len(X), X.shape[-1]
+            if all(few[start:end]):
+                multiply(sources[i], narrow[start:end, :r, :r], out=out[i])
+                continue
+            basis, growth = torch.bmm(X, inverse[start:end, :r, :r]), growths[start:end]
+            (which,) = (growth > largest).nonzero(as_tuple=True)
+            if len(which):
                 # Of the others the first pass has made nearly orthonormal columns.
                 X, (lost,) = basis[which], (growth[which] > LARGEST_FIRST_GROWTH).nonzero(as_tuple=True)
                 A, numbers = sources[i][which[lost]], keys[i][which[lost]]
                 X[lost] = replace_dead_columns(A, keys=numbers, step=step, epsilon=epsilon)
-                (basis[which],), again = _cholesky_qr([X], 0.0)
+                second, again, _ = _inverses([X], 0.0)
+                basis[which] = torch.bmm(X, second)
                 (rest,) = (again > largest).nonzero(as_tuple=True)
                 basis[which[rest]], more = householder_qr(X[rest])
                 zeroed += more
@@ -193,36 +188,17 @@ def _identity(width: int) -> Tensor:
     return torch.eye(width, dtype=torch.float64)
 
 
-def _narrow_gram(A: Tensor) -> Tensor:
-    """Return AᵀA in fp64 for A [B, n, r] in fp32. Products are computed in fp32, in sums of few terms."""
-    count, rows, r = A.shape
-    whole = rows - rows % NARROW_ROWS
-    rest = A[:, whole:] if whole else A
-    gram = product(rest.mT, rest).double() if whole < rows else 0.0
-    if whole:
-        chunks = A[:, :whole].reshape(-1, NARROW_ROWS, r)
-        gram = product(chunks.mT, chunks).view(count, -1, r, r).sum(1, dtype=torch.float64) + gram
-    return gram
-
-
-def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], Tensor]:
-    """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r] in fp64, and their growths: ``_inverses``."""
-    inverses, growths = _inverses([torch.bmm(X.mT, X) for X in Xs], threshold, order=1)
-    return [torch.bmm(X, R) for X, R in zip(Xs, inverses, strict=True)], growths
-
-
-def _inverses(
-    grams: Sequence[Tensor], threshold: float, *, order: int, smallest: float = 0.0
-) -> tuple[list[Tensor], Tensor]:
-    """Return R⁻¹ with RᵀR = XᵀX for the Gram matrices XᵀX [B, r, r] of some X, in fp64.
+def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return R⁻¹ with RᵀR = XᵀX, so that X R⁻¹ has orthonormal columns, for all matrices of some X [B, n, r] in fp64.
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
-    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Then how large the terms of a new column X R⁻¹ are, relative to its
-    norm, one number for each matrix: their sum (``order`` 1) or the root of their squares (2), infinite if a share of
-    at most ``threshold`` is left of a column, or its norm is less than ``smallest``. Rounding errors grow by this.
+    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Smaller ones are in the corners of larger ones. Then how large the
+    terms of a new column are, relative to its norm, two numbers for each matrix: their sum, and the root of their
+    squares. They are infinite if a share of at most ``threshold`` is left of a column, the second also if a norm is
+    not one for fp32. Rounding errors grow by them.
     """
-    counts, ranks = [len(gram) for gram in grams], [gram.shape[-1] for gram in grams]
-    width = max(ranks)
+    counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
+    width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
     identity = _identity(width)
     if min(ranks) < width:
         # Factors of smaller rank are padded with columns that are orthonormal to all others.
@@ -234,10 +210,12 @@ def _inverses(
     norms = gram.diagonal(dim1=1, dim2=2).sqrt()
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L.transpose(1, 2), identity, upper=True)
-    growth = torch.linalg.vector_norm(norms.unsqueeze(2) * inverse, order, dim=1).amax(1)
-    alive = ((L.diagonal(dim1=1, dim2=2) > threshold * norms) & (norms >= smallest)).all(dim=1)
-    # Comparisons are False for NaN.
-    growth.masked_fill_(~(alive & (growth < math.inf)), math.inf)
-    if failed.any():
-        growth[failed > 0] = math.inf
-    return [R if r == width else R[:, :r, :r] for r, R in zip(ranks, inverse.split(counts), strict=True)], growth
+    terms = norms.unsqueeze(2) * inverse
+    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0)
+    ordinary = ((norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)).all(dim=1)
+    growths = []
+    for order, good in ((1, alive), (2, alive & ordinary)):
+        growth = torch.linalg.vector_norm(terms, order, dim=1).amax(1)
+        # Comparisons are False for NaN.
+        growths.append(growth.masked_fill_(~(good & (growth < math.inf)), math.inf))
+    return inverse, growths[0], growths[1]
