@@ -18,6 +18,8 @@ Matrices = Tensor | Sequence[Tensor]
 ALL = slice(None)
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 DEVICE_BLOCK_BYTES = 64 << 20
+MANY_COLUMNS = 16
+"""Columns that fill registers. Libraries take several times as long for a product with few, transposed or not."""
 FEWEST_ROWS = 64
 """Rows of a block of wide matrices. With fewer, the bases are a large share of what a product reads."""
 
@@ -137,15 +139,17 @@ def add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
             out.baddbmm_(A, B, alpha=alpha)
 
 
-def project(block: Tensor, Q: Tensor) -> Tensor:
-    """Return block · Q as [b, r, rows], for a block [b, rows, m] and Q [b, m, r]."""
+def project(block: Tensor, Q: Tensor, out: Tensor) -> None:
+    """Compute out = block · Q, for a block [b, rows, m], Q [b, m, r] and out [b, rows, r]."""
     parts = _parts(block)
-    if parts == 1:
-        return product(Q.transpose(1, 2), block.transpose(1, 2))
-    Qt = Q.mT.unsqueeze(1).expand(-1, parts, -1, -1).flatten(0, 1)
-    found = product(Qt, block.unflatten(1, (parts, -1)).flatten(0, 1).transpose(1, 2))
-    joined: Tensor = found.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2)
-    return joined
+    if Q.shape[-1] >= MANY_COLUMNS:
+        multiply(block, Q, out=out)
+    elif parts == 1:
+        out.copy_(product(Q.transpose(1, 2), block.transpose(1, 2)).transpose(1, 2))
+    else:
+        Qt = Q.mT.unsqueeze(1).expand(-1, parts, -1, -1).flatten(0, 1)
+        found = product(Qt, block.unflatten(1, (parts, -1)).flatten(0, 1).transpose(1, 2))
+        out.copy_(found.mT.unflatten(0, (-1, parts)).flatten(1, 2))
 
 
 def backproject(block: Tensor, P: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import DEAD_COLUMN, ORTHONORMAL
+from powersgd_triton.ops.blocks import multiply
 
 PASSES = 4
 """Decompositions after which no further column of a factor is found to be dead. Nearly always the first one finds all.
@@ -21,6 +22,13 @@ are then orthogonal up to the square of this times the rounding errors of inner 
 
 LARGEST_ERROR = 6e-4
 """The same if all rounding errors of n terms add up, which are 2⁻⁵³ n relative to norms."""
+
+NARROW_GROWTH = 8.0
+"""The new columns may be computed in fp32 if the root of the squares of these terms is at most so many times their
+norm. Bases then depart from orthonormal ones by less than 1e-6. It is 1 to 8 where bases are kept from step to step."""
+
+NARROW_NORM = 2.0**100
+"""Largest norm of a column for that. The smallest one is its inverse."""
 
 LARGEST_FIRST_GROWTH = 1e7
 """The same for the first of two passes. Its columns are nearly orthogonal, so that the second pass is exact. If errors
@@ -133,12 +141,13 @@ def orthogonalize_groups(
     step: int | Tensor,
     epsilon: float = 0.0,
     out: Sequence[Tensor],
+    wide: Sequence[Tensor] = (),
 ) -> int | Tensor:
     """Do what ``orthogonalize_reference`` does for each group of factors, by CholeskyQR where that is exact enough.
 
-    The sources may be fp64 copies of fp32 factors. Calls take longer than arithmetic on small matrices, so groups of
-    similar rank share a decomposition. On other devices the host would have to wait to know what is exact enough, and
-    fp64 needs more: these are left to the reference.
+    ``wide`` are fp64 copies of the sources, if there are any. ``out`` must not be the sources' memory. Calls take
+    longer than arithmetic on small matrices, so groups of similar rank share a decomposition. On other devices the host
+    would have to wait to know what is exact enough, and fp64 needs more: these are left to the reference.
     """
     zeroed: int | Tensor = 0
     widths: dict[int, list[int]] = {}
@@ -148,19 +157,25 @@ def orthogonalize_groups(
         else:
             zeroed += orthogonalize_reference(A, keys=keys[i], step=step, epsilon=epsilon, out=out[i])
     for group in widths.values():
-        Xs = [A if A.dtype == torch.float64 else A.double() for A in (sources[i] for i in group)]
-        bases, growths = _cholesky_qr(Xs, max(epsilon, DEAD_COLUMN))
+        Xs = [wide[i] if wide else sources[i].double() for i in group]
+        inverse, growths, roots = _inverses(Xs, max(epsilon, DEAD_COLUMN))
         largest = min(LARGEST_GROWTH, math.sqrt(LARGEST_ERROR * 2**53 / max(X.shape[1] for X in Xs)))
-        exact = growths.amax().item() <= largest
-        for i, basis in zip(group, bases, strict=True):
-            if not exact:
-                growth, growths = growths[: len(basis)], growths[len(basis) :]
-                (which,) = (growth > largest).nonzero(as_tuple=True)
+        narrow, few = inverse.float(), (roots <= NARROW_GROWTH).tolist()
+        end = 0
+        for i, X in zip(group, Xs, strict=True):
+            start, end, r = end, end + len(X), X.shape[-1]
+            if all(few[start:end]):
+                multiply(sources[i], narrow[start:end, :r, :r], out=out[i])
+                continue
+            basis, growth = torch.bmm(X, inverse[start:end, :r, :r]), growths[start:end]
+            (which,) = (growth > largest).nonzero(as_tuple=True)
+            if len(which):
                 # Of the others the first pass has made nearly orthonormal columns.
                 X, (lost,) = basis[which], (growth[which] > LARGEST_FIRST_GROWTH).nonzero(as_tuple=True)
                 A, numbers = sources[i][which[lost]], keys[i][which[lost]]
                 X[lost] = replace_dead_columns(A, keys=numbers, step=step, epsilon=epsilon)
-                (basis[which],), again = _cholesky_qr([X], 0.0)
+                second, again, _ = _inverses([X], 0.0)
+                basis[which] = torch.bmm(X, second)
                 (rest,) = (again > largest).nonzero(as_tuple=True)
                 basis[which[rest]], more = householder_qr(X[rest])
                 zeroed += more
@@ -173,13 +188,14 @@ def _identity(width: int) -> Tensor:
     return torch.eye(width, dtype=torch.float64)
 
 
-def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], Tensor]:
-    """Return orthonormal bases X R⁻¹ of the columns of each X [B, n, r], with RᵀR = XᵀX.
+def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return R⁻¹ with RᵀR = XᵀX, so that X R⁻¹ has orthonormal columns, for all matrices of some X [B, n, r] in fp64.
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
-    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Then how large the terms of a new column are, relative to its norm,
-    one number for each matrix: infinite if a share of at most ``threshold`` is left of one. Rounding errors grow by
-    this factor.
+    multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Smaller ones are in the corners of larger ones. Then how large the
+    terms of a new column are, relative to its norm, two numbers for each matrix: their sum, and the root of their
+    squares. They are infinite if a share of at most ``threshold`` is left of a column, the second also if a norm is
+    not one for fp32. Rounding errors grow by them.
     """
     counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
     width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
@@ -194,11 +210,12 @@ def _cholesky_qr(Xs: Sequence[Tensor], threshold: float) -> tuple[list[Tensor], 
     norms = gram.diagonal(dim1=1, dim2=2).sqrt()
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L.transpose(1, 2), identity, upper=True)
-    growth = torch.bmm(norms.unsqueeze(1), inverse.abs()).amax(dim=(1, 2))
-    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1)
-    # Comparisons are False for NaN.
-    growth.masked_fill_(~(alive & (growth < math.inf)), math.inf)
-    if failed.any():
-        growth[failed > 0] = math.inf
-    parts = [R if r == width else R[:, :r, :r] for r, R in zip(ranks, inverse.split(counts), strict=True)]
-    return [torch.bmm(X, R) for X, R in zip(Xs, parts, strict=True)], growth
+    terms = norms.unsqueeze(2) * inverse
+    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0)
+    ordinary = ((norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)).all(dim=1)
+    growths = []
+    for order, good in ((1, alive), (2, alive & ordinary)):
+        growth = torch.linalg.vector_norm(terms, order, dim=1).amax(1)
+        # Comparisons are False for NaN.
+        growths.append(growth.masked_fill_(~(good & (growth < math.inf)), math.inf))
+    return inverse, growths[0], growths[1]

@@ -45,7 +45,7 @@ def compensate_project_reference(
     """
     for members, rows, block, spoiled in _compensated(G, M, pending, growth, Q.dtype):
         P = part(out, members, rows)
-        P.copy_(project(block, part(Q, members)).transpose(1, 2))
+        project(block, part(Q, members), P)
         if spoiled is not None:
             P.add_(spoiled.sum(-1, keepdim=True))
 
@@ -118,8 +118,7 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tenso
     for members, rows in blocks(out, P.dtype):
         left, right = part(P, members, rows), part(Qt, members)
         block = part(out, members, rows) if isinstance(out, Tensor) else None
-        # In a place that is not contiguous, torch would compute one matrix after the other.
-        if block is None or block.dtype != P.dtype or not (len(block) == 1 or block.is_contiguous()):
+        if block is None or block.dtype != P.dtype:
             block = P.new_empty(left.shape[0], left.shape[1], right.shape[2])
         if P.shape[-1] == 1:
             multiply(left, right, out=block)

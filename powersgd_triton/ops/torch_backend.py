@@ -239,14 +239,14 @@ def _orthogonalize(
     """
     if where is False:
         return
-    host = on_host(factors)
     views = functools.partial(bucket.left if left else bucket.right, groups=bucket.stacks[left])
     numel = bucket.layout.p_numel if left else bucket.layout.q_numel
-    # One copy in fp64. On a device the host would have to wait to read the flag: compute the bases, and select there.
-    sources = views(factors[:numel].double() if host else factors)
+    sources = views(factors[:numel].clone() if out is factors else factors)
+    wide = views(factors[:numel].double()) if on_host(factors) else ()
+    # On a device the host would have to wait to read the flag: compute the bases, and select there.
     found = views(out) if where is True else [torch.empty_like(basis) for basis in sources]
     keys, epsilon = bucket.stack_keys[left], bucket.config.orthogonalization_epsilon
-    zeroed = orthogonalize_groups(sources, keys=keys, step=_number(bucket, step), epsilon=epsilon, out=found)
+    zeroed = orthogonalize_groups(sources, keys=keys, step=_number(bucket, step), epsilon=epsilon, out=found, wide=wide)
     bucket.zeroed[0] += zeroed
     if where is not True:
         for basis, new in zip(views(out), found, strict=True):
