@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -120,8 +121,9 @@ def reconstruct_triton(
     """
     tiles, programs = table.row_tiles, len(table.row_tiles) + table.bypass_programs
     if programs:
+        options = launch.of_limited_tiles[0 if out.dtype == torch.float32 else 1]
         run(
-            _reconstruct_kernel, (programs,), launch.of_tiles, P, Q, message, out.base, out.distances, verdict,
+            _reconstruct_kernel, (programs,), options, P, Q, message, out.base, out.distances, verdict,
             table.records, tiles, entries, len(tiles),
             OUT_TYPE=ELEMENTS[out.dtype], WIDE=launch.wide, VEC=vector_of(out.dtype), COPY=COPY_BLOCK,
         )  # fmt: skip
