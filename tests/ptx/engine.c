@@ -527,12 +527,12 @@ void run(Launch *L) {
         int k;
         Warp *w = choose(L, programs, running, number, &k);
         Program *p = &programs[running[w ? k : 0]];
-        if (!w || L->steps > L->most_steps) { report(L, w ? ENDLESS : DEADLOCK, p->warps[0].at, p, 0, NULL, 0); break; }
+        if (!w || L->steps > L->most_steps) { report(L, w ? ENDLESS : DEADLOCK, w ? w->at : p->warps->at - 1, p, 0, NULL, 0); break; }
         int more = 1 + (int)draw(L, 12);
         while (!w->waiting && w->alive && L->steps <= L->most_steps) if (step(L, p, w) && --more <= 0) break;
         p->left -= !w->alive;
         if (p->waiting && p->waiting == p->left) {
-            if (p->left < L->warps) report(L, LANES, w->at, p, 0, NULL, 0);
+            if (p->left < L->warps) report(L, LANES, w->at - 1, p, 0, NULL, 0); /* the barrier, or the end */
             for (int v = p->waiting = 0; v < L->warps; v++) p->warps[v].waiting = 0;
             pass_barrier(L, p);
         }
