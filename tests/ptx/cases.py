@@ -1,4 +1,4 @@
-"""What reaches most instructions of every kernel. Not collected by itself: see ``plugin.py``.
+"""What reaches most instructions of all kernels of a step. Not collected by itself: see ``plugin.py``.
 
 Results are compared with fp64 truth or with the reference's bits. Findings fail a test too.
 """
