@@ -88,7 +88,7 @@ def alternatives(now: Configuration) -> Iterator[Configuration]:
     together = itertools.zip_longest(
         tiles(now.compensate_project, ROW_TILES, REGISTERS),
         # The same tiles as the kernel before.
-        tiles(now.reconstruct, ROW_TILES) * len(REGISTERS),
+        tiles(now.reconstruct, ROW_TILES, REGISTERS),
         tiles(now.backproject, COLUMN_TILES),
         blocks(now.gram),
         blocks(now.orthogonalize),

@@ -175,7 +175,7 @@ def launch_product(
     def panels(G: Pointers, M: Pointers, launch: Launch, first: int, count: int, *, compensate: bool) -> None:
         if count > 0:
             fp32 = G.dtype == M.dtype == torch.float32
-            options = launch.of_compensated_tiles[0 if fp32 else 1] if compensate else launch.of_tiles
+            options = launch.of_limited_tiles[0 if fp32 else 1] if compensate else launch.of_tiles
             run(
                 kernel, (count * len(tiles),), options, G.base, G.distances, M.base, M.distances, *pending,
                 growth, basis, out, table.records, tiles, first, count, G_TYPE=ELEMENTS[G.dtype],

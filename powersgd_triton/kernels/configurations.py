@@ -23,8 +23,8 @@ class Launch:
 
     A program multiplies by ``panel`` columns of the factors. 16 is the least for tl.dot. If ``wide``, factors may have
     more. ``precision`` is "tf32x3" or "ieee", see ``multiply``. ``registers`` is the most that a thread may have, where
-    a limit lets more programs run on a multiprocessor and nothing is spilled: if G and M are fp32, and otherwise. AMD's
-    compiler knows no such limit.
+    a limit lets more programs run on a multiprocessor and nothing is spilled: if all of G, M and Ĝ that the kernel
+    accesses are fp32, and otherwise. AMD's compiler knows no such limit.
     """
 
     rows: int
@@ -56,8 +56,8 @@ class Launch:
         return {**self.of_factors, "BLOCK_COLS": self.columns, "PRECISION": self.precision}
 
     @functools.cached_property
-    def of_compensated_tiles(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Keywords of a kernel that compensates M, if G and M are fp32, and otherwise."""
+    def of_limited_tiles(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The same with each limit of ``registers``."""
         first, other = ({**self.of_tiles, **({"maxnreg": limit} if limit else {})} for limit in self.registers)
         return first, other
 
@@ -81,6 +81,7 @@ class Configuration:
 def _narrow(
     precision: str, rows: int, warps: int, stages: int, gram_warps: int,
     registers: tuple[int | None, int | None], left_registers: int | None,
+    written: tuple[int | None, int | None],
 ) -> Configuration:  # fmt: skip
     # Kernels that walk along rows share a table of tiles, and so do those that walk along columns: the rows of the
     # former and the columns of the latter must be the same.
@@ -89,7 +90,7 @@ def _narrow(
         compensate_backproject=Launch(16, 64, 16, 4, stages, precision, registers=(left_registers, left_registers)),
         # Its tile is half as large as the others' two: as many bytes ahead take more stages.
         backproject=Launch(16, 64, 16, 4, stages + 2 if stages > 1 else 1, precision),
-        reconstruct=Launch(rows, 32, 16, warps, min(stages, 2), precision),
+        reconstruct=Launch(rows, 32, 16, warps, min(stages, 2), precision, registers=written),
         gram=Launch(32, 16, 16, gram_warps, 1, precision),
         orthogonalize=Launch(32, 16, 16, 1, 1, precision),
         wire=Launch(BLOCK, 16, 16, 4, 1, precision),
@@ -134,17 +135,18 @@ def _table(
     gram_warps: tuple[int, int, int] = (1, 2, 2),
     registers: int | None = None,
     left_registers: int | None = None,
+    written: tuple[int | None, int | None] = (128, 128),
 ) -> dict[int, Configuration]:
     # ``left``: rows and warps of compensate_backproject, which needs the most registers. ``gram_warps``: one warp
     # factorizes without waiting for others, where its registers suffice. Above rank 16 they do not with Triton 3.7.
-    # ``registers`` and ``left_registers`` limit compensate_project and compensate_backproject up to rank 16: with 168,
-    # three programs fit a multiprocessor, with 128 four.
+    # ``registers``, ``left_registers`` and ``written`` limit compensate_project, compensate_backproject and reconstruct
+    # up to rank 16: with 168, three programs of four warps fit a multiprocessor, with 128 four, or two of eight warps.
     narrow, wide = stages
     return {
         # Each tile reads its columns' rows of Q: few tiles where that is much of the traffic, else many for even work.
         # 128 registers let two programs of eight warps run. They suffice for fp32 alone.
-        8: _narrow(precision, 128, 8, narrow, gram_warps[0], (registers and 128, None), left_registers),
-        16: _narrow(precision, 64, 4, narrow, gram_warps[0], (registers, registers), left_registers),
+        8: _narrow(precision, 128, 8, narrow, gram_warps[0], (registers and 128, None), left_registers, written),
+        16: _narrow(precision, 64, 4, narrow, gram_warps[0], (registers, registers), left_registers, written),
         32: _wide(precision, wide, left, wire_warps, gram_warps[1]),
         256: _several_panels(precision, left[0], wire_warps, gram_warps[2]),
     }
@@ -158,9 +160,9 @@ TABLES = {
     "sm_80": _table("tf32x3", (3, 2), registers=168, left_registers=128),
     "sm_89": _table("tf32x3", (3, 3), gram_warps=(2, 4, 4)),
     "sm_90": _table("tf32x3", (3, 3), registers=168),
-    "sm_100": _table("tf32x3", (4, 3), registers=168, left_registers=168),
+    "sm_100": _table("tf32x3", (4, 3), registers=168, left_registers=168, written=(128, None)),
     "sm_120": _table("tf32x3", (3, 3)),
-    "gfx942": _table("ieee", (1, 1), left=(8, 4), wire_warps=8, gram_warps=(1, 1, 1)),
+    "gfx942": _table("ieee", (1, 1), left=(8, 4), wire_warps=8, gram_warps=(1, 1, 1), written=(None, None)),
 }
 """By architecture, then by the largest rank that a configuration is for."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,16 +24,14 @@ from powersgd_triton.kernels.table_device import (
 
 
 @triton.jit
-def _store_noting_overflow(target, value, ok, verdict):
-    """Store ``value`` rounded to the target's dtype; verdict ← 0 if an element is not finite after rounding.
+def _note_overflow(magnitudes, verdict):
+    """Verdict ← 0 if one of the magnitudes, in fp32, is infinite or NaN.
 
     Several threads may store to the verdict at once. That is no race: all of them store 0.
     """
-    rounded = value.to(target.dtype.element_ty)
-    tl.store(target, rounded, ok)
-    # Infinities and NaN fail the comparison, those of the message too.
-    fits = tl.abs(rounded.to(tl.float32)) < float("inf")
-    tl.store(verdict + tl.zeros_like(value).to(tl.int32), 0.0, ok & (fits == 0))
+    # NaN fails the comparison too.
+    fits = magnitudes < float("inf")
+    tl.store(verdict + tl.zeros_like(magnitudes).to(tl.int32), 0.0, fits == 0)
 
 
 @triton.jit(do_not_specialize=["out_base", "verdict", "row_programs"])
@@ -50,10 +49,11 @@ def _reconstruct_kernel(
         source, _, _, target, numel, tensor = pack_entry(entries, program - row_programs)
         i = tl.arange(0, COPY)
         ok = i < numel
-        value = tl.load(message + target + i, ok, 0.0)
+        rounded = tl.load(message + target + i, ok, 0.0).to(OUT_TYPE)
         # Bypass tensors start anywhere: nothing is known to divide their offsets.
         place = pointer_to(tensor_address(out_base, out_at, tensor), OUT_TYPE, 1) + source
-        _store_noting_overflow(place + i, value, ok, verdict)
+        tl.store(place + i, rounded, ok)
+        _note_overflow(tl.abs(rounded.to(tl.float32)), verdict)
         return
     matrix, row, start, end, _ = tile_of(tiles, program, 1, BLOCK_COLS)
     n, m, r = matrix_sizes(records, matrix)
@@ -84,11 +84,13 @@ def _walk_along_columns(
     cols = tl.arange(0, BLOCK_COLS)
     ranks = tl.arange(0, C)
     row_ok = row + rows < n
-    left = rows[:, None] * r + ranks[None, :]  # [rows, C]
+    # Rows beyond the last are copies of it, which are not stored: a mask would take an instruction for each element.
+    left = tl.minimum(rows, n - 1 - row)[:, None] * r + ranks[None, :]  # [rows, C]
     right_t = ranks[:, None] + cols[None, :] * r  # [C, cols]
     tile = rows[:, None] * m + cols[None, :]
     # The first panel's tile of P is the same for all columns.
-    P_tile = tl.load(P_hat + left, row_ok[:, None] & (ranks < r)[None, :], 0.0)
+    P_tile = tl.load(P_hat + left, (ranks < r)[None, :], 0.0)
+    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for col in range(start, end, BLOCK_COLS):
         col_ok = col + cols < m
         factor = tl.cast(col, tl.int64) * r
@@ -98,10 +100,14 @@ def _walk_along_columns(
             # Panel by panel into ``value``, in this order: another one would round differently.
             for k in range(C, r, C):
                 more = k + ranks < r
-                P_more = tl.load(P_hat + k + left, row_ok[:, None] & more[None, :], 0.0)
+                P_more = tl.load(P_hat + k + left, more[None, :], 0.0)
                 Q_more = tl.load(Q + factor + k + right_t, more[:, None] & col_ok[None, :], 0.0)
                 value += multiply(P_more, Q_more, PRECISION)
-        _store_noting_overflow(out + col + tile, value, row_ok[:, None] & col_ok[None, :], verdict)
+        rounded = value.to(OUT_TYPE)
+        tl.store(out + col + tile, rounded, row_ok[:, None] & col_ok[None, :])
+        # Noted once, after all tiles. Of columns beyond the last, Q is 0: they are finite if the others are.
+        largest = tl.maximum(largest, tl.abs(rounded.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL)
+    _note_overflow(largest, verdict)
 
 
 def reconstruct_triton(
@@ -115,8 +121,9 @@ def reconstruct_triton(
     """
     tiles, programs = table.row_tiles, len(table.row_tiles) + table.bypass_programs
     if programs:
+        options = launch.of_limited_tiles[0 if out.dtype == torch.float32 else 1]
         run(
-            _reconstruct_kernel, (programs,), launch.of_tiles, P, Q, message, out.base, out.distances, verdict,
+            _reconstruct_kernel, (programs,), options, P, Q, message, out.base, out.distances, verdict,
             table.records, tiles, entries, len(tiles),
             OUT_TYPE=ELEMENTS[out.dtype], WIDE=launch.wide, VEC=vector_of(out.dtype), COPY=COPY_BLOCK,
         )  # fmt: skip

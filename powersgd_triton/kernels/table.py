@@ -267,15 +267,13 @@ class BucketTable:
         """Return the table of the factors P."""
         records: list[FactorRow] = []
         chunks: list[ChunkRow] = []
-        highest = 0
-        for index, x in enumerate(matrices):
-            height = max(CHUNK_ROWS, -(-x.n // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS)
-            highest = max(highest, height)
+        heights = [max(CHUNK_ROWS, -(-x.n // MAX_CHUNKS // CHUNK_ROWS) * CHUNK_ROWS) for x in matrices]
+        for index, (x, height) in enumerate(zip(matrices, heights, strict=True)):
             mine = [ChunkRow(index, row, min(x.n, row + height)) for row in range(0, x.n, height)]
             records.append(FactorRow(x.n, x.r, x.p_offset, x.key, first_chunk=len(chunks), chunks=len(mine)))
             chunks += mine
         progress = torch.zeros(len(records), PROGRESS.value, dtype=torch.int32, device=self.device)
-        shares = min(MAX_SHARES, max(1, highest // CHUNK_ROWS))
+        shares = min(MAX_SHARES, max(heights, default=CHUNK_ROWS) // CHUNK_ROWS)
         tables = self._tensor(FactorRow, records), self._tensor(ChunkRow, chunks, torch.int32)
         return FactorTable(*tables, progress, shares)
 

@@ -114,13 +114,13 @@ Place = tuple[int, int, int]
 class Kernel:
     """A compiled kernel. ``hits`` counts how often each instruction was executed."""
 
-    def __init__(self, text: str, shared: int) -> None:
-        self.text, self.shared = text, shared
+    def __init__(self, name: str, text: str, shared: int) -> None:
+        self.name, self.text, self.shared = name, text, shared
         body = text.partition("\t.section")[0]
         header, body = body[: body.index("\n{")], body[body.index("\n{") :]
-        self.parameters = re.findall(r"\.param \.(\w+) .*?(\w+_param_\d+)", header)
+        self._names = re.findall(r"\w+_param_\d+", header)
+        self.sizes = [int(size) // 8 for size in re.findall(r"\.param \.\w(\d+)", header)]
         self.warps = int(re.findall(r"\.reqntid (\d+)", header)[0]) // 32
-        self._names = [name for _, name in self.parameters]
         registers = dict.fromkeys((*SPECIAL, *re.findall(r"%[\w.]+", body)))
         self._registers = {name: number for number, name in enumerate(registers)}
         self._literals: dict[int, int] = {}
@@ -140,16 +140,10 @@ class Kernel:
                 statements.append((guard or "", " ".join(statement.split())))
                 self.places.append(f"line {number}: {code}  <{place}>")
         self._code = (Instruction * len(statements))()
-        unknown: set[str] = set()
         for row, (guard, statement) in zip(self._code, statements, strict=True):
             row.guard = self._registers[guard.lstrip("!")] if guard else -1
             row.negated = guard.startswith("!")
-            try:
-                self._decode(row, statement)
-            except NotExecutedError as error:
-                unknown.add(str(error))
-        if unknown:
-            raise NotExecutedError(", ".join(sorted(unknown)))
+            self._decode(row, statement)
         self.hits = np.zeros(len(statements), np.uint64)
 
     def _slot(self, text: str, size: int = 8) -> int:

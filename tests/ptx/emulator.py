@@ -37,18 +37,14 @@ class Emulator:
     Attributes:
         schedules: In how many each launch runs. Its results are those of the first.
         label: What runs, for findings.
-        watch: Called before each launch with the kernel, the grid, the parameters' bits and the memory.
     """
 
-    def __init__(self, capability: int = EXECUTED, schedules: int = 1, seed: int = 0) -> None:
-        self.capability, self.schedules, self.label = capability, schedules, ""
+    def __init__(self) -> None:
+        self.capability, self.schedules, self.seed, self.label = EXECUTED, 1, 0, ""
         self.launches = self.runs = self.steps = 0
         self.kernels: dict[str, Kernel] = {}
-        self.names: dict[str, str] = {}
         self.found: dict[tuple[str, str, str], str] = {}
         self.not_executed: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.watch: Callable[[Kernel, tuple[int, int], list[int], list[Place]], None] = lambda *_: None
-        self.seed = seed
 
     # What Triton calls. A compiled kernel's machine code is its PTX, and the function to launch is its ``Kernel``.
 
@@ -59,50 +55,42 @@ class Emulator:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
-    def load_binary(self, name: str, code: bytes, shared: int, _: int) -> tuple[int, Kernel | str, int, int, int]:
-        return 1, self._kernel(name, code.decode(), shared), 0, 0, 1024
+    def load_binary(self, name: str, code: bytes, shared: int, _: int) -> tuple[int, Any, int, int, int]:
+        try:
+            return 1, self._kernel(name, code.decode(), shared), 0, 0, 1024
+        except NotExecutedError as error:
+            return 1, error, 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         kinds = list(source.signature.values())
-        executed: list[Kernel] = []
+        other: list[Kernel] = []
 
-        def launch(x: int, y: int, z: int, stream: int, kernel: Kernel | str, *rest: Any) -> None:
+        def launch(x: int, y: int, z: int, stream: int, kernel: Kernel | NotExecutedError, *rest: Any) -> None:
             assert z == 1
             given = rest[4:]
-            if isinstance(kernel, str):
-                self.not_executed[metadata.name, kernel] += 1
-                if not executed:
+            if isinstance(kernel, NotExecutedError):
+                self.not_executed[metadata.name, str(kernel)] += 1
+                if not other:
                     options = {name: getattr(metadata, name) for name in OPTIONS}
                     made = triton.compile(source, target=GPUTarget("cuda", EXECUTED, 32), options=options)
-                    other = self._kernel(metadata.name, made.asm["cubin"].decode(), made.metadata.shared)
-                    assert isinstance(other, Kernel)
-                    executed.append(other)
-                kernel = executed[0]
+                    other.append(self._kernel(metadata.name, made.asm["cubin"].decode(), made.metadata.shared))
+                kernel = other[0]
             values = [bits(value, kind) for value, kind in zip(given, kinds, strict=True) if kind != "constexpr"]
             sizes = [8 if kind.startswith("*") else int(kind[-2:]) // 8 for kind in kinds if kind != "constexpr"]
             # Two pointers to scratch memory follow, which no kernel uses.
-            declared = [int(kind[1:]) // 8 for kind, _ in kernel.parameters]
-            if declared != [*sizes, 8, 8] or kernel.warps != metadata.num_warps:
-                self.add(metadata.name, Finding("other parameters", f"declared {declared}, passed {sizes}", ""))
-            self.launch(metadata.name, kernel, (x, y), [*values, 0, 0])
+            if kernel.sizes != [*sizes, 8, 8] or kernel.warps != metadata.num_warps:
+                self.add(metadata.name, Finding("other parameters", f"declared {kernel.sizes}, passed {sizes}", ""))
+            self.launch(kernel, (x, y), [*values, 0, 0])
 
         return launch
 
-    def _kernel(self, name: str, text: str, shared: int) -> Kernel | str:
-        """The decoded kernel, or the instruction that is not executed."""
-        try:
-            kernel = self.kernels.get(text) or Kernel(text, shared)
-        except NotExecutedError as error:
-            return str(error)
-        self.kernels[text], self.names[text] = kernel, name
-        return kernel
+    def _kernel(self, name: str, text: str, shared: int) -> Kernel:
+        self.kernels[text] = self.kernels.get(text) or Kernel(name, text, shared)
+        return self.kernels[text]
 
-    # Running and reporting.
-
-    def launch(self, name: str, kernel: Kernel, grid: tuple[int, int], values: list[int]) -> None:
+    def launch(self, kernel: Kernel, grid: tuple[int, int], values: list[int]) -> None:
         self.launches += 1
         memory, first = storages(), None
-        self.watch(kernel, grid, values, memory)
         for schedule in range(self.schedules):
             seed = (self.seed * 2**20 + self.launches) * 2**10 + schedule
             findings, changed, steps = kernel.run(grid, values, memory, seed)
@@ -111,7 +99,7 @@ class Emulator:
             if not same(first, changed):
                 findings.append(Finding("other results", f"of schedule {schedule} than of the first", ""))
             for finding in findings:
-                self.add(name, finding)
+                self.add(kernel.name, finding)
         for address, data in (first or {}).items():
             ctypes.memmove(address, data.ctypes.data, data.size)
 
@@ -128,15 +116,12 @@ class Emulator:
         yield from self.found.values()
         for (name, instructions), count in sorted(self.not_executed.items()):
             yield f"{name}: {count} launches ran as sm_{EXECUTED}, since not executed: {instructions}"
-        for name in sorted({*self.names.values()}):
-            kernels = [kernel for text, kernel in self.kernels.items() if self.names[text] == name]
+        for name in sorted({kernel.name for kernel in self.kernels.values()}):
+            kernels = [kernel for kernel in self.kernels.values() if kernel.name == name]
             every = [place for kernel in kernels for place in zip(kernel.places, kernel.hits, strict=True)]
             missed = collections.Counter(place.partition("<")[2].partition(" ")[0] for place, hits in every if not hits)
-            share, rest = (
-                100 * (1 - missed.total() / len(every)),
-                ", ".join(f"{n} of {x}" for x, n in missed.most_common(6)),
-            )
-            yield f"{name}: compiled {len(kernels)} times, {share:.1f} % of {len(every)} executed; not {rest}"
+            share, rest = 1 - missed.total() / len(every), ", ".join(f"{n} of {x}" for x, n in missed.most_common(6))
+            yield f"{name}: compiled {len(kernels)} times, {share:.1%} of {len(every)} executed; not {rest}"
 
 
 def bits(value: Any, kind: str) -> int:
@@ -154,12 +139,10 @@ def same(one: dict[int, np.ndarray], other: dict[int, np.ndarray]) -> bool:
 
 def storages() -> list[Place]:
     """The memory of all tensors on the CPU that are alive."""
-    found: dict[int, int] = {}
-    for tensor in gc.get_objects():
-        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return [(address, size, address) for address, size in found.items()]
+    tensors = (x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter))
+    storages = (x.untyped_storage() for x in tensors if x.device.type == "cpu" and x.numel())
+    sizes = {x.data_ptr(): x.nbytes() for x in storages}
+    return [(address, size, address) for address, size in sizes.items()]
 
 
 def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

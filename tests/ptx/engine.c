@@ -161,9 +161,9 @@ static void report(Launch *L, int kind, int at, Program *p, int tid, const Stamp
     int before = other ? (int)other->at : -1, thread = other ? (int)other->thread - 1 : -1;
     Finding *f = L->findings, *end = f + L->findings_number;
     for (; f < end; f++) if (f->kind == kind && f->at == at && f->other == before) { f->count++; return; }
-    if (L->findings_number++ < L->most_findings)
-        *f = (Finding){kind, at, before, p->number, tid, thread >> PROGRAM_BITS, thread % (1 << PROGRAM_BITS), 1, address};
-    else L->findings_number--;
+    if (L->findings_number == L->most_findings) return;
+    L->findings_number++;
+    *f = (Finding){kind, at, before, p->number, tid, thread >> PROGRAM_BITS, thread % (1 << PROGRAM_BITS), 1, address};
 }
 
 /* Order of accesses ------------------------------------------------------------------------------------------------ */
@@ -285,7 +285,6 @@ static void mark_copy(Launch *L, Program *p, Warp *w, Copy *x, int in_flight) {
 }
 static void copy_async(Launch *L, Program *p, Warp *w, u32 tid, int at, const Instruction *i, u64 to, u64 from, int have) {
     int size = i->size;
-    if (i->ns < 3) have = size;
     Copy x = {NULL, from, (u32)to, tid, size, have, 0, w->groups, at};
     if (!touch_shared(L, p, w, tid, at, to, size, 1, 0)) return;
     if (have > 0 && (x.segment = locate(L, p, tid, at, from, have, size)))
@@ -436,7 +435,7 @@ static int step(Launch *L, Program *p, Warp *w) {
         EACH {
             u64 address = a[l] + i->offset;
             if (i->op == OP_atomic_add) d[l] = atomic_add(L, p, w, tid + l, at, address, b[l]);
-            else if (i->op == OP_copy_async) copy_async(L, p, w, tid + l, at, i, (u32)address, b[l] + i->offset2, (int)c[l]);
+            else if (i->op == OP_copy_async) copy_async(L, p, w, tid + l, at, i, (u32)address, b[l] + i->offset2, i->ns < 3 ? i->size : (int)c[l]);
             else access(L, p, w, at, i, l, address);
         }
         result = 1;
@@ -509,15 +508,11 @@ static void finish(Launch *L, Program *p) { /* what it stored may stay in its ca
     free(p->warps), free(p->shared), free(p->shadow), free(p->knows), free(p->pending), free(p->count);
 }
 static Warp *choose(Launch *L, Program *programs, const int *running, int number, int *place) {
-    for (int tries = 0; tries < 64; tries++) {
-        int k = (int)draw(L, number);
-        Program *p = &programs[running[k]];
-        Warp *w = &p->warps[draw(L, L->warps)];
-        if (!w->waiting && w->alive && (tries > 32 || draw(L, 1000) < 1000 * p->speed)) { *place = k; return w; }
-    }
-    for (int v = 0; v < number * L->warps; v++) {
-        Warp *w = &programs[running[*place = v / L->warps]].warps[v % L->warps];
-        if (!w->waiting && w->alive) return w;
+    int warps = number * L->warps, first = (int)draw(L, warps);
+    for (int v = 0; v < 2 * warps; v++) { /* at the second time, however slow its program is */
+        Program *p = &programs[running[*place = (first + v) % warps / L->warps]];
+        Warp *w = &p->warps[(first + v) % L->warps];
+        if (!w->waiting && w->alive && (v >= warps || draw(L, 1000) < 1000 * p->speed)) return w;
     }
     return NULL;
 }
@@ -532,12 +527,12 @@ void run(Launch *L) {
         int k;
         Warp *w = choose(L, programs, running, number, &k);
         Program *p = &programs[running[w ? k : 0]];
-        if (!w || L->steps > L->most_steps) { report(L, w ? ENDLESS : DEADLOCK, p->warps[0].at, p, 0, NULL, 0); break; }
+        if (!w || L->steps > L->most_steps) { report(L, w ? ENDLESS : DEADLOCK, w ? w->at : p->warps->at - 1, p, 0, NULL, 0); break; }
         int more = 1 + (int)draw(L, 12);
         while (!w->waiting && w->alive && L->steps <= L->most_steps) if (step(L, p, w) && --more <= 0) break;
         p->left -= !w->alive;
         if (p->waiting && p->waiting == p->left) {
-            if (p->left < L->warps) report(L, LANES, w->at, p, 0, NULL, 0);
+            if (p->left < L->warps) report(L, LANES, w->at - 1, p, 0, NULL, 0); /* the barrier, or the end */
             for (int v = p->waiting = 0; v < L->warps; v++) p->warps[v].waiting = 0;
             pass_barrier(L, p);
         }

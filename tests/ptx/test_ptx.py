@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,11 @@ pytestmark = [
 ]
 
 
-CASES = ["tests/ptx/cases.py", "tests/kernels/test_orthogonalize.py::test_hard_inputs"]
+CASES = [
+    "tests/ptx/cases.py",
+    "tests/kernels/test_orthogonalize.py::test_hard_inputs",
+    "tests/kernels/test_differences.py::test_same_bits_as_the_reference",
+]
 
 
 @pytest.mark.parametrize(("tests", "schedules"), [(CASES, 3), (["tests/ptx/plants.py"], 1)], ids=["cases", "plants"])
@@ -29,6 +32,5 @@ def test_emulated(tests: list[str], schedules: int):
     """In a process of its own, in which kernels are compiled and not interpreted."""
     options = ["-m", "not slow", "-p", "no:cacheprovider", "--schedules", str(schedules), "-q", "--tb", "short"]
     command = [sys.executable, "-m", "pytest", "-p", "tests.ptx.plugin", *tests, *options]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
