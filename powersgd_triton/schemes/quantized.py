@@ -9,8 +9,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import FlatAverage, Task
-from powersgd_triton.layout.layout import Layout
+from powersgd_triton.core.scheme import FlatAverage, Scheme, Task
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
@@ -18,7 +17,7 @@ Mean = Generator[Work, None, Tensor]
 """Yields each collective that it starts, and returns the average."""
 
 
-class Quantized:
+class Quantized(Scheme):
     """The scheme of ``PowerSGDConfig(codes=…)``: whole tensors, in codes with a scale for each block."""
 
     def prepare(self, task: Task) -> None:
@@ -30,9 +29,6 @@ class Quantized:
         mean = yield from quantized_mean(M, task.config, task.communicator)
         task.residuals.keep(task.layout, M, task.step)
         return FlatAverage(task.layout, mean)
-
-    def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
-        return layout.sent_numel(config, iteration)
 
 
 def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Mean:
