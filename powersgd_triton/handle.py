@@ -238,10 +238,8 @@ class Handle:
         self.forget()
 
     def _examined(self, examine: Callable[[], T]) -> T:
-        """Return what a step finds in its arguments. In the first step, other workers are told if it raises an error.
-
-        In later steps, they have begun a sum, which would meet this worker's next one if they left it.
-        """
+        """Return what a step finds in its arguments. In the first step, all workers hear of an error."""
+        # In later steps, they have begun a sum, which would meet this worker's next one if they left it.
         return self._together("a step", examine) if self._engine.buckets.compared is None else examine()
 
     def _together(self, call: str, act: Callable[[], T], fact: str | None = None) -> T:
