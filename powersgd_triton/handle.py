@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from powersgd_triton.checkpoint import StateDict, opened
@@ -17,7 +15,6 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
-from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
@@ -143,14 +140,6 @@ class Handle:
         """Return the number of elements of this worker's error buffers that exist so far."""
         matrices = self._residuals.matrices.values()
         return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
-
-    def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[object]:
-        """See ``Streams.on``."""
-        return self._residuals.streams.on(device, join=join)
-
-    def _ranked(self, bucket: BucketState) -> Layout:
-        """Return a bucket's layout with the ranks in force."""
-        return self._engine.buckets.ranked(bucket)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -36,9 +36,7 @@ def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
     Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding. M is fp32 [numel], contiguous, and as long on all workers.
-
-    If the workers of a node share a network card, they sum M within the node first, and each of them averages its own
-    part of the sum over the nodes.
+    In a hierarchy, workers sum M within the node first, and each averages its own part of the sum over the nodes.
     """
     inside = communicator.inside
     if inside is None:
