@@ -26,7 +26,7 @@ Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 def given_groups(node_group: NodeGroup) -> Groups | None:
-    """Return the groups that a user has given, or None if they are to be found or not wanted. Refuse anything else."""
+    """Return the groups that a user has given, None for "auto" or None. TypeError or ValueError: Anything else."""
     if node_group is None or node_group == AUTO:
         return None
     if isinstance(node_group, DeviceMesh):

@@ -109,9 +109,8 @@ class Buckets:
         self.device = device
         if self.communicator.lost_nodes():
             self.invalidate(self.communicator)
-        known = self._buckets.get(key)
-        if known is not None:
-            return known
+        if key in self._buckets:
+            return self._buckets[key]
         first = self.compared is None
 
         def introduce() -> tuple[Layout, Facts, Facts]:
@@ -131,8 +130,7 @@ class Buckets:
         if first:
             self._form_nodes(device)
             self.compared = self._tensors() or layout.shapes
-        found = self._buckets[key] = BucketState(layout)
-        return found
+        return self._buckets.setdefault(key, BucketState(layout))
 
     def join(self, parts: Sequence[BucketState]) -> BucketState:
         """Return the bucket of which these are the parts, one after the other."""
