@@ -98,10 +98,7 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def unpickled(content: bytes) -> Any:
-    """Return what ``torch.save`` wrote, on the CPU, without executing anything.
-
-    Raises ValueError if its tensors claim more memory than it has bytes, or if ``torch.save`` did not write it.
-    """
+    """Return what ``torch.save`` wrote, executing nothing. ValueError: Another file, or tensors that claim more."""
     # torch.load() allocates what the file claims, also for compressed entries and in its older formats.
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()

@@ -167,7 +167,7 @@ class Compressor(Handle):
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
             decides = self._step.loss_scale is not None and not self._written
-            with self._on(compressed.verdict.device):
+            with self._residuals.streams.on(compressed.verdict.device):
                 compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
             self._written = True
         for name, tensor in named.items():

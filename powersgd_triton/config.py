@@ -39,10 +39,7 @@ INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "repl
 
 
 def whole_number(what: str, value: Any, minimum: int = 0, kind: str = "an int") -> int:
-    """Return a whole number, of whatever type such as ``numpy.int64``, as an int.
-
-    TypeError: It is not a whole number. ValueError: It is below ``minimum``.
-    """
+    """Return a value such as a ``numpy.int64`` as an int. TypeError: It is no whole number. ValueError: Too small."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

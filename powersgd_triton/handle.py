@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from powersgd_triton.checkpoint import StateDict, opened
@@ -17,7 +15,6 @@ from powersgd_triton.comm.agreement import Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import exchanges
 from powersgd_triton.config import PowerSGDConfig, whole_number
-from powersgd_triton.core.buckets import BucketState
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
@@ -144,14 +141,6 @@ class Handle:
         matrices = self._residuals.matrices.values()
         return sum(matrix.error.numel() for matrix in matrices if matrix.error is not None)
 
-    def _on(self, device: torch.device, *, join: bool = True) -> contextlib.AbstractContextManager[object]:
-        """See ``Streams.on``."""
-        return self._residuals.streams.on(device, join=join)
-
-    def _ranked(self, bucket: BucketState) -> Layout:
-        """Return a bucket's layout with the ranks in force."""
-        return self._engine.buckets.ranked(bucket)
-
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,10 +227,8 @@ class Handle:
         self.forget()
 
     def _examined(self, examine: Callable[[], T]) -> T:
-        """Return what a step finds in its arguments. In the first step, other workers are told if it raises an error.
-
-        In later steps, they have begun a sum, which would meet this worker's next one if they left it.
-        """
+        """Return what a step finds in its arguments. In the first step, all workers hear of an error."""
+        # In later steps, they have begun a sum, which would meet this worker's next one if they left it.
         return self._together("a step", examine) if self._engine.buckets.compared is None else examine()
 
     def _together(self, call: str, act: Callable[[], T], fact: str | None = None) -> T:

@@ -138,7 +138,7 @@ def _average(
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
     begun = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
     # DDP waits for the Future instead of the stream.
-    with state._on(buffer.device, join=False):
+    with state._residuals.streams.on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
         if buffer.is_cuda:
@@ -191,7 +191,7 @@ def _average(
 
 def _log(state: PowerSGDState, begun: BucketState, bucket: GradBucket, step: int) -> None:
     """Log what torch's hook logs: a bucket's memory when it is compressed for the first time, and statistics."""
-    index, layout = bucket.index(), state._ranked(begun)
+    index, layout = bucket.index(), state._engine.buckets.ranked(begun)
     new = index not in state._logged
     state._logged.add(index)
     if new and state.config.error_feedback:

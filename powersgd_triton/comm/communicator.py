@@ -191,10 +191,7 @@ def travel_device(group: dist.ProcessGroup | None, device: torch.device | None =
 
 
 def wait(work: Work) -> None:
-    """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raise the collective's error.
-
-    DisagreementError: Another worker has called something else than this step.
-    """
+    """Wait for a collective: the host waits for gloo, the current stream for NCCL. Raise the collective's error."""
     try:
         if work is not None:
             work.wait()

@@ -26,10 +26,7 @@ Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 def given_groups(node_group: NodeGroup) -> Groups | None:
-    """Return the groups that a user has given as such. None if they are to be found, or not wanted.
-
-    TypeError or ValueError: ``node_group`` is something else than ``NodeGroup`` says.
-    """
+    """Return the groups that a user has given, None for "auto" or None. TypeError or ValueError: Anything else."""
     if node_group is None or node_group == AUTO:
         return None
     if isinstance(node_group, DeviceMesh):
@@ -72,10 +69,7 @@ def check_groups(group: dist.ProcessGroup | None, node_group: NodeGroup) -> None
 
 
 def check_places(groups: Groups, places: torch.Tensor) -> Groups:
-    """Return the groups that a user has given if all workers sum the same rows with theirs. ValueError: they do not.
-
-    ``places`` [workers, 4] has the result of ``own_place`` of each worker.
-    """
+    """Return given groups if each worker sums the same rows with theirs, see ``own_place``. ValueError: they do not."""
     inside, across = (set(dist.get_process_group_ranks(each)) for each in groups)
     (own,) = places[places[:, 0] == dist.get_rank()]
     same_node, same_index = (set(places[places[:, column] == own[column], 0].tolist()) for column in (1, 2))
@@ -90,16 +84,14 @@ def check_places(groups: Groups, places: torch.Tensor) -> Groups:
 
 
 def own_place(groups: Groups | None = None) -> torch.Tensor:
-    """Return [this worker, first worker of its node, its index in the node, workers of the node].
-
-    Without groups, as torchrun says it: zeros behind the worker if it does not.
-    """
+    """Return [this worker, first worker of its node, its index there, workers there]; without groups from torchrun."""
     worker = dist.get_rank()
     if groups is not None:
         members = dist.get_process_group_ranks(groups[0])
         return torch.tensor([worker, members[0], members.index(worker), len(members)])
     size, index = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
     if not size or not index:
+        # This worker was not started by torchrun.
         return torch.tensor([worker, 0, 0, 0])
     if not (size.isdecimal() and index.isdecimal() and int(index) < int(size)):
         raise ValueError(f"LOCAL_RANK must be a number below LOCAL_WORLD_SIZE; got {index!r} of {size!r}")

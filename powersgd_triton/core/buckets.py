@@ -13,7 +13,7 @@ from powersgd_triton.comm.agreement import COMPUTED_BY, Facts, together
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import waits
 from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_groups, own_place
-from powersgd_triton.core.facts import common_facts, factor_facts, layout_facts, replicated_facts, saved_facts
+from powersgd_triton.core.facts import common_facts, factor_facts, replicated_facts, saved_facts
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
 from powersgd_triton.layout.layout import Layout, Tensors
@@ -41,7 +41,7 @@ class BucketState:
     """
 
     layout: Layout
-    ranked: Layout
+    ranked: Layout = dataclasses.field(init=False)
     ranks: Any = None
     memory: Any = None
     agreed: bool = False
@@ -105,70 +105,55 @@ class Buckets:
         return together(call, act, self.communicator, self.device)
 
     def find(self, key: Hashable, shapes: Shapes, device: torch.device, *, compress: bool = True) -> BucketState:
-        """Return a bucket. Collective when it comes for the first time.
-
-        The first call also compares configuration, tensors and step.
-        """
+        """Return a bucket. Collective when it is new. The first call also compares configuration, tensors and step."""
         self.device = device
         if self.communicator.lost_nodes():
             self.invalidate(self.communicator)
-        known = self._buckets.get(key)
-        if known is not None:
-            return known
+        if key in self._buckets:
+            return self._buckets[key]
         first = self.compared is None
 
         def introduce() -> tuple[Layout, Facts, Facts]:
             layout = Layout.build(shapes(), self._plan.config, compress=compress)
-            replicated = layout_facts(self._plan.config, layout)
             if not first:
-                return layout, {}, replicated
+                return layout, {}, replicated_facts(self._plan.config, layout.shapes, self._plan)
             self._plan.connect(self.communicator.world_size)
             if self.communicator.world_size > 1:
                 check_groups(self.communicator.group, self.communicator.node_group)
-            common, all_replicated = self._facts(self._tensors() or layout.shapes)
+            common, replicated = self._facts({**layout.shapes, **self._tensors()})
             # Workers that load a state compare it then. Those that unpickle one have not.
             with self._residuals.streams.everywhere():
                 saved = saved_facts(self._residuals.loaded)
-            kind = {COMPUTED_BY: computed_by(self._plan.config, device)}
-            return layout, common, {**replicated, **all_replicated, **saved, **kind}
+            return layout, common, {**replicated, **saved, COMPUTED_BY: computed_by(self._plan.config, device)}
 
         layout = self.together("a step", introduce)
         if first:
             self._form_nodes(device)
             self.compared = self._tensors() or layout.shapes
-        found = self._buckets[key] = BucketState(layout, layout)
-        return found
+        return self._buckets.setdefault(key, BucketState(layout))
 
     def join(self, parts: Sequence[BucketState]) -> BucketState:
         """Return the bucket of which these are the parts, one after the other."""
-        if len(parts) == 1:
-            joined = parts[0]
-        else:
+        joined = parts[0]
+        if len(parts) > 1:
             key = "joined", *map(id, parts)
             if key not in self._buckets:
-                layout = Layout.joined([part.layout for part in parts])
-                self._buckets[key] = BucketState(layout, layout)
+                self._buckets[key] = BucketState(Layout.joined([part.layout for part in parts]))
             joined = self._buckets[key]
         for part in parts:
             part.joined = joined
         return joined
 
     def are_large(self, parts: Sequence[Part]) -> bool:
-        """Return whether buckets need not wait for the step's next one, to be averaged together.
-
-        What was decided when they came first stays in force: if it followed planned ranks, each plan could need other
-        buckets.
-        """
+        """Return whether buckets need not wait for the step's next one, to be averaged together."""
         bucket = self.join([part.bucket for part in parts])
         if bucket.waits is None:
+            # Decided once: if it followed planned ranks, each plan could need other buckets.
             bucket.waits = waits(self.ranked(bucket), self._plan.config, self.communicator.world_size)
         return not bucket.waits
 
     def ranked(self, bucket: BucketState) -> Layout:
-        """Return a bucket's layout with the ranks in force. It is the same object until the ranks change.
-
-        A new plan makes a new layout, for which the scheme makes new memory.
-        """
+        """Return a bucket's layout with the ranks in force. If it is another object, the scheme makes new memory."""
         if bucket.ranks is not self._plan.ranks:
             bucket.ranked, bucket.ranks = self._plan.layout(bucket.layout), self._plan.ranks
         return bucket.ranked
@@ -179,9 +164,7 @@ class Buckets:
         It is not collective if a bucket is new because ranks were planned again, since the host of a GPU must not wait.
         """
         bucket = self.join([part.bucket for part in parts])
-        gradients = parts[0].gradients
-        if len(parts) > 1:
-            gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
+        gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
         layout, config = self.ranked(bucket), self._plan.config
         task = Task(layout, gradients, self._step, config, self.communicator, self._residuals, bucket.memory)
 
@@ -192,15 +175,12 @@ class Buckets:
             dtypes = sorted({str(gradient.dtype) for gradient in shared})
             return memory, {}, {"errors to move": sorted(self._residuals.moving), "dtypes of gradients": dtypes}
 
-        if bucket.agreed:
-            memory = allocate()[0]
-        else:
-            memory = together("the allocation for a bucket", allocate, self.communicator, self.device)
+        memory = allocate()[0] if bucket.agreed else self.together("the allocation for a bucket", allocate)
         bucket.agreed = True
         if memory is not bucket.memory:
             # Tensors are in one bucket at a time.
             for other in self._buckets.values():
-                if not other.layout.names.isdisjoint(bucket.layout.names):
+                if not other.layout.shapes.keys().isdisjoint(bucket.layout.shapes):
                     other.memory = None
             bucket.memory = memory
         return dataclasses.replace(task, memory=memory)

@@ -28,10 +28,8 @@ class Capture:
         of listeners, or since the bucket is not ``settled``. Nothing was changed.
         """
         step, residuals, captured = self._step, self._residuals, is_captured(device)
-        if captured:
-            obstacle = next(filter(None, [*obstacles, self._obstacle(settled)]), None)
-            if obstacle is not None:
-                raise RuntimeError(f"this step cannot be captured in a CUDA graph: {obstacle}")
+        if captured and (found := [*filter(None, obstacles), *self._obstacles(settled)]):
+            raise RuntimeError(f"this step cannot be captured in a CUDA graph: {found[0]}")
         if step.keys:
             return
         self._before = {b: (b.applied, b.product) for b in residuals.buckets()} if captured else {}
@@ -47,7 +45,7 @@ class Capture:
             bucket.applied, bucket.product = applied, product
         return bool(before)
 
-    def _obstacle(self, settled: Callable[[], bool]) -> str | None:
+    def _obstacles(self, settled: Callable[[], bool]) -> list[str]:
         """Return why further steps would not do the same on the device, or would need the host."""
         config = self._plan.config
         obstacles = (
@@ -59,4 +57,4 @@ class Capture:
             (self._step.iteration < config.start_iter, f"the first {config.start_iter} steps are exact"),
             (not settled(), "its gradients must be compressed in the same bucket in the step before it"),
         )
-        return next((why for holds, why in obstacles if holds), None)
+        return [why for holds, why in obstacles if holds]

@@ -109,7 +109,7 @@ class Engine:
             Exception: The tensors cannot be laid out, on this worker or on another one. Nothing was changed.
         """
         bucket, step = self.buckets.find(key, shapes, device, compress=compress), self.step
-        keys = frozenset(keys) or bucket.layout.names
+        keys = frozenset(keys or bucket.layout.shapes)
         if not step.keys.isdisjoint(keys):
             self.finish()
             if step.keys:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import SavedState
-from powersgd_triton.layout.layout import Layout, Tensors, compressed_rank
+from powersgd_triton.layout.layout import Tensors, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
 
@@ -22,24 +22,14 @@ def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:
     return {**facts, **{f"config.{field}": value for field, value in config.to_dict().items()}}
 
 
-def tensor_facts(tensors: Tensors, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return shapes and ranks. Replicas have the same. Tensor-parallel workers may have parts of other sizes."""
-    shapes = {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
-    return {**shapes, **{f"rank of {name!r}": rank for name, rank in ranks.items()}}
-
-
 def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
-    """Return facts about the tensors, and the ranks if they do not follow from the configuration and the shapes."""
+    """Return shapes and chosen ranks. Replicas have the same. Tensor-parallel workers may have parts of other sizes."""
     ranks = plan.ranks
     if callable(config.rank):
         ranks = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
-    planned = {"ranks are planned from": plan.planned_from} if config.planned else {}
-    return {**tensor_facts(tensors, ranks), **planned}
-
-
-def layout_facts(config: PowerSGDConfig, layout: Layout) -> dict[str, Any]:
-    """Return the shapes of a bucket's tensors, and the ranks that a function has given them."""
-    return tensor_facts(layout.shapes, {s.name: s.rank for s in layout.segments} if callable(config.rank) else {})
+    facts: dict[str, Any] = {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
+    facts |= {f"rank of {name!r}": rank for name, rank in ranks.items()}
+    return {**facts, **({"ranks are planned from": plan.planned_from} if config.planned else {})}
 
 
 def saved_facts(saved: SavedState) -> dict[str, Any]:

@@ -32,13 +32,13 @@ def settle(engine: Engine) -> None:
         bucket.materialize(engine.step)
 
 
-def load(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> LoadReport:
+def load(engine: Engine, read: Read, **options: Any) -> LoadReport:
     """Continue from a saved state, whose rank may differ. Collective. Unless all workers load the same, none does.
 
     Options, result and errors are those of ``Compressor.load_state_dict``. What ``read`` raises on one worker is an
     error on all.
     """
-    return adopt(engine, *compared(engine, read, strict=strict, rename=rename))
+    return adopt(engine, *compared(engine, read, **options))
 
 
 def adopt(engine: Engine, saved: SavedState, report: LoadReport) -> LoadReport:
@@ -59,11 +59,11 @@ def forget(engine: Engine) -> None:
     engine.residuals.forget_errors()
 
 
-def compared(engine: Engine, read: Read, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> Loaded:
+def compared(engine: Engine, read: Read, **options: Any) -> Loaded:
     """Check a saved state, and compare what the workers are about to load. Collective. See ``load``."""
 
     def check() -> tuple[Loaded, Facts, Facts]:
-        found = checked(engine, *read(), strict=strict, rename=rename)
+        found = checked(engine, *read(), **options)
         with engine.residuals.streams.everywhere():
             return found, {}, saved_facts(found[0])
 

@@ -17,20 +17,6 @@ from powersgd_triton.ops.step import HostCopy, Step
 from powersgd_triton.ranks.plan import RankPlan
 
 
-@dataclasses.dataclass(frozen=True)
-class Remaining:
-    """The error E [n, m] of a tensor that no bucket compresses.
-
-    ``verdict`` is that of the step that added it to the gradient, if one has, and ``told`` its copy on the host after
-    that step. ``rest`` remains if the step is applied.
-    """
-
-    error: Tensor
-    verdict: Tensor | None = None
-    rest: Tensor | None = None
-    told: HostCopy | None = None
-
-
 @dataclasses.dataclass(eq=False)
 class Matrix:
     """One compressed tensor.
@@ -72,8 +58,16 @@ class Residuals:
         self.sizes: dict[str, Size] = {}
         self.loaded = SavedState()
         self.moving: dict[str, list[tuple[int, Tensor]]] = {}
-        # Of tensors that are no longer compressed, or that are sent whole.
-        self._remaining: dict[str, Remaining] = {}
+        self._forget_remaining()
+
+    def _forget_remaining(self) -> None:
+        # Errors E [n, m] of tensors that are no longer compressed, or that are sent whole.
+        self._remaining: Parts = {}
+        # What is left of those that a step has added to gradients, if it is applied. None if nothing is.
+        self._rest: dict[str, Tensor | None] = {}
+        # The verdict of that step, and when it has ended, a copy on the host.
+        self._verdict: Tensor | None = None
+        self._told: HostCopy | None = None
 
     @property
     def pending(self) -> bool:
@@ -104,33 +98,30 @@ class Residuals:
             if segment.name in self.loaded.matrices and not later:
                 parts = self.loaded.matrices[segment.name]
                 if "error" in parts and self.plan.config.error_feedback:
-                    self._remaining[segment.name] = Remaining(parts["error"].to(device))
+                    self._remaining[segment.name] = parts["error"].to(device)
                 del self.loaded.matrices[segment.name]
 
     def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
         """Return M = G + E of tensors that are sent whole, flat, in fp32."""
-        self._remaining_errors(step)
+        errors = self._remaining_errors(step)
         M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
         scale = step.scale(M.device)
         for segment in layout.segments:
-            own, known = M[segment.span], self._remaining.get(segment.name)
+            own, error = M[segment.span], errors.get(segment.name)
             own.copy_(gradients[segment.name].reshape(-1))
-            if known is not None:
-                own += known.error.reshape(-1) if scale is None else known.error.reshape(-1) * scale
+            if error is not None:
+                own += error.reshape(-1) if scale is None else error.reshape(-1) * scale
         return M
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Keep what a step has left of M as the errors, unless it turns out not to be applied."""
         if not self.plan.config.error_feedback:
             return
-        verdict = step.verdict(M.device)
-        scale = step.scale(M.device)
-        M = M if scale is None else M / scale
+        self._verdict, scale = step.verdict(M.device), step.scale(M.device)
+        M, zero = M if scale is None else M / scale, M.new_zeros(())
         for segment in layout.segments:
-            rest = M[segment.span].view(segment.n, segment.m)
-            known = self._remaining.get(segment.name)
-            error = torch.zeros((), device=M.device).expand_as(rest) if known is None else known.error
-            self._remaining[segment.name] = Remaining(error, verdict, rest)
+            self._rest[segment.name] = rest = M[segment.span].view(segment.n, segment.m)
+            self._remaining.setdefault(segment.name, zero.expand_as(rest))
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
@@ -140,8 +131,7 @@ class Residuals:
         Without remaining errors, return the gradients themselves. If the step turns out not to be finite, the errors
         are added again in the next step.
         """
-        self._remaining_errors(step)
-        waiting = {name for name, known in self._remaining.items() if known.verdict is None}
+        waiting = self._remaining_errors(step).keys() - self._rest.keys()
         names = [segment.name for segment in layout.bypass if segment.name in waiting] if waiting else []
         if not names:
             return gradients
@@ -150,48 +140,41 @@ class Residuals:
         # Copy all gradients of the bucket, so that they keep one dtype.
         sums = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in gradients.items()}
         for name in names:
-            error = self._remaining[name].error
-            self._remaining[name] = Remaining(error, step.verdict(device))
+            error = self._remaining[name]
             sums[name] = sums[name] + (error if scale is None else error * scale).view(sums[name].shape)
+        self._rest |= dict.fromkeys(names)
+        self._verdict = step.verdict(device)
         return sums
 
     def has_errors(self, step: Step) -> bool:
         """Return whether errors are left that no bucket holds: of a loaded state, or of what is not compressed now."""
         return bool(self.loaded.matrices or self._remaining_errors(step))
 
-    def _remaining_errors(self, step: Step) -> dict[str, Tensor]:
-        """Return the remaining errors, without what applied steps have sent of them. Read each verdict only once."""
-        applied: dict[int, bool] = {}
-        for name, known in list(self._remaining.items()):
-            if known.verdict is None or step.decides(known.verdict):
-                continue
-            # Tensors of one step share a verdict. Reading it waits for the device, unless it was copied.
-            if id(known.verdict) not in applied:
-                applied[id(known.verdict)] = bool(known.verdict if known.told is None else known.told.numbers())
-            left = known.rest if applied[id(known.verdict)] else known.error
-            if left is None:
-                del self._remaining[name]
-            else:
-                self._remaining[name] = Remaining(left)
-        return {name: known.error for name, known in self._remaining.items()}
+    def _remaining_errors(self, step: Step) -> Parts:
+        """Return the remaining errors, without what applied steps have sent of them."""
+        if self._verdict is not None and not step.decides(self._verdict):
+            # Reading a verdict waits for the device, unless it was copied.
+            applied = bool(self._verdict if self._told is None else self._told.numbers())
+            for name, rest in self._rest.items() if applied else ():
+                if rest is None:
+                    del self._remaining[name]
+                else:
+                    self._remaining[name] = rest
+            self._rest, self._verdict, self._told = {}, None, None
+        return self._remaining
 
     def end_step(self) -> None:
         """Copy the verdict that decides about remaining errors to the host, which does not wait."""
-        copies: dict[int, HostCopy] = {}
-        for name, known in self._remaining.items():
-            if known.verdict is not None and known.told is None:
-                told = copies[id(known.verdict)] = copies.get(id(known.verdict)) or HostCopy(known.verdict)
-                self._remaining[name] = dataclasses.replace(known, told=told)
+        if self._verdict is not None and self._told is None:
+            self._told = HostCopy(self._verdict)
 
     def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
         """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""
         for matrix in self.matrices.values():
             if matrix.bucket.applied is verdict:
                 matrix.bucket.applied = copy
-        self._remaining = {
-            name: dataclasses.replace(known, verdict=copy, told=None) if known.verdict is verdict else known
-            for name, known in self._remaining.items()
-        }
+        if self._verdict is verdict:
+            self._verdict, self._told = copy, None
 
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
@@ -226,7 +209,8 @@ class Residuals:
             for parts in self.loaded.matrices.values():
                 if "error" in parts:
                     parts["error"].zero_()
-            self._remaining, self.moving = {}, {}
+            self.moving = {}
+            self._forget_remaining()
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -257,7 +241,8 @@ class Residuals:
 
     def load(self, saved: SavedState) -> None:
         """Replace everything by ``saved``. A matrix takes over its part when it is in a bucket for the first time."""
-        self.matrices, self.sizes, self._remaining, self.moving = {}, {}, {}, {}
+        self.matrices, self.sizes, self.moving = {}, {}, {}
+        self._forget_remaining()
         self.loaded = saved
 
     def claim(self, communicator: Communicator) -> tuple[int, int] | None:

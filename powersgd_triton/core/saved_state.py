@@ -113,7 +113,9 @@ class SavedState:
             needed = {"basis"} if name in compressed else {"error"}
             _check_sizes(name, tuple(tensors[name]), parts, needed | ({"error"} if needs_errors else set()))
         for name, parts in matrices.items():
-            _check_values(name, parts)
+            for key, part in sorted(parts.items()):
+                if not is_finite(part):
+                    raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
         names = rename or {}
         _check_renaming(names, tensors)
         plan = {key: renamed(part, names) for key, part in checked_plan(state.get("plan", {})).items()}
@@ -241,13 +243,6 @@ def _check_sizes(name: str, size: Size, parts: Mapping[str, Any], needed: set[st
                 f"matrix {name!r} of the saved state is {n} × {m}: its {key!r} must be a dense tensor of "
                 f"{rows} × {columns} real numbers, all of which are in memory; got {what}"
             )
-
-
-def _check_values(name: str, parts: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if an element is not finite."""
-    for key, part in sorted(parts.items()):
-        if not is_finite(part):
-            raise ValueError(f"{key!r} of matrix {name!r} in the saved state is not finite")
 
 
 def _check_renaming(rename: Mapping[str, str], tensors: Mapping[str, Any]) -> None:

@@ -73,6 +73,8 @@ class Scheme(Protocol):
 
     def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
         """Return the elements that step ``iteration`` sends of a bucket, in fp32 elements of equal bytes."""
+        # Of factors, or of codes. A scheme that sends something else counts it itself.
+        return layout.sent_numel(config, iteration)
 
 
 class Listener:
@@ -94,10 +96,7 @@ class Listener:
 
 
 def watched(task: Task, before: Callable[[str], None], after: Callable[..., None]) -> Task:
-    """Return a task whose backend calls ``before(stage)``, and ``after(stage, *arguments of the stage)``.
-
-    The stages are the methods of ``ops.backend.Backend``. The task of a scheme without a backend stays as it is.
-    """
+    """Return a task whose backend, if any, calls ``before(stage)`` and ``after(stage, *arguments)``; see ``STAGES``."""
     if not hasattr(task.memory, "bucket"):
         return task
     return dataclasses.replace(task, memory=_Watched(task.memory, before, after))

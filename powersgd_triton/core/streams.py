@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
-
-_NOTHING = contextlib.nullcontext()
 
 HIGH_PRIORITY = -1
 """Kernels of a compression are short and other workers wait for their results."""
@@ -16,21 +14,16 @@ HIGH_PRIORITY = -1
 class Streams:
     """One stream a device, on which all of an engine's work runs, whichever streams its callers use.
 
-    The engine's memory is allocated, used and freed on this stream only. So kernels that use the same memory run in
-    the order in which the host enqueued them, and the allocator does not hand out memory that is still in use. Without
-    it, a hook on a framework's stream and a ``state_dict()`` on the main stream could use an error buffer at once.
-
-    Messages travel on streams of the process group. The engine's stream waits for a message only where its bucket goes
-    on, and other buckets' kernels are enqueued before that. So kernels overlap with messages although there is one
-    stream. (Kernels of two buckets at once would compete for the same memory bandwidth.)
+    The engine's memory is allocated, used and freed on this stream only. Otherwise, a hook on a framework's stream and
+    a ``state_dict()`` on the main stream could use an error buffer at once. Messages travel on streams of the process
+    group, and this stream waits for one only where its bucket goes on. So kernels overlap with messages.
     """
 
     def __init__(self) -> None:
         self._own: dict[torch.device, torch.cuda.Stream] = {}
 
-    def on(
-        self, *devices: torch.device, wait: bool = True, join: bool = True
-    ) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def on(self, *devices: torch.device, wait: bool = True, join: bool = True) -> Iterator[None]:
         """Make the engine's streams, and their devices, current within this block. CPU devices have no streams.
 
         Args:
@@ -40,9 +33,10 @@ class Streams:
             join: Whether the caller's streams wait for the work. The host never waits. Without it, the caller must
                 record the stream on the tensors that it passes, and wait for the results in another way.
         """
-        found = [self._on(device, wait, join) for device in devices if has_streams(device)]
-        # A step works on one device, or on the CPU, where there is nothing to do.
-        return found[0] if len(found) == 1 else _all(found) if found else _NOTHING
+        with contextlib.ExitStack() as stack:
+            for device in filter(has_streams, devices):
+                stack.enter_context(self._on(device, wait, join))
+            yield
 
     def everywhere(self) -> contextlib.AbstractContextManager[object]:
         """Make the engine's streams current on all devices on which it has worked."""
@@ -63,14 +57,6 @@ class Streams:
         finally:
             if own != caller and join:
                 caller.wait_stream(own)
-
-
-@contextlib.contextmanager
-def _all(contexts: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def is_captured(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -111,6 +112,7 @@ class Telemetry(Listener):
         engine.schedule.mark = self._mark
         # The open step, if it is measured. Its reports are completed in order.
         self._open: _MeasuredStep | None = None
+        self._interrupted = False
         self._pending: collections.deque[_MeasuredStep] = collections.deque()
 
     def obstacle(self) -> str | None:
@@ -129,27 +131,26 @@ class Telemetry(Listener):
         return watched(task, lambda stage: self._mark(PHASES_OF[stage][0]), after)
 
     def _mark(self, phase: str | None) -> None:
-        if self._open is not None and self._open.clock is not None:
-            self._open.clock.mark(phase)
+        if self._open is not None:
+            self._open.mark(phase)
 
     def void(self) -> None:
-        if self._open is not None:
-            self._open.clock = None
+        # A measured step that was interrupted is followed by another one.
+        self._interrupted |= self._open is not None
+        self._open = None
 
     def end_step(self) -> None:
         """Report what has arrived, and begin to measure the next step if it is time."""
         step, sent = self._engine.step.iteration, self._engine.sent
         self._mark(None)
         measured, self._open = self._open, None
-        interrupted = measured is not None and measured.clock is None
-        if measured is not None and not interrupted:
+        if measured is not None:
             measured.end(step, sent)
             self._pending.append(measured)
         while self._pending and self._pending[0].ready:
             self._report(self._pending.popleft().record())
-        # A measured step that was interrupted is followed by another one.
-        if (step + 1) % self._every == 0 or interrupted:
-            self._open = _MeasuredStep(sent, self._engine.buckets.device)
+        if (step + 1) % self._every == 0 or self._interrupted:
+            self._open, self._interrupted = _MeasuredStep(sent, self._engine.buckets.device), False
 
     def _report(self, record: StepRecord) -> None:
         logger.info("%s", record)
@@ -172,16 +173,19 @@ class Telemetry(Listener):
 
 
 class _MeasuredStep:
-    """A measured step on its way to the host. The engine has ``sent`` so many bytes before."""
+    """A step measured from the end of the one before, with ``sent`` bytes so far, and on its way to the host."""
 
     def __init__(self, sent: int, device: torch.device | None) -> None:
-        self._step, self._sent = 0, sent
-        # None if the step was interrupted.
-        self.clock: clock.Clock | None = clock.Clock(device)
+        self._step, self._sent, self._device = 0, sent, device
+        # (phase that begins, when) in order. A phase lasts until the next mark. None is, for example, a backward pass.
+        self._marks: list[tuple[str | None, clock.Stamp]] = [(None, clock.now(device))]
         # For each bucket: {name: rank}, and [‖M‖², ‖E‖²] of each.
         self._squares: list[tuple[dict[str, int], HostCopy]] = []
         self._verdict: Tensor | None = None
         self._applied: HostCopy | None = None
+
+    def mark(self, phase: str | None) -> None:
+        self._marks.append((phase, clock.now(self._device)))
 
     def add(self, bucket: Bucket, gradients: Mapping[str, Tensor], step: Step) -> None:
         """Measure a bucket. On two levels: this worker's rows of the node's sum."""
@@ -209,20 +213,24 @@ class _MeasuredStep:
     @property
     def ready(self) -> bool:
         """Whether everything has arrived."""
-        assert self.clock is not None
         copies = [copy for _, copy in self._squares] + ([] if self._applied is None else [self._applied])
-        return self.clock.ready and all(copy.ready for copy in copies)
+        reached = all(isinstance(stamp, float) or stamp.query() for _, stamp in self._marks)
+        return reached and all(copy.ready for copy in copies)
 
     def record(self) -> StepRecord:
         """Return the record. Call it when everything is ``ready``."""
-        assert self.clock is not None
+        times = dict.fromkeys(clock.PHASES, 0.0)
+        for (phase, start), (_, end) in itertools.pairwise(self._marks):
+            if phase is not None:
+                times[phase] += clock.between(start, end)
+        times[clock.STEP] = clock.between(self._marks[0][1], self._marks[-1][1])
         applied = self._applied is None or bool(self._applied.numbers())
         layers = {
             name: LayerRecord(rank, math.sqrt(whole), math.sqrt(rest if applied else whole))
             for ranks, copy in self._squares
             for (name, rank), (whole, rest) in zip(ranks.items(), copy.numbers(), strict=True)
         }
-        return StepRecord(self._step, applied, self._sent, self.clock.milliseconds(), layers)
+        return StepRecord(self._step, applied, self._sent, times, layers)
 
 
 def _squares(matrices: Matrices, P: Tensor, Q: Tensor) -> Tensor:

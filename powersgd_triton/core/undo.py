@@ -15,10 +15,7 @@ from powersgd_triton.ops.bucket import Bucket
 
 
 class Undo(Listener):
-    """Takes a step that does not count back, for an adapter that sends its gradients again.
-
-    The error buffers of such a step hold G + E. They become E again, except for a rounding of G + E.
-    """
+    """Turns G + E back into E, but for its rounding, if an adapter sends the gradients of a step again."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine = weakref.proxy(engine)

@@ -79,12 +79,10 @@ def factors_sent(config: PowerSGDConfig) -> float:
 
 
 def products(config: PowerSGDConfig, iteration: int, repetition: int) -> tuple[bool, bool]:
-    """(whether P = M Q, whether Q = Mᵀ P̂ is computed and sent) in a repetition of a step.
-
-    Both in the standard algorithm. In the alternating one they take turns, from the first compressed step on.
-    """
+    """Return (whether P = M Q, whether Q = Mᵀ P̂ is computed and sent) in a repetition of a step."""
     if config.algorithm == "standard":
         return True, True
+    # They take turns, from the first compressed step on.
     turn = (iteration - config.start_iter) * config.iterations + repetition
     return turn % 2 == 1, turn % 2 == 0
 
@@ -147,9 +145,7 @@ class Layout:
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:
-        """Lay out the tensors of several layouts one after the other. One layout is returned as it is."""
-        if len(layouts) == 1:
-            return layouts[0]
+        """Lay out the tensors of several layouts one after the other."""
         segments = [segment for layout in layouts for segment in layout.segments]
         return cls(_contiguous(segments), layouts[0].batch_by_shape)
 
@@ -157,10 +153,6 @@ class Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
         segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
         return self if segments == self.segments else dataclasses.replace(self, segments=segments)
-
-    @functools.cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset(segment.name for segment in self.segments)
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -33,11 +33,10 @@ def new_engine(
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    if config.codes is None:
-        return Engine(LowRank(), config, communicator, tensors, device, **options)
-    if not quantized:
+    if config.codes is not None and not quantized:
         raise ValueError(
             f"codes are for local steps, powersgd_triton.integrations.local_steps; got codes={config.codes!r} for "
             "gradients, which lose less as factors of as many bytes: give rank or compression"
         )
-    return Engine(Quantized(), config, communicator, tensors, device, **options)
+    scheme = LowRank() if config.codes is None else Quantized()
+    return Engine(scheme, config, communicator, tensors, device, **options)

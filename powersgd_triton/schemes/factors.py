@@ -81,10 +81,10 @@ def _error_buffers(
         zeros = iter(torch.zeros(count, group.n, group.m, dtype=dtype, device=device).unbind())
         for name in names:
             error = known.get(name)
-            if error is None or not stay:
-                errors[name] = next(zeros) if error is None else next(zeros).copy_(error)
+            if error is None:
+                errors[name] = next(zeros)
             else:
-                errors[name] = error
+                errors[name] = error if stay else next(zeros).copy_(error)
     return errors
 
 

@@ -6,15 +6,14 @@ from collections.abc import Generator
 
 from powersgd_triton.comm.communicator import Work
 from powersgd_triton.comm.exchange import share_of_sum, sum_over_workers
-from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import Task
-from powersgd_triton.layout.layout import Layout, products
+from powersgd_triton.core.scheme import Scheme, Task
+from powersgd_triton.layout.layout import products
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.workspace import Workspace
 from powersgd_triton.schemes.factors import move_rows, new_backend, take_over
 
 
-class LowRank:
+class LowRank(Scheme):
     """The scheme of gradients: M = G + E is sent as P̂ Q̄ᵀ."""
 
     def __init__(self) -> None:
@@ -63,6 +62,3 @@ class LowRank:
             backend.commit(gradients, step, repetition)
         # Ĝ = P̂ Q̄ᵀ is not computed before it is written.
         return backend
-
-    def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
-        return layout.sent_numel(config, iteration)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import FlatAverage, Task
-from powersgd_triton.layout.layout import Layout
+from powersgd_triton.core.scheme import FlatAverage, Scheme, Task
 from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
 from powersgd_triton.ops.backends import difference_codec
 
@@ -18,7 +17,7 @@ Mean = Generator[Work, None, Tensor]
 """Yields each collective that it starts, and returns the average."""
 
 
-class Quantized:
+class Quantized(Scheme):
     """The scheme of ``PowerSGDConfig(codes=…)``: whole tensors, in codes with a scale for each block."""
 
     def prepare(self, task: Task) -> None:
@@ -31,18 +30,13 @@ class Quantized:
         task.residuals.keep(task.layout, M, task.step)
         return FlatAverage(task.layout, mean)
 
-    def sent_numel(self, layout: Layout, config: PowerSGDConfig, iteration: int) -> int:
-        return layout.sent_numel(config, iteration)
-
 
 def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Mean:
     """Return the mean of all workers' M. M keeps what this worker has not sent yet.
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
     Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding. M is fp32 [numel], contiguous, and as long on all workers.
-
-    If the workers of a node share a network card, they sum M within the node first, and each of them averages its own
-    part of the sum over the nodes.
+    In a hierarchy, workers sum M within the node first, and each averages its own part of the sum over the nodes.
     """
     inside = communicator.inside
     if inside is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,13 @@ def test_a_rank_function_that_fails_on_one_worker(worker: int, world_size: int) 
     own = "KeyError: 'raises'"
     said = complaint(backward(stack(), state, find_unused_parameters=True))
     told(said, own, f"DisagreementError: a step failed on worker 1: {own}")
+
+    def differs(name: str, shape: Any) -> int:
+        return ranks["another"] if worker == VICTIM and int(name) > 6 else 2
+
+    state = PowerSGDState(None, **{**RANK_2, "matrix_approximation_rank": differs})
+    said = complaint(backward(stack(), state, find_unused_parameters=True))
+    assert re.search("worker 1 differs from worker 0 in rank of '.*': 3 instead of 2", said), said
 
 
 @on_workers(*WORLD_SIZES)

@@ -185,7 +185,7 @@ def test_buckets_are_joined_until_they_are_large_and_that_stays(monkeypatch: pyt
 def test_only_buckets_of_one_dtype_and_device_are_joined(dtype: torch.dtype, device: str):
     schedule, layout = Schedule(), Layout.build({"a": (12, 10)}, everything(8))
     tensors = torch.zeros(12, 10), torch.zeros(12, 10, dtype=dtype, device=device)
-    first, second = (Part(BucketState(layout, layout), {"a": tensor}) for tensor in tensors)
+    first, second = (Part(BucketState(layout), {"a": tensor}) for tensor in tensors)
     third = second._replace(bucket=first.bucket)
     assert schedule.ready(first, lambda _: False) == []
     assert schedule.ready(second, lambda _: False) == [[first]]
