@@ -36,8 +36,7 @@ def compress(
     Args:
         accelerator: The ``Accelerator`` that has prepared the model.
         model: What ``accelerator.prepare`` returned for the model.
-        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
-            enough.
+        config, options: See ``powersgd_triton.attach``. A section "powersgd" for DeepSpeed is enough.
 
     Returns:
         The state of the compression. A second call for the same model returns the same state. If there is only one

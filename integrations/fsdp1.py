@@ -28,18 +28,16 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class Unit:
-    """The places of the trainable parameters in the flat gradient of one FSDP unit.
-
-    ``strides`` has those of parameters that are not contiguous, which FSDP flattens in the order of memory. ``numel``
-    counts elements without the padding that makes shards equal.
-    """
+    """The places of the trainable parameters in the flat gradient of one FSDP unit."""
 
     def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
         handle: Any = module._handle
         flat = handle.flat_param
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        # Of parameters that are not contiguous, which FSDP flattens in the order of memory.
         self.strides: dict[str, tuple[int, ...]] = {}
+        # Without the padding that makes shards equal.
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
@@ -95,7 +93,7 @@ class PowerSGDState(WholeHandle):
 
     Raises:
         TypeError: The model does not use FSDP1, ``config`` is not a configuration, or ``node_group`` is something else.
-        ValueError: The sharding strategy is hybrid, the model already has a hook or has no trainable parameters, or the
+        ValueError: The sharding strategy is hybrid, the model has a hook already or no trainable parameters, or the
             configuration's budget is too small for it.
     """
 
@@ -111,8 +109,7 @@ class PowerSGDState(WholeHandle):
             if not isinstance(fsdp_model, FullyShardedDataParallel):
                 raise TypeError(
                     f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
-                    "powersgd_triton.integrations.fsdp2 for fully_shard and …integrations.ddp for "
-                    "DistributedDataParallel"
+                    "powersgd_triton.integrations.fsdp2 or …integrations.ddp for those of other wrappers"
                 )
             sharded = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
             given_groups(node_group)

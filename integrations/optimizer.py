@@ -71,8 +71,7 @@ class PowerSGD(Aggregator):
 
     What a step did not send stays in the gradients, in their dtype, and the next backward pass adds to them. So do not
     set the gradients to zero between steps. A skipped step needs no care. If an element is not finite, the averages of
-    all compressed tensors become NaN. In the gradients this element becomes zero, and everything else stays and is sent
-    in the next step.
+    all compressed tensors become NaN. In the gradients it becomes zero, and all else is sent in the next step.
 
     Args:
         params: Parameters, or tensors of their shapes, in the order of the gradients. For ``optimizer_step`` that is
@@ -115,8 +114,7 @@ class PowerSGD(Aggregator):
         """Return the averages in new tensors with the gradients' dtypes. The inputs become the errors.
 
         Raises:
-            TypeError, ValueError: The gradients do not match the parameters in their shapes and order. Nothing was
-                changed.
+            TypeError, ValueError: The gradients' shapes are not those of the parameters. Nothing was changed.
         """
 
         def check() -> None:

@@ -163,8 +163,7 @@ class ShardedHandle(Handle):
             dcp_save(dict(state), checkpoint_id=new, process_group=group)
         except CheckpointException as error:
             raise OSError(f"the state cannot be written to {new}: {error}") from error
-        # All workers of the group have written. One worker is the first one of all its groups. If it is interrupted,
-        # ``load`` finds the old state.
+        # All workers have written. One is the first of all its groups. If interrupted, ``load`` finds the old state.
         if all(workers.index == 0 for workers in (self._communicator, *self._communicator.others)):
             if os.path.lexists(path):
                 remove(old)
@@ -185,10 +184,7 @@ class ShardedHandle(Handle):
         return saved
 
     def _holders(self) -> tuple[dist.ProcessGroup | None, bool]:
-        """Return the group in which DCP saves and loads the whole state, and whether this replica saves it.
-
-        None is the default group, of all workers. ValueError if no group has all workers of the model, as DCP needs it.
-        """
+        """Return the group in which DCP saves and loads, None for all workers, and whether this replica saves."""
         communicator = self._communicator
         groups = [w for w in (communicator, *communicator.others) if w.world_size > 1] or [communicator]
         number = math.prod(workers.world_size for workers in groups)

@@ -23,13 +23,11 @@ __all__ = ["PowerSGDCallback"]
 class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Compress the gradients of a ``Trainer``'s model in ``train()``, and save the state in its checkpoints.
 
-    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint. A second ``train()`` continues with
-    the errors of the first one.
+    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint, another ``train()`` from the last.
 
     Args:
         trainer: The ``Trainer``.
-        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
-            enough.
+        config, options: See ``powersgd_triton.attach``. A section "powersgd" for DeepSpeed is enough.
 
     Attributes:
         powersgd: The state of the compression. None before ``train()``, and if there is only one process.

@@ -98,10 +98,7 @@ class PowerSGDState(Handle):
         # A compiled DDP model is one.
         module = uncompiled(given["module"])
         if config.planned and module is None:
-            raise ValueError(
-                "a budget (compression or bytes_per_step) is divided among all parameters of the model: "
-                "give PowerSGDState the model as module="
-            )
+            raise ValueError("compression and bytes_per_step count all parameters: give PowerSGDState module=model")
         self._set_up(config, module, given["process_group"], given["node_group"])
         if UnusedParameters.are_discarded(module):
             self._unused = UnusedParameters(self._residuals, self._step, module, self._names.names)
@@ -113,7 +110,7 @@ class PowerSGDState(Handle):
         # Without ``module=`` the model is not known before its gradients come.
         device = next((parameter.device for parameter in names.names), None)
         communicator = Communicator(group, node_group=node_group)
-        super().__init__(new_engine(config, communicator, names.known, device))
+        super().__init__(new_engine(config, communicator, names.shapes, device))
         # What another process group can use: groups that a user gave were made for this one.
         self._automatic_nodes = AUTO if node_group == AUTO else None
         # How each gradient lies in its bucket.
@@ -168,9 +165,8 @@ class PowerSGDState(Handle):
         owner = self._residuals.claim(self._communicator)
         if owner is not None:
             logger.warning(
-                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds "
-                "only the error of the worker that wrote it, so its error is dropped. Save state_dict() instead, which "
-                "holds the mean error.",
+                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. A pickle holds the "
+                "error of one worker only, which is dropped. Save state_dict() instead, which holds the mean error.",
                 *(*owner, *self._communicator.place),
             )
 
@@ -197,11 +193,10 @@ class PowerSGDState(Handle):
             if not isinstance(saved, Mapping) or "buckets" not in saved:
                 raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
             check_version(saved.get("format_version"))
-            record = self._names.check(saved["buckets"], strict=strict, rename=names)
-            expected[:] = record
+            expected[:] = self._names.check(saved["buckets"], strict=strict, rename=names)
             # A state with matrices but without a record is of batched_powerSGD_hook, which does not know parameters.
-            shapes = self._names.shapes() if record or saved.get("matrices") == {} else None
-            return saved, None if shapes is None else sizes(shapes, self.config)
+            named = self._names.module is not None and (expected or saved.get("matrices") == {})
+            return saved, sizes(self._names.shapes(), self.config) if named else None
 
         report = load(self._engine, read, strict=strict, rename=names)
         self._names.expect(expected)

@@ -2,9 +2,8 @@
 
 At stages 1 and 2 the parameters that workers gather after a step are compressed too.
 
-``powersgd_triton.autoload`` finds the section in an unchanged program. Without it, import this module in place of
-``deepspeed``, call ``enable(engine)``, or let the module run the program; see docs/guides/deepspeed.md. All other names
-are forwarded to DeepSpeed.
+``powersgd_triton.autoload`` finds the section in an unchanged program. Without it, call ``enable(engine)``, let this
+module run the program, or import it in place of ``deepspeed``, to which it forwards; see docs/guides/deepspeed.md.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from powersgd_triton.ops.backends import difference_codec
 
 GATHER = "all_gather_dp_groups"
 """DeepSpeed's function that gathers parameters. The modules of both optimizers import it under this name."""
+UNEQUAL = "that must stay equal, and differences would round them differently: leave the key out"
 
 
 class Group(NamedTuple):
@@ -101,8 +102,7 @@ class ParameterOverride:
         if not self._sent and not getattr(self._optimizer, "overflow", False):
             raise RuntimeError(
                 f"powersgd sends parameters in {self.width.name}, but DeepSpeed {deepspeed.__version__} gathered them "
-                f'without {GATHER}: use a version that docs/index.md lists, or set "parameters": null in the section '
-                "'powersgd'"
+                f'without {GATHER}: use a version that docs/index.md lists, or set "parameters": null'
             )
 
     @torch.no_grad()
@@ -160,24 +160,15 @@ class ParameterOverride:
 def why_not_differences(engine: Any) -> str | None:
     """Return the reason why an engine's parameters cannot be sent as differences. None if they can."""
     if int(engine.zero_optimization_stage()) == 3:
-        return (
-            "at ZeRO stage 3 no worker keeps parameters that could follow, so they are gathered in every pass: use "
-            "stage 1 or 2, or leave the key out"
-        )
+        return "ZeRO stage 3 gathers parameters in every pass: use stage 1 or 2, or leave the key out"
     if _gathering_module(engine.optimizer) is None:
         return f"{type(engine.optimizer).__name__} gathers no parameters after a step: leave the key out"
     # DeepSpeed before 0.16.4 has no autotp_size.
     tensor_parallel = bwc_tensor_model_parallel_world_size(engine.mpu), getattr(engine, "autotp_size", lambda: 1)()
     if max(tensor_parallel) > 1:
-        return (
-            "with tensor parallelism, workers share parameters that must stay equal, and differences would round them "
-            "differently: leave the key out"
-        )
+        return f"with tensor parallelism, workers share parameters {UNEQUAL}"
     if any(type(layer).__name__ == "TiedLayerSpec" for layer in getattr(engine.module, "_layer_specs", ())):
-        return (
-            "stages of this pipeline share tied parameters that must stay equal, and differences would round them "
-            "differently: leave the key out"
-        )
+        return f"stages of this pipeline share tied parameters {UNEQUAL}"
     limited = [name for name, module in engine.module.named_modules() if getattr(module, "max_norm", None) is not None]
     if limited:
         return (

@@ -37,10 +37,7 @@ class PowerSGDConfigError(ValueError):
 
 
 def section_of(engine: Any) -> Any:
-    """Return the section of the engine's configuration, which DeepSpeed itself ignores. None if there is none.
-
-    PowerSGDConfigError: Its name is spelled differently.
-    """
+    """Return the section of an engine's configuration, or None. PowerSGDConfigError: Its name is spelled otherwise."""
     keys = engine._config._param_dict
     others = [key for key in keys if key != SECTION and is_section(key)]
     if others:
@@ -50,10 +47,7 @@ def section_of(engine: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Content of the section "powersgd".
-
-    ``config`` is None if there are no fields of it, or problems. ``parameters_given`` says whether there is that key.
-    """
+    """Content of the section. ``config`` is None without fields of it. ``parameters_given``: whether the key is."""
 
     config: PowerSGDConfig | None = None
     enabled: bool = True
@@ -187,19 +181,14 @@ def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator
                 "deepspeed.zero.Init with the data-parallel group, or without data_parallel_group"
             )
     if dist.get_world_size(workers) < 2:
-        yield (
-            "there is only one worker, so there is nothing to average: start two or more data-parallel workers, "
-            f'or set "{ENABLED}": false'
-        )
+        yield f'only one worker has nothing to average: start more data-parallel workers, or set "{ENABLED}": false'
 
 
 def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, Section] | None:
     """Return the section's configuration, or else the program's, and the section. None if that is switched off."""
     given = section_of(engine)
     if given is None and config is None:
-        raise refusal(
-            [f'DeepSpeed\'s configuration has no section "{SECTION}": add "{SECTION}": {{"compression": 20}}']
-        )
+        raise refusal([f'the configuration has no section "{SECTION}": add "{SECTION}": {{"compression": 20}}'])
     section = read_section({} if given is None else given)
     problems = list(section.problems)
     if not section.enabled and not problems:

@@ -76,8 +76,7 @@ class DeepSpeedState(Handle):
     ) -> None:
         """Average {parameter: gradient} over the workers, times ``factor``. The gradients are contiguous.
 
-        ``parts`` are {parameter: (first element, tensor that takes the average from there on)}. None overwrites the
-        gradients.
+        ``parts`` are {parameter: (first element, tensor that takes the average from there on)}, or None for all.
         """
         if not gradients:
             return
@@ -99,9 +98,8 @@ class DeepSpeedState(Handle):
         if self.shapes and not self._reached:
             raise RuntimeError(
                 f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
-                f"{self._framework.global_steps} without it. This release may reduce gradients in another way: use "
-                "a version that docs/index.md lists, or take the section 'powersgd' out. (This also happens if "
-                "deepspeed.enable is called between backward() and step().)"
+                f"{self._framework.global_steps} without it: use a version that docs/index.md lists, or take the "
+                "section 'powersgd' out. (Or was deepspeed.enable called between backward() and step()?)"
             )
         yield
         if self._reached:
@@ -123,9 +121,8 @@ class DeepSpeedState(Handle):
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
 
-        Outside it, parameters that are sent as differences differ from them by a rounding error. Leaving it makes the
-        parameters equal on all workers. ``engine.save_16bit_model``, and Accelerate's and the Trainer's exports, use it
-        by themselves.
+        Outside it, parameters that are sent as differences differ from them by a rounding error. Leaving it makes them
+        equal on all workers. ``engine.save_16bit_model``, Accelerate's and the Trainer's exports use it by themselves.
         """
         return contextlib.nullcontext() if self.parameters is None else self.parameters.exact()
 

@@ -39,8 +39,7 @@ class PendingExchange:
     def advance(self, *, finish: bool) -> bool:
         """Advance by one step, or to the end. Return whether the exchange has ended.
 
-        It has also ended if this raises an exception. Unless it ``counts`` nevertheless, the local parameters and the
-        errors then still have all changes.
+        An exception ends it too. Unless it ``counts``, the local parameters and the errors then have all changes.
         """
         finish = finish or self._left == 0
         # Without a fragment to start, advance those under way.
