@@ -39,8 +39,7 @@ def compress(
         config, options: See ``powersgd_triton.attach``. A section "powersgd" for DeepSpeed is enough.
 
     Returns:
-        The state of the compression. A second call for the same model returns the same state. If there is only one
-        process, which has nothing to send, it is a ``Compressor`` that nothing uses.
+        The state of the compression, the same in a second call. With one process, a ``Compressor`` that nothing uses.
 
     Raises:
         TypeError, ValueError: See ``powersgd_triton.attach``. The model is not prepared, for example.

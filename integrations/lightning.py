@@ -47,8 +47,7 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
         powersgd: The state of the compression. None before ``fit()``, and if gradients are averaged over one worker.
 
     Raises:
-        TypeError: Both ``config`` and ``options`` are given.
-        ValueError: An option is unknown or has an impossible value.
+        TypeError, ValueError: Both ``config`` and ``options`` are given, or an option is impossible.
     """
 
     def __init__(self, config: PowerSGDConfig | None = None, **options: Any) -> None:

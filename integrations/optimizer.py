@@ -98,7 +98,7 @@ class PowerSGD(Aggregator):
             {str(index): real_shape(parameter.shape, parameter.dtype) for index, parameter in enumerate(params)},
             group,
         )
-        self._dropped: Tensor | None = None
+        self._dropped: Tensor | int = 0
 
     @property
     def step_counter(self) -> int:
@@ -108,7 +108,7 @@ class PowerSGD(Aggregator):
     @property
     def dropped_elements(self) -> int:
         """Number of non-finite elements in this worker's gradients so far. Reading it waits for the device."""
-        return 0 if self._dropped is None else int(self._dropped)
+        return int(self._dropped)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the averages in new tensors with the gradients' dtypes. The inputs become the errors.
@@ -130,8 +130,7 @@ class PowerSGD(Aggregator):
             raise ValueError(f"{error}; {order}") from None
         averages = self._compressor.decompress(compressed)
         assert isinstance(averages, Mapping)
-        dropped = self._compressor.leave_error(compressed, gradients)
-        self._dropped = dropped if self._dropped is None else self._dropped + dropped
+        self._dropped = self._compressor.leave_error(compressed, gradients) + self._dropped
         return [averages[str(index)] for index in range(len(gradients))]
 
     def compression_stats(self) -> tuple[float, int, int]:

@@ -256,14 +256,11 @@ class WholeHandle(ShardedHandle):
         self._mesh, self._worker, self._workers = mesh, mesh.get_local_rank(), mesh.size()
 
     def use_own_group(self, node_group: NodeGroup = None) -> None:
-        """Sum factors in a new process group, so that they do not queue behind the framework's collectives. Collective.
-
-        If the model's group does not contain all workers, use that, since all workers have to create a new group
-        together. (With use_local_synchronization=True they do not. But then members that have created different numbers
-        of groups wait for each other forever.)
-        """
+        """Sum factors in a new process group, where they do not wait for the framework's collectives. Collective."""
         group = self._mesh.get_group()
         ranks = dist.get_process_group_ranks(group)
+        # All workers have to make a new group together. (Not so with use_local_synchronization=True. But then members
+        # that have made different numbers of groups wait for each other forever.)
         if len(ranks) == dist.get_world_size():
             group = new_group(group, ranks, torch.device(self._mesh.device_type))
         self._engine.connect(Communicator(group, node_group=node_group))

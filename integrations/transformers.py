@@ -33,8 +33,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         powersgd: The state of the compression. None before ``train()``, and if there is only one process.
 
     Raises:
-        TypeError: ``trainer`` is not a ``Trainer``, or both ``config`` and ``options`` are given.
-        ValueError: An option is unknown or has an impossible value.
+        TypeError, ValueError: ``trainer`` is not a ``Trainer``, or see ``powersgd_triton.attach``.
     """
 
     def __init__(self, trainer: Trainer, config: PowerSGDConfig | None = None, **options: Any) -> None:
@@ -46,12 +45,9 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._config = chosen(config, options)
         self._checkpoint: Any = None
         self._trial: Any = None
-        self._note_arguments(trainer)
-
-    def _note_arguments(self, trainer: Trainer) -> None:
-        """Note the arguments of ``trainer.train``, of which callbacks are not told."""
         train = trainer.train
 
+        # Callbacks are not told of the arguments.
         @functools.wraps(train)
         def noting(*args: Any, **kwargs: Any) -> Any:
             # Passed on as they came, since the train() of a subclass may take fewer arguments.
@@ -76,8 +72,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
             if state.global_step:
                 # The train() of a subclass may choose the checkpoint by itself.
                 logger.warning(
-                    "powersgd: the Trainer resumes, but train() was not given a checkpoint as resume_from_checkpoint; "
-                    "errors are not those of the checkpoint"
+                    "powersgd: train() was not given a checkpoint to resume from, so that errors are not those in it"
                 )
             return
         # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.

@@ -51,8 +51,7 @@ def powerSGD_hook(
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a whole bucket as one square matrix, like torch's hook of the same name.
 
-    Use ``powerSGD_hook`` unless the model consists of many tiny tensors. Rows that cut across tensors have no low-rank
-    structure, so accuracy is much lower at every rank.
+    Use ``powerSGD_hook`` unless the model has many tiny tensors: rows across tensors are less accurate at every rank.
 
     A bucket of L elements is viewed as a matrix with rows of ⌈√L⌉ elements. An incomplete last row, which torch pads
     with zeros, is averaged exactly. Error and basis belong to the bucket, so its boundaries must not change.
@@ -77,13 +76,10 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
             f"bucket {index} had {before} elements and now has {numel}: use powerSGD_hook, or buckets that stay"
         )
     state._numels[index] = numel
-
-    def shapes() -> dict[str, tuple[int, ...]]:
-        columns = math.isqrt(max(0, numel - 1)) + 1
-        rows = numel // columns
-        return {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
-
-    return _average(state, bucket, (index, numel), shapes, whole=True)
+    columns = math.isqrt(max(0, numel - 1)) + 1
+    rows = numel // columns
+    shapes = {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
+    return _average(state, bucket, (index, numel), lambda: shapes, whole=True)
 
 
 def _check(state: object, bucket: object) -> None:

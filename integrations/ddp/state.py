@@ -181,8 +181,7 @@ class PowerSGDState(Handle):
     ) -> LoadReport:
         """Continue from a saved state of any world size, bucket size and rank. Collective: call it on all workers.
 
-        Arguments, result and errors are those of ``Compressor.load_state_dict``. Without ``module=``, parameters are
-        compared with those of the state in the first step.
+        See ``Compressor.load_state_dict``. Without ``module=``, parameters are compared in the first step.
         """
         expected: Record = []
         names: dict[str, str] = {}

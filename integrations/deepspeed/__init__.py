@@ -75,12 +75,10 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
         node_group: "auto", or groups of the workers that share a node; see docs/cluster.md. None takes the section's.
 
     Returns:
-        The state of the compression, also available as ``engine.powersgd``. None if the section has
-        ``"enabled": false``. If compression is already on, the existing state is returned.
+        The state, new or existing, also available as ``engine.powersgd``. None if the section has ``"enabled": false``.
 
     Raises:
-        PowerSGDConfigError: There is no configuration, or two that differ, or it cannot be used with the rest of the
-            DeepSpeed configuration. The error lists all reasons.
+        PowerSGDConfigError: There is none, two differ, or DeepSpeed's does not allow it. The error lists all reasons.
     """
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:

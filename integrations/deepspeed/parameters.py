@@ -1,9 +1,8 @@
 """DeepSpeed: every worker's parameters follow the optimizer's by coded differences, in place of ZeRO's all-gather.
 
-At ZeRO stages 1 and 2, and with BF16_Optimizer, each worker owns a partition of the parameters w that the optimizer
-updates, the masters. After a step it rounds them into its partition of the model's parameters v, and all workers gather
-these partitions. Here each owner sends w − v in 8, 4 or 2 bits an element instead, and every worker adds what arrives
-to v. The rounding error remains in w − v, and is sent in the next steps.
+At ZeRO stages 1 and 2, and with BF16_Optimizer, each worker owns a partition of the masters w, which the optimizer
+updates. DeepSpeed rounds them into the model's parameters v, which all workers gather. Here each owner sends w − v in
+8, 4 or 2 bits an element, and every worker adds what arrives to v. The rounding error remains in w − v for later steps.
 """
 
 from __future__ import annotations

@@ -53,15 +53,6 @@ class DeepSpeedState(Handle):
         # Set if parameters are sent as differences.
         self.parameters: ParameterOverride | None = None
 
-    def _name_of(self, parameter: Tensor) -> str:
-        try:
-            return self._names[id(parameter)]
-        except KeyError:
-            raise RuntimeError(
-                f"DeepSpeed reduces the gradient of a parameter of shape {whole_shape(parameter)} that the module did "
-                "not have when powersgd was enabled; change the model before deepspeed.initialize"
-            ) from None
-
     def compressing(self) -> bool:
         """Return whether to compress gradients. Note that DeepSpeed has called the override in this step."""
         self._reached = True
@@ -80,7 +71,13 @@ class DeepSpeedState(Handle):
         """
         if not gradients:
             return
-        names = {parameter: self._name_of(parameter) for parameter in gradients}
+        unknown = [whole_shape(parameter) for parameter in gradients if id(parameter) not in self._names]
+        if unknown:
+            raise RuntimeError(
+                f"DeepSpeed reduces the gradient of a parameter of shape {unknown[0]} that the module did not have "
+                "when powersgd was enabled; change the model before deepspeed.initialize"
+            )
+        names = {parameter: self._names[id(parameter)] for parameter in gradients}
         shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
         views = {name: gradients[parameter].view(shapes[name]) for parameter, name in names.items()}
         ranges = None if parts is None else {names[p]: part for p, part in parts.items() if part[1].numel()}

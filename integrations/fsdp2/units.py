@@ -16,10 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.ops.gradients import real_shape
 
-TWO_MESHES = (
-    'give fully_shard the mesh of both dimensions, and no replicate_group; or give fully_shard mesh["shard"], and '
-    'apply_powersgd replicate_group=mesh["replicate"].get_group()'
-)
+ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'
+TWO_MESHES = f"give fully_shard the mesh of both dimensions, and no replicate_group; or {ONE_MESH}"
 
 TORCH_VERSIONS = ((2, 9), (2, 15))
 """The oldest and the newest release of torch with which HSDP on a two-dimensional mesh was run. 2.13 is the third."""
@@ -187,7 +185,7 @@ def _check(unit: Unit, replicate_group: dist.ProcessGroup | None) -> None:
     reduce_scatter = type(group._reduce_scatter_comm).__name__
     if replicate_group is None and reduce_scatter != "DefaultReduceScatter":
         raise ValueError(
-            f"{where} has a custom reduce-scatter ({reduce_scatter}); call apply_powersgd once, and set no other one"
+            f"{where} has a custom reduce-scatter ({reduce_scatter}); set none. Was apply_powersgd called before?"
         )
     for name, parameter in unit.named_parameters.items():
         placements = parameter.sharded_param.placements
@@ -223,8 +221,7 @@ def check_torch(version: str = torch.__version__) -> None:
     if not oldest <= release <= newest:
         raise RuntimeError(
             f"models with a replicate dimension in their mesh were run with torch {'.'.join(map(str, oldest))} to "
-            f"{'.'.join(map(str, newest))}, but this is torch {version}; install one of these versions, or give "
-            'fully_shard mesh["shard"] and apply_powersgd replicate_group=mesh["replicate"].get_group()'
+            f"{'.'.join(map(str, newest))}, but this is torch {version}; install one of these versions, or {ONE_MESH}"
         )
 
 

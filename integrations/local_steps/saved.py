@@ -146,7 +146,7 @@ def _check_form(what: str, found: Any, own: Any) -> None:
         right = isinstance(found, type(own))
     if not right:
         raise ValueError(
-            f"the saved state is damaged, or of another outer optimizer: {what} is {found!r}, not of the form {own!r}"
+            f"the saved state is damaged or of another outer optimizer: {what} is {found!r}, not in the form of {own!r}"
         )
     for field in fields:
         _check_form(f"{what}.{field}", found[field], own[field])

@@ -39,8 +39,7 @@ class LocalSteps(Handle):
     steps each worker sends its pseudo-gradient, the difference of θ and its own parameters. The outer optimizer updates
     θ by their mean (DiLoCo, Douillard et al. 2023, arXiv:2311.08105), and all workers go on from θ. What compression
     does not send is added to the worker's next pseudo-gradient. Buffers are averaged exactly. If a worker's parameters
-    are not finite, its pseudo-gradient is zero, and it goes on from θ like the others. At the start, all workers get
-    the parameters and buffers of the first one.
+    are not finite, its pseudo-gradient is zero. At the start, all workers get those and the buffers of the first one.
 
     Call ``step`` after each ``optimizer.step()``, and ``finish`` after the last one.
 
