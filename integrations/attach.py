@@ -151,9 +151,7 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     from powersgd_triton.integrations.fsdp2 import apply_powersgd
 
     if node_group is not None:
-        raise ValueError(
-            "with fully_shard, give no node_group but a mesh that shards within the node and replicates over the nodes"
-        )
+        raise ValueError("fully_shard takes no node_group: use a mesh that shards within nodes and replicates across")
     return apply_powersgd(model, config)
 
 

@@ -122,8 +122,7 @@ class PowerSGDState(WholeHandle):
         self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
         self._current: Unit | None = None
         for unit, handle in units.items():
-            # FSDP does not tell its hook which unit it reduces. This one fires just before it and marks the unit. In
-            # backward passes without synchronization it fires too, but no hook of FSDP follows.
+            # FSDP does not tell its hook which unit it reduces. This one fires just before it, and marks the unit.
             handle.flat_param.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
 
     def _mark(self, unit: Unit, _parameter: Tensor) -> None:

@@ -47,8 +47,7 @@ class ShardedHandle(Handle):
     """The compression of a model with sharded parameters. It is a ``Stateful`` of torch.distributed.checkpoint.
 
     ``save`` and ``load`` write and read with torch.distributed.checkpoint. With replicas, all processes must call them.
-    The ``others`` of the engine's communicator are the workers whose shards have factors of their own: those of FSDP,
-    then those of tensor parallelism, which splits parameters before FSDP does.
+    The communicator's ``others`` hold other shards: those of FSDP, then of tensor parallelism, which splits first.
     """
 
     # {saved name: name here}, in what ``renamed`` returns.

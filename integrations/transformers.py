@@ -71,9 +71,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if self._checkpoint is None:
             if state.global_step:
                 # The train() of a subclass may choose the checkpoint by itself.
-                logger.warning(
-                    "powersgd: train() was not given a checkpoint to resume from, so that errors are not those in it"
-                )
+                logger.warning("powersgd: train() resumes, but was not given a checkpoint: errors are not those in it")
             return
         # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
         load_from(self.powersgd, self._checkpoint)

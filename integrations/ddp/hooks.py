@@ -72,9 +72,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     index, numel = bucket.index(), _real(bucket.buffer()).numel()
     before = state._numels.get(index, numel)
     if before != numel and state.iter >= state.config.start_iter:
-        raise RuntimeError(
-            f"bucket {index} had {before} elements and now has {numel}: use powerSGD_hook, or buckets that stay"
-        )
+        raise RuntimeError(f"bucket {index} had {before} elements, now {numel}: use powerSGD_hook or buckets that stay")
     state._numels[index] = numel
     columns = math.isqrt(max(0, numel - 1)) + 1
     rows = numel // columns
@@ -125,8 +123,7 @@ def _average(
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         strides = [parameter.stride() for parameter in parameters]
-        # The (name, shape, strides, offset) of gradients that lie in the bucket as their shapes say. An earlier step
-        # found this out, and it holds while parameters have the same strides.
+        # (name, shape, strides, offset) of gradients that an earlier step found contiguous, if that still holds.
         forms = begun.known[1] if begun.known is not None and begun.known[0] == strides else None
         views = views_of(buffer, parameters, state._places) if forms is None else []
 

@@ -81,9 +81,7 @@ class ParameterNames:
             if rename:
                 raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
             if self._buckets and buckets != self._buckets:
-                raise ValueError(
-                    "the state has other bucket boundaries or names; give PowerSGDState module= to save and to load"
-                )
+                raise ValueError("the state has other buckets or names; give PowerSGDState module= to save and to load")
             return buckets
         known = {name: shape_of(parameter) for parameter, name in self.names.items()}
         buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]

@@ -165,8 +165,8 @@ class PowerSGDState(Handle):
         owner = self._residuals.claim(self._communicator)
         if owner is not None:
             logger.warning(
-                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. A pickle holds the "
-                "error of one worker only, which is dropped. Save state_dict() instead, which holds the mean error.",
+                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s, so that "
+                "its error is dropped. It is that of one worker: save state_dict() instead, with the mean error.",
                 *(*owner, *self._communicator.place),
             )
 

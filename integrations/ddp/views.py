@@ -55,9 +55,7 @@ def views_of(buffer: Tensor, parameters: Sequence[Tensor], places: dict[Tensor, 
     return views
 
 
-def are_final(
-    views: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor], places: Mapping[Tensor, Place]
-) -> bool:
+def are_final(views: list[tuple[Tensor, Tensor]], parameters: Sequence[Tensor], places: Mapping[Tensor, Place]) -> bool:
     """Return whether all gradients are contiguous in the bucket, until strides of parameters change."""
     plain = all(held is read and held.is_contiguous() for held, read in views)
     return plain and all(places[parameter].final for parameter in parameters)

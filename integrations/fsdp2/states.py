@@ -98,8 +98,7 @@ class HybridShardState(ShardedHandle):
             self._broadcast()
             return
 
-        # After the first forward pass it would be too late: gradients would belong to other parameters. An evaluation
-        # is left out, since a single replica may do it.
+        # Later, gradients would belong to other parameters. Not before an evaluation, which one replica may do alone.
         def before_first_step(module: nn.Module, _args: Any) -> None:
             if module.training or torch.is_grad_enabled():
                 self._broadcast()

@@ -190,13 +190,9 @@ def _check(unit: Unit, replicate_group: dist.ProcessGroup | None) -> None:
     for name, parameter in unit.named_parameters.items():
         placements = parameter.sharded_param.placements
         if parameter.fsdp_placement.dim != 0:
-            raise ValueError(
-                f"leave out shard_placement_fn, so that FSDP shards {name!r} on dim 0; got {parameter.fsdp_placement}"
-            )
+            raise ValueError(f"leave out shard_placement_fn: {name!r} must be on dim 0; got {parameter.fsdp_placement}")
         if replicate_group is None and list(placements) != [Shard(0)]:
-            raise ValueError(
-                f"parameter {name!r} is placed as {placements}; for tensor parallelism use replicas: {TWO_MESHES}"
-            )
+            raise ValueError(f"{name!r} is placed as {placements}; for tensor parallelism use replicas: {TWO_MESHES}")
     if replicate_group is None:
         return
     replicas, native, shards = _ranks(replicate_group), replicas_of(group), shards_of(group)

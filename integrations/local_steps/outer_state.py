@@ -128,8 +128,7 @@ class OuterState:
     def pseudo_gradients(self, finite: Tensor | None = None, begun: Tensors | None = None) -> tuple[Tensors, Tensor]:
         """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero.
 
-        Collective on the other shards, unless it is known whether the worker was ``finite`` when the exchange began.
-        ``begun`` are the local parameters from that time, if they have changed since.
+        Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
         """
         found: Tensors = {}
         for name, tensor in self.local.tensors():
@@ -246,8 +245,7 @@ class OuterState:
     def average_exactly(self, unchanged: Sequence[int], finite: Tensor) -> int:
         """Average changed buffers, and the optimizer's states if asked. Return the bytes sent. Collective.
 
-        Workers that are not finite, or have a NaN in what is averaged, do not count. What is another tensor since the
-        exchange began is left to the next one.
+        Workers that are not finite, or have a NaN there, do not count. The next exchange averages what is new now.
         """
         if not unchanged:
             return 0

@@ -86,13 +86,8 @@ class PendingExchange:
             engine.average(bucket, gradients)
             return
         flats = [gradient.view(-1) for gradient in gradients.values()]
-        buffer = torch.cat(flats)
-
-        def split() -> None:
-            for flat, part in zip(flats, buffer.split([len(flat) for flat in flats]), strict=True):
-                flat.copy_(part)
-
-        engine.average_exactly(buffer, done=split)
+        buffer, sizes = torch.cat(flats), [len(flat) for flat in flats]
+        engine.average_exactly(buffer, done=lambda: torch._foreach_copy_(flats, buffer.split(sizes)))
 
 
 def _fragments(tensors: Mapping[str, Tensor], delay: int) -> list[list[str]]:
