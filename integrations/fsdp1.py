@@ -81,7 +81,7 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
 class PowerSGDState(WholeHandle):
     """The compression of one FSDP1 model's gradients. All workers create it together.
 
-    It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. A worker (with ``node_group`` a node) has errors of all layers.
+    It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Errors have a whole model's size, less with ``node_group``.
 
     Args:
         fsdp_model: The outermost ``FullyShardedDataParallel``, before its first backward pass.
@@ -105,7 +105,7 @@ class PowerSGDState(WholeHandle):
             if not isinstance(fsdp_model, FullyShardedDataParallel):
                 raise TypeError(
                     f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
-                    "powersgd_triton.integrations.fsdp2 or …integrations.ddp for those of other wrappers"
+                    "powersgd_triton.integrations.fsdp2 for fully_shard, …integrations.ddp for DistributedDataParallel"
                 )
             given_groups(node_group)
             units = _units(fsdp_model)

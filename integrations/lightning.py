@@ -41,7 +41,7 @@ class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
     ``fit(ckpt_path=…)`` continues from the state in the checkpoint, another ``fit()`` of the module from the last one.
 
     Args:
-        config, options: See ``powersgd_triton.attach``. A section "powersgd" for DeepSpeed is enough.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, its section "powersgd" is enough.
 
     Attributes:
         powersgd: The state of the compression. None before ``fit()``, and if gradients are averaged over one worker.

@@ -77,8 +77,7 @@ class ShardedHandle(Handle):
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
         The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
-        more dimensions. On another mesh, a matrix starts from the basis of another saved shard, or from a random one if
-        that does not fit, as with another number of tensor-parallel workers.
+        more dimensions. On another mesh, a matrix starts from another shard's basis, or from a random one if none fits.
         """
         saved = save(self._engine)
         errors: dict[str, DTensor] = {}

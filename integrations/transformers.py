@@ -27,7 +27,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
     Args:
         trainer: The ``Trainer``.
-        config, options: See ``powersgd_triton.attach``. A section "powersgd" for DeepSpeed is enough.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, its section "powersgd" is enough.
 
     Attributes:
         powersgd: The state of the compression. None before ``train()``, and if there is only one process.

@@ -40,8 +40,7 @@ class PowerSGDState(Handle):
     A ``PowerSGDConfig`` can be given in place of all hyperparameters, as ``PowerSGDState(config, module=model)`` or
     after the process group. It keeps its own defaults, so it compresses from the first step.
 
-    docs/guides/ddp.md lists the differences from ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
-    Hyperparameters cannot be assigned after construction.
+    docs/guides/ddp.md lists the differences from torch's. Hyperparameters cannot be assigned after construction.
 
     Args:
         process_group: Group to average over. None uses the default group. Can be set between steps.

@@ -78,7 +78,7 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
         The state, new or existing, also available as ``engine.powersgd``. None if the section has ``"enabled": false``.
 
     Raises:
-        PowerSGDConfigError: There is none, two differ, or DeepSpeed's does not allow it. The error lists all reasons.
+        PowerSGDConfigError: There is no configuration, two differ, or DeepSpeed's forbids it. It lists all reasons.
     """
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:

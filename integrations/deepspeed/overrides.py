@@ -106,7 +106,7 @@ def _reduce_bucket(engine: Any, state: DeepSpeedState, original: Method) -> Meth
         numels = [parameter.numel() for parameter in parameters]
         if sum(numels) != tensor.numel():
             raise RuntimeError(
-                f"DeepSpeed's bucket has {tensor.numel()} elements, its parameters {sum(numels)}: an unknown layout"
+                f"DeepSpeed's bucket has {tensor.numel()} elements, its parameters {sum(numels)}: the layout is unknown"
             )
         gradients = dict(zip(parameters, tensor.split(numels), strict=True))
         kept = {

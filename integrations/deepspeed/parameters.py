@@ -101,7 +101,7 @@ class ParameterOverride:
         if not self._sent and not getattr(self._optimizer, "overflow", False):
             raise RuntimeError(
                 f"powersgd sends parameters in {self.width.name}, but DeepSpeed {deepspeed.__version__} gathered them "
-                f'without {GATHER}: use a version that docs/index.md lists, or set "parameters": null'
+                f'without {GATHER}: use a version that docs/index.md lists, or set "parameters": null in the section'
             )
 
     @torch.no_grad()

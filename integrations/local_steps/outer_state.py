@@ -192,10 +192,9 @@ class OuterState:
 
     def load(self, parts: Mapping[str, Tensors], *, own: bool) -> None:
         """Continue from what ``parts`` has returned: from the worker's own parameters, or from the mean of all."""
-        for name, theta in self.theta().items():
-            theta.copy_(parts[name]["shared"])
         values = self.theta()
         for name, theta in values.items():
+            theta.copy_(parts[name]["shared"])
             if own and "own" in parts[name]:
                 values[name] = parts[name]["own"].to(theta)
             elif "changes" in parts[name]:
@@ -214,10 +213,9 @@ class OuterState:
         """Return whether all shards of this worker's model are finite, as a bool scalar on the device."""
         # Several times as fast on the CPU as a norm.
         extremes = [extreme for each in gradients if each.numel() for extreme in torch.aminmax(each)]
-        finite = torch.ones((), dtype=torch.bool, device=self.device)
-        if extremes:
-            finite = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all()
-        flag = finite.int()
+        # A shard may have no elements.
+        extremes.append(torch.zeros((), device=self.device))
+        flag = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all().int()
         for shards in self._communicator.others:
             shards.minimum(flag)
         finite = flag > 0

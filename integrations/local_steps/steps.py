@@ -39,7 +39,7 @@ class LocalSteps(Handle):
     steps each worker sends its pseudo-gradient, the difference of θ and its own parameters. The outer optimizer updates
     θ by their mean (DiLoCo, Douillard et al. 2023, arXiv:2311.08105), and all workers go on from θ. What compression
     does not send is added to the worker's next pseudo-gradient. Buffers are averaged exactly. If a worker's parameters
-    are not finite, its pseudo-gradient is zero. At the start, all workers get those and the buffers of the first one.
+    are not finite, its pseudo-gradient is zero. At the start, all workers get the first one's parameters and buffers.
 
     Call ``step`` after each ``optimizer.step()``, and ``finish`` after the last one.
 
@@ -62,9 +62,8 @@ class LocalSteps(Handle):
         optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or value, the model is not supported or communicates with
-            ``group`` in every step, or another worker has refused something. Nothing was changed.
-        DisagreementError: Workers differ in their arguments or tensors. Nothing was changed.
+        TypeError, ValueError, DisagreementError: An argument has the wrong type or value, the model is not supported or
+            communicates with ``group`` in every step, another worker refuses, or workers differ. Nothing was changed.
 
     Attributes:
         every: Number of steps of the round under way.
