@@ -25,7 +25,7 @@ NUMBERS = ("step", "eta", "mu", "mu_product")
 """Tensors of torch's optimizers that have one element."""
 
 OWN = ("own", "own_start", "own_error")
-"""Parts of one worker: its parameters, unless they are θ, and before its changes unless rounded θ, and its error."""
+"""Parts of one worker: its parameters unless they are θ, what they were before its changes, and its error."""
 
 COMMON = ("shared", "changes")
 """Parts that are equal on all workers: θ, and the mean pseudo-gradient, if a round was begun."""
