@@ -97,7 +97,7 @@ class PowerSGDState(Handle):
         # A compiled DDP model is one.
         module = uncompiled(given["module"])
         if config.planned and module is None:
-            raise ValueError("compression and bytes_per_step need parameters: give PowerSGDState the model as module=")
+            raise ValueError("a budget needs all parameters: give PowerSGDState the model as module=")
         self._set_up(config, module, given["process_group"], given["node_group"])
         if UnusedParameters.are_discarded(module):
             self._unused = UnusedParameters(self._residuals, self._step, module, self._names.names)
