@@ -30,18 +30,15 @@ def compress(
 ) -> Handle:
     """Compress the gradients of a prepared model, from its next step on. Collective. Prints one line on worker 0.
 
-    From then on ``accelerator.save_state`` and ``accelerator.load_state`` save and load the compression's state too.
-    If the training uses a ``GradScaler``, the error follows its scale.
+    From then on the accelerator's ``save_state`` and ``load_state`` include it. Errors follow its ``GradScaler``.
 
     Args:
         accelerator: The ``Accelerator`` that has prepared the model.
         model: What ``accelerator.prepare`` returned for the model.
-        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
-            enough.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, its section "powersgd" is enough.
 
     Returns:
-        The state of the compression. A second call for the same model returns the same state. If there is only one
-        process, which has nothing to send, it is a ``Compressor`` that nothing uses.
+        The state of the compression, the same in a second call. With one process, a ``Compressor`` that nothing uses.
 
     Raises:
         TypeError, ValueError: See ``powersgd_triton.attach``. The model is not prepared, for example.

@@ -50,8 +50,7 @@ def attach(
 
     Raises:
         TypeError: The model is not wrapped for data parallelism, or both ``config`` and ``options`` are given.
-        ValueError: The model is compressed with another configuration, or an adapter refuses the model or the
-            configuration. Nothing was changed.
+        ValueError: It is compressed with another configuration, or an adapter refuses either. Nothing was changed.
     """
 
     def given() -> tuple[PowerSGDConfig | None, Facts, Facts]:
@@ -72,9 +71,7 @@ def attach(
     elif (wanted := chosen(config, options)) is not None and wanted != state.config:
         raise ValueError("the model is compressed with {} already; got {}".format(*unlike(state.config, wanted)))
     elif node_group is not None and node_group != state._communicator.node_group:
-        raise ValueError(
-            f"the model is compressed with node_group={state._communicator.node_group!r} already; got {node_group!r}"
-        )
+        raise ValueError(f"the model has node_group={state._communicator.node_group!r} already; got {node_group!r}")
     if loss_scale is not None:
         state.attach(loss_scale)
     return state
@@ -88,9 +85,7 @@ def attached() -> dict[nn.Module, Handle]:
 def chosen(config: PowerSGDConfig | None, options: dict[str, Any]) -> PowerSGDConfig | None:
     """Return the configuration that a user gave as such, or by its fields. None if there is neither."""
     if config is not None and not isinstance(config, PowerSGDConfig):
-        raise TypeError(
-            f"config must be a PowerSGDConfig; got {type(config).__name__}. Give its fields by name, as compression=20"
-        )
+        raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}. Give fields as compression=20")
     if config is not None and options:
         raise TypeError(f"give either a configuration or its fields; got both, with {', '.join(options)}")
     return PowerSGDConfig.from_dict(options) if options else config
@@ -112,9 +107,7 @@ def _workers(model: object) -> Communicator:
         return Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) or is_deepspeed(module):
-            raise TypeError(
-                f"attach expects the wrapped model; {type(model).__name__} has one as {name!r}: attach that"
-            )
+            raise TypeError(f"attach expects a wrapped model; {type(model).__name__} has one as {name!r}: attach that")
     raise TypeError(
         f"attach expects a model that is wrapped for data parallelism; got {type(model).__name__}. Wrap it first: "
         "DistributedDataParallel(model), fully_shard(model), replicate(model), FullyShardedDataParallel(model) or "
@@ -147,9 +140,7 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
         try:
             model.register_comm_hook(handle, ddp.powerSGD_hook)
         except RuntimeError as error:
-            raise ValueError(
-                "the model has a communication hook already: call attach in place of setting one"
-            ) from error
+            raise ValueError("the model has a communication hook already: attach sets its own") from error
         return handle
     if isinstance(model, FullyShardedDataParallel):
         from powersgd_triton.integrations import fsdp1
@@ -160,10 +151,7 @@ def _compress(model: nn.Module, config: PowerSGDConfig | None, node_group: NodeG
     from powersgd_triton.integrations.fsdp2 import apply_powersgd
 
     if node_group is not None:
-        raise ValueError(
-            "node_group is for DDP, FSDP1 and DeepSpeed; with fully_shard, use a two-dimensional mesh that shards "
-            "within the node and replicates over the nodes"
-        )
+        raise ValueError("fully_shard takes no node_group: use a mesh that shards within nodes and replicates across")
     return apply_powersgd(model, config)
 
 

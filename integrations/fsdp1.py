@@ -24,22 +24,18 @@ from powersgd_triton.schemes import new_engine
 
 __all__ = ["PowerSGDState", "powerSGD_hook"]
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-
 
 class Unit:
-    """The places of the trainable parameters in the flat gradient of one FSDP unit.
-
-    ``strides`` has those of parameters that are not contiguous, which FSDP flattens in the order of memory. ``numel``
-    counts elements without the padding that makes shards equal.
-    """
+    """The places of the trainable parameters in the flat gradient of one FSDP unit."""
 
     def __init__(self, module: FullyShardedDataParallel, prefix: str) -> None:
         handle: Any = module._handle
         flat = handle.flat_param
         self.offsets: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        # Of parameters that are not contiguous, which FSDP flattens in the order of memory.
         self.strides: dict[str, tuple[int, ...]] = {}
+        # Without the padding that makes shards equal.
         index = self.numel = 0
         for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
             if not is_padding:
@@ -66,7 +62,7 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
             continue
         name = plain_name(path)
         where = f"module {name!r}" if name else "the root module"
-        if module.sharding_strategy in HYBRID:
+        if module.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
             raise ValueError(
                 f"{where} has the strategy {module.sharding_strategy.name}, for which FSDP1 has no communication "
                 "hook; use fully_shard and powersgd_triton.integrations.fsdp2 with replicate_group instead"
@@ -85,8 +81,7 @@ def _units(fsdp_model: FullyShardedDataParallel) -> dict[Unit, Any]:
 class PowerSGDState(WholeHandle):
     """The compression of one FSDP1 model's gradients. All workers create it together.
 
-    It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Every worker keeps errors of the whole model's size, or of a
-    share of it if ``node_group`` is given.
+    It supports FULL_SHARD, SHARD_GRAD_OP and NO_SHARD. Errors have a whole model's size, less with ``node_group``.
 
     Args:
         fsdp_model: The outermost ``FullyShardedDataParallel``, before its first backward pass.
@@ -95,8 +90,7 @@ class PowerSGDState(WholeHandle):
 
     Raises:
         TypeError: The model does not use FSDP1, ``config`` is not a configuration, or ``node_group`` is something else.
-        ValueError: The sharding strategy is hybrid, the model already has a hook or has no trainable parameters, or the
-            configuration's budget is too small for it.
+        ValueError: The strategy is hybrid, the model has a hook or no trainable parameters, or the budget is too small.
     """
 
     def __init__(
@@ -107,31 +101,28 @@ class PowerSGDState(WholeHandle):
         device = getattr(fsdp_model, "compute_device", None) or torch.device("cpu")
         communicator = Communicator(group)
 
-        def prepare() -> tuple[tuple[dict[Unit, Any], Engine, bool], Facts, Facts]:
+        def prepare() -> tuple[tuple[dict[Unit, Any], Engine], Facts, Facts]:
             if not isinstance(fsdp_model, FullyShardedDataParallel):
                 raise TypeError(
                     f"expected a model wrapped in FullyShardedDataParallel; got {type(fsdp_model).__name__}. Use "
-                    "powersgd_triton.integrations.fsdp2 for fully_shard and …integrations.ddp for "
-                    "DistributedDataParallel"
+                    "powersgd_triton.integrations.fsdp2 for fully_shard, …integrations.ddp for DistributedDataParallel"
                 )
-            sharded = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
             given_groups(node_group)
             units = _units(fsdp_model)
             shapes = {name: shape for unit in units for name, shape in unit.shapes.items()}
             engine = new_engine(config, communicator, lambda: shapes, device, buckets=len(units))
-            if sharded:
+            if fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD:
                 refuse_auto(config, "a sharded model")
-            return (units, engine, sharded), {}, {}
+            return (units, engine), {}, {}
 
         # A new group is made together, so that no worker may raise an error alone before.
-        units, engine, sharded = together("PowerSGDState", prepare, communicator, device)
+        units, engine = together("PowerSGDState", prepare, communicator, device)
         super().__init__(engine, DeviceMesh.from_group(group, device.type))
         self.use_own_group(node_group)
-        self.replaces_reduce_scatter = sharded
+        self.replaces_reduce_scatter = fsdp_model.sharding_strategy is not ShardingStrategy.NO_SHARD
         self._current: Unit | None = None
         for unit, handle in units.items():
-            # FSDP does not tell its hook which unit it reduces. This one fires just before it and marks the unit. In
-            # backward passes without synchronization it fires too, but no hook of FSDP follows.
+            # FSDP does not tell its hook which unit it reduces. This one fires just before it, and marks the unit.
             handle.flat_param.register_post_accumulate_grad_hook(functools.partial(self._mark, unit))
 
     def _mark(self, unit: Unit, _parameter: Tensor) -> None:

@@ -38,19 +38,16 @@ BESIDE = {"folder": FOLDER}
 class PowerSGD(Callback):  # type: ignore[misc,unused-ignore]
     """Compress the gradients that a ``Trainer`` averages in ``fit()``, and save the state in its checkpoints.
 
-    ``fit(ckpt_path=…)`` continues from the state in the checkpoint. Another ``fit()`` of the same module continues with
-    the errors of the one before.
+    ``fit(ckpt_path=…)`` continues from the state in the checkpoint, another ``fit()`` of the module from the last one.
 
     Args:
-        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
-            enough.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, its section "powersgd" is enough.
 
     Attributes:
         powersgd: The state of the compression. None before ``fit()``, and if gradients are averaged over one worker.
 
     Raises:
-        TypeError: Both ``config`` and ``options`` are given.
-        ValueError: An option is unknown or has an impossible value.
+        TypeError, ValueError: Both ``config`` and ``options`` are given, or an option is impossible.
     """
 
     def __init__(self, config: PowerSGDConfig | None = None, **options: Any) -> None:

@@ -71,8 +71,7 @@ class PowerSGD(Aggregator):
 
     What a step did not send stays in the gradients, in their dtype, and the next backward pass adds to them. So do not
     set the gradients to zero between steps. A skipped step needs no care. If an element is not finite, the averages of
-    all compressed tensors become NaN. In the gradients this element becomes zero, and everything else stays and is sent
-    in the next step.
+    all compressed tensors become NaN. In the gradients it becomes zero, and all else is sent in the next step.
 
     Args:
         params: Parameters, or tensors of their shapes, in the order of the gradients. For ``optimizer_step`` that is
@@ -99,7 +98,7 @@ class PowerSGD(Aggregator):
             {str(index): real_shape(parameter.shape, parameter.dtype) for index, parameter in enumerate(params)},
             group,
         )
-        self._dropped: Tensor | None = None
+        self._dropped: Tensor | int = 0
 
     @property
     def step_counter(self) -> int:
@@ -109,14 +108,13 @@ class PowerSGD(Aggregator):
     @property
     def dropped_elements(self) -> int:
         """Number of non-finite elements in this worker's gradients so far. Reading it waits for the device."""
-        return 0 if self._dropped is None else int(self._dropped)
+        return int(self._dropped)
 
     def aggregate(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return the averages in new tensors with the gradients' dtypes. The inputs become the errors.
 
         Raises:
-            TypeError, ValueError: The gradients do not match the parameters in their shapes and order. Nothing was
-                changed.
+            TypeError, ValueError: The gradients' shapes are not those of the parameters. Nothing was changed.
         """
 
         def check() -> None:
@@ -132,8 +130,7 @@ class PowerSGD(Aggregator):
             raise ValueError(f"{error}; {order}") from None
         averages = self._compressor.decompress(compressed)
         assert isinstance(averages, Mapping)
-        dropped = self._compressor.leave_error(compressed, gradients)
-        self._dropped = dropped if self._dropped is None else self._dropped + dropped
+        self._dropped = self._compressor.leave_error(compressed, gradients) + self._dropped
         return [averages[str(index)] for index in range(len(gradients))]
 
     def compression_stats(self) -> tuple[float, int, int]:

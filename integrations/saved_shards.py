@@ -24,8 +24,7 @@ FOREIGN = (
 def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
     """Return Σ_ij w_ij E_ij² of each error over all shards, computed in fp64. Collective.
 
-    It tells whether all workers have the shards that were saved. The weights grow with the first two indices, so the
-    sums also change if workers have each other's shards.
+    The weights grow with the first two indices, so the sums tell whether each worker has the shard that it saved.
     """
     alike: dict[tuple[DeviceMesh, Any], dict[str, Tensor]] = {}
     for name, error in errors.items():
@@ -73,11 +72,7 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
 
 
 def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float]]:
-    """Return {name: parts} and the plan of one saved shard, and the squares. ValueError if they have another format.
-
-    It is the shard that contained the first rows of shard ``worker`` of ``workers``, unless the number of
-    tensor-parallel workers changed, and the same one on all replicas.
-    """
+    """Return {name: parts} and the plan of one saved shard, and the squares. ValueError if they have another format."""
     try:
         found = unpickled(content)
     # Damaged content can make the reader raise anything.
@@ -96,6 +91,7 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
     squares = found.get("squares")
     if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
         raise ValueError("the squares in the saved state must be {name: number}")
+    # The one with the first rows of this worker's shard, unless the number of tensor-parallel workers changed.
     index = worker * len(shards) // workers
     # A left basis has the rows of a shard, so it only fits the same number of shards.
     keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)

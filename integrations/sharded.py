@@ -47,8 +47,7 @@ class ShardedHandle(Handle):
     """The compression of a model with sharded parameters. It is a ``Stateful`` of torch.distributed.checkpoint.
 
     ``save`` and ``load`` write and read with torch.distributed.checkpoint. With replicas, all processes must call them.
-    The ``others`` of the engine's communicator are the workers whose shards have factors of their own: those of FSDP,
-    then those of tensor parallelism, which splits parameters before FSDP does.
+    The communicator's ``others`` hold other shards: those of FSDP, then of tensor parallelism, which splits first.
     """
 
     # {saved name: name here}, in what ``renamed`` returns.
@@ -78,8 +77,7 @@ class ShardedHandle(Handle):
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
         The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
-        more dimensions. On another mesh, a matrix starts from the basis of another saved shard, or from a random one if
-        that does not fit, as with another number of tensor-parallel workers.
+        more dimensions. On another mesh, a matrix starts from another shard's basis, or from a random one if none fits.
         """
         saved = save(self._engine)
         errors: dict[str, DTensor] = {}
@@ -163,8 +161,7 @@ class ShardedHandle(Handle):
             dcp_save(dict(state), checkpoint_id=new, process_group=group)
         except CheckpointException as error:
             raise OSError(f"the state cannot be written to {new}: {error}") from error
-        # All workers of the group have written. One worker is the first one of all its groups. If it is interrupted,
-        # ``load`` finds the old state.
+        # All workers have written. One is the first of all its groups. If interrupted, ``load`` finds the old state.
         if all(workers.index == 0 for workers in (self._communicator, *self._communicator.others)):
             if os.path.lexists(path):
                 remove(old)
@@ -185,10 +182,7 @@ class ShardedHandle(Handle):
         return saved
 
     def _holders(self) -> tuple[dist.ProcessGroup | None, bool]:
-        """Return the group in which DCP saves and loads the whole state, and whether this replica saves it.
-
-        None is the default group, of all workers. ValueError if no group has all workers of the model, as DCP needs it.
-        """
+        """Return the group in which DCP saves and loads, None for all workers, and whether this replica saves."""
         communicator = self._communicator
         groups = [w for w in (communicator, *communicator.others) if w.world_size > 1] or [communicator]
         number = math.prod(workers.world_size for workers in groups)
@@ -260,14 +254,11 @@ class WholeHandle(ShardedHandle):
         self._mesh, self._worker, self._workers = mesh, mesh.get_local_rank(), mesh.size()
 
     def use_own_group(self, node_group: NodeGroup = None) -> None:
-        """Sum factors in a new process group, so that they do not queue behind the framework's collectives. Collective.
-
-        If the model's group does not contain all workers, use that, since all workers have to create a new group
-        together. (With use_local_synchronization=True they do not. But then members that have created different numbers
-        of groups wait for each other forever.)
-        """
+        """Sum factors in a new process group, where they do not wait for the framework's collectives. Collective."""
         group = self._mesh.get_group()
         ranks = dist.get_process_group_ranks(group)
+        # All workers have to make a new group together. (Not so with use_local_synchronization=True. But then members
+        # that have made different numbers of groups wait for each other forever.)
         if len(ranks) == dist.get_world_size():
             group = new_group(group, ranks, torch.device(self._mesh.device_type))
         self._engine.connect(Communicator(group, node_group=node_group))

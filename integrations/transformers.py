@@ -23,20 +23,17 @@ __all__ = ["PowerSGDCallback"]
 class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Compress the gradients of a ``Trainer``'s model in ``train()``, and save the state in its checkpoints.
 
-    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint. A second ``train()`` continues with
-    the errors of the first one.
+    ``train(resume_from_checkpoint=…)`` continues from the state in the checkpoint, another ``train()`` from the last.
 
     Args:
         trainer: The ``Trainer``.
-        config, options: See ``powersgd_triton.attach``. With DeepSpeed, a section "powersgd" of its configuration is
-            enough.
+        config, options: See ``powersgd_triton.attach``. With DeepSpeed, its section "powersgd" is enough.
 
     Attributes:
         powersgd: The state of the compression. None before ``train()``, and if there is only one process.
 
     Raises:
-        TypeError: ``trainer`` is not a ``Trainer``, or both ``config`` and ``options`` are given.
-        ValueError: An option is unknown or has an impossible value.
+        TypeError, ValueError: ``trainer`` is not a ``Trainer``, or see ``powersgd_triton.attach``.
     """
 
     def __init__(self, trainer: Trainer, config: PowerSGDConfig | None = None, **options: Any) -> None:
@@ -48,12 +45,9 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self._config = chosen(config, options)
         self._checkpoint: Any = None
         self._trial: Any = None
-        self._note_arguments(trainer)
-
-    def _note_arguments(self, trainer: Trainer) -> None:
-        """Note the arguments of ``trainer.train``, of which callbacks are not told."""
         train = trainer.train
 
+        # Callbacks are not told of the arguments.
         @functools.wraps(train)
         def noting(*args: Any, **kwargs: Any) -> Any:
             # Passed on as they came, since the train() of a subclass may take fewer arguments.
@@ -77,10 +71,7 @@ class PowerSGDCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if self._checkpoint is None:
             if state.global_step:
                 # The train() of a subclass may choose the checkpoint by itself.
-                logger.warning(
-                    "powersgd: the Trainer resumes, but train() was not given a checkpoint as resume_from_checkpoint; "
-                    "errors are not those of the checkpoint"
-                )
+                logger.warning("powersgd: train() resumes, but was not given a checkpoint: errors are not those in it")
             return
         # DeepSpeed's engine has loaded its checkpoint before this call, when it did not have the state yet.
         load_from(self.powersgd, self._checkpoint)

@@ -51,11 +51,8 @@ def of_torchs_hook(state: object) -> NoReturn:  # noqa: ARG001
 
 
 def parsed(positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[PowerSGDConfig, dict[str, Any]]:
-    """Return the configuration, and the arguments that are no hyperparameters.
-
-    A configuration may be the first argument, the second one after the process group, or ``config=``. TypeError:
-    Hyperparameters are given beside a configuration, or an argument has the wrong type.
-    """
+    """Return the configuration, and all arguments. TypeError: One is beside a configuration, or has a wrong type."""
+    # A configuration may be the first argument, the second one after the process group, or ``config=``.
     if isinstance(keywords.get("config"), PowerSGDConfig):
         positional = (keywords.pop("config"), *positional)
     if positional and isinstance(positional[0], PowerSGDConfig):

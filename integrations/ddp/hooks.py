@@ -3,7 +3,6 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
 import math
 from collections.abc import Hashable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,21 +12,11 @@ from powersgd_triton.core.buckets import BucketState, Shapes
 from powersgd_triton.integrations.ddp.arguments import torchs_logger
 from powersgd_triton.integrations.ddp.parameters import shape_of
 from powersgd_triton.integrations.ddp.state import PowerSGDState
-from powersgd_triton.integrations.ddp.views import Strides, are_final, views_of
+from powersgd_triton.integrations.ddp.views import are_final, views_of
 from powersgd_triton.ops.gradients import DTYPES, write_back
 
 SQUARE, REST = "bucket {}", "rest of bucket {}"
 """Names of the matrix that ``batched_powerSGD_hook`` makes of a bucket, and of its remaining elements."""
-
-
-class Known(NamedTuple):
-    """Gradients that all lie in their bucket as their shapes say, while their parameters have these strides.
-
-    ``gradients`` are (name, shape, strides, offset).
-    """
-
-    strides: list[Strides]
-    gradients: list[tuple[str, tuple[int, ...], Strides, int]]
 
 
 def powerSGD_hook(
@@ -46,8 +35,7 @@ def powerSGD_hook(
     Raises:
         TypeError: The bucket is not a dense floating-point tensor, DDP uses its Python reducer without buckets, or the
             model is not DDP's.
-        RuntimeError: A loaded checkpoint does not fit the model, a gradient is not in its bucket, or a collective
-            failed.
+        RuntimeError: A loaded checkpoint does not fit, a gradient is not in its bucket, or a collective failed.
     """
     _check(state, bucket)
     parameters = bucket.parameters()
@@ -63,12 +51,10 @@ def powerSGD_hook(
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a whole bucket as one square matrix, like torch's hook of the same name.
 
-    Use ``powerSGD_hook`` unless the model consists of many tiny tensors. Rows that cut across tensors have no low-rank
-    structure, so accuracy is much lower at every rank.
+    Use ``powerSGD_hook`` unless the model has many tiny tensors: rows across tensors are less accurate at every rank.
 
-    A bucket of L elements is viewed as a matrix with rows of ⌈√L⌉ elements. torch pads an incomplete last row with
-    zeros. This hook averages it exactly instead. Error and basis belong to the bucket, so its boundaries must not
-    change.
+    A bucket of L elements is viewed as a matrix with rows of ⌈√L⌉ elements. An incomplete last row, which torch pads
+    with zeros, is averaged exactly. Error and basis belong to the bucket, so its boundaries must not change.
 
     Raises:
         TypeError: The bucket is not a dense floating-point tensor, or DDP uses its Python reducer without buckets.
@@ -86,18 +72,12 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     index, numel = bucket.index(), _real(bucket.buffer()).numel()
     before = state._numels.get(index, numel)
     if before != numel and state.iter >= state.config.start_iter:
-        raise RuntimeError(
-            f"bucket {index} had {before} elements and now has {numel}; batched_powerSGD_hook needs buckets that stay "
-            "the same, powerSGD_hook does not"
-        )
+        raise RuntimeError(f"bucket {index} had {before} elements, now {numel}: use powerSGD_hook or buckets that stay")
     state._numels[index] = numel
-
-    def shapes() -> dict[str, tuple[int, ...]]:
-        columns = math.isqrt(max(0, numel - 1)) + 1
-        rows = numel // columns
-        return {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
-
-    return _average(state, bucket, (index, numel), shapes, whole=True)
+    columns = math.isqrt(max(0, numel - 1)) + 1
+    rows = numel // columns
+    shapes = {SQUARE.format(index): (rows, columns), REST.format(index): (numel - rows * columns,)}
+    return _average(state, bucket, (index, numel), lambda: shapes, whole=True)
 
 
 def _check(state: object, bucket: object) -> None:
@@ -108,10 +88,8 @@ def _check(state: object, bucket: object) -> None:
             "powerSGD_hook from powersgd_triton.integrations.fsdp1"
         )
     if not isinstance(state, PowerSGDState):
-        raise TypeError(
-            f"expected a PowerSGDState of powersgd_triton.integrations.ddp; got one of {type(state).__module__}: take "
-            "state and hook of one module"
-        )
+        got = f"got one of {type(state).__module__}: take state and hook of one module"
+        raise TypeError(f"expected a PowerSGDState of powersgd_triton.integrations.ddp; {got}")
     # It does not say which parameter is a step's last, and leaves out those without a gradient on this worker.
     if isinstance(bucket, tuple):
         raise TypeError(
@@ -145,9 +123,9 @@ def _average(
             # The allocator must not reuse the buffer's memory before this stream is done with it.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         strides = [parameter.stride() for parameter in parameters]
-        # What earlier steps found out holds for parameters with these strides.
-        known: Known | None = begun.known if begun.known is not None and begun.known.strides == strides else None
-        views = views_of(buffer, parameters, state._places) if known is None else []
+        # (name, shape, strides, offset) of gradients that an earlier step found contiguous, if that still holds.
+        forms = begun.known[1] if begun.known is not None and begun.known[0] == strides else None
+        views = views_of(buffer, parameters, state._places) if forms is None else []
 
         def finish() -> None:
             for held, read in views:
@@ -162,24 +140,21 @@ def _average(
             engine.average_exactly(buffer, done=finish)
         else:
             held, segments, start = [place for place, _ in views], begun.layout.segments, buffer.storage_offset()
-            if known is not None:
-                gradients = {
-                    name: buffer.as_strided(shape, form, start + at) for name, shape, form, at in known.gradients
-                }
+            if forms is not None:
+                gradients = {name: buffer.as_strided(shape, form, start + at) for name, shape, form, at in forms}
                 held = list(gradients.values())
             if state._unused is not None:
                 state._unused.note_views(held, parameters)
             if whole:
                 held = [buffer[s.span].view(s.shape) for s in segments]
-            if known is None:
+            if forms is None:
                 # This copies a gradient that is not contiguous, such as one in channels_last.
                 gradients = {s.name: place.contiguous().view(s.shape) for s, place in zip(segments, held, strict=True)}
                 if not whole and are_final(views, parameters, state._places):
-                    forms = [(s.name, s.shape, gradients[s.name].stride(), s.offset) for s in segments]
-                    begun.known = Known(strides, forms)
+                    begun.known = strides, [(s.name, s.shape, gradients[s.name].stride(), s.offset) for s in segments]
 
             def done() -> None:
-                if known is None:
+                if forms is None:
                     for gradient, place in zip(gradients.values(), held, strict=True):
                         write_back(gradient, place)
                 finish()

@@ -22,14 +22,12 @@ Record = list[list[tuple[str, tuple[int, ...]]]]
 
 
 class ParameterNames:
-    """Names parameters as the module does, or numbers them in the order of the first backward pass.
-
-    ``names`` is {parameter: name}, of the parameters seen so far if they are numbered.
-    """
+    """Names parameters as the module does, or numbers them in the order of the first backward pass."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module: nn.Module | None = module.module if isinstance(module, DistributedDataParallel) else module
         named = () if self.module is None else self.module.named_parameters()
+        # If parameters are numbered, those seen so far.
         self.names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in named}
         self._buckets: Record = []
         self._expected: Record = []
@@ -37,51 +35,40 @@ class ParameterNames:
     def of(self, index: int, parameters: Sequence[Tensor]) -> list[str]:
         """Return the names of a bucket's parameters."""
         if any(parameter not in self.names for parameter in parameters):
-            self._check_numbered(parameters)
             self._number(index, parameters)
         names = [self.names[parameter] for parameter in parameters]
         if not {name for bucket in self._buckets for name, _ in bucket}.issuperset(names):
             self._buckets.append([(n, shape_of(p)) for n, p in zip(names, parameters, strict=True)])
         return names
 
-    def _check_numbered(self, parameters: Sequence[Tensor]) -> None:
-        if self.module is None:
-            return
-        for name, parameter in self.module.named_parameters():
+    def _number(self, index: int, parameters: Sequence[Tensor]) -> None:
+        for name, parameter in () if self.module is None else self.module.named_parameters():
             if parameter not in self.names and any(parameter is other for other in parameters):
                 raise RuntimeError(
                     f"the parameter {name!r} was added to the model after PowerSGDState was created; create the state "
                     "and wrap the model in DistributedDataParallel when the model is complete"
                 )
-        raise RuntimeError(
-            "a bucket has a parameter that the module given to PowerSGDState as module= does not have; "
-            "give the model that DistributedDataParallel wraps"
-        )
-
-    def _number(self, index: int, parameters: Sequence[Tensor]) -> None:
+        if self.module is not None:
+            raise RuntimeError(
+                "a bucket has a parameter that module= does not have; give the model that DistributedDataParallel wraps"
+            )
         names = [str(len(self.names) + position) for position in range(len(parameters))]
         if self._expected:
             shapes = [shape_of(parameter) for parameter in parameters]
-            saved = self._expected[index] if index < len(self._expected) else []
-            if [shape for _, shape in saved] != shapes:
+            saved = dict(self._expected[index] if index < len(self._expected) else [])
+            if [*saved.values()] != shapes:
                 raise RuntimeError(
                     f"the loaded state was saved with other bucket boundaries: bucket {index} held shapes "
-                    f"{[shape for _, shape in saved]} and now holds {shapes}. Give PowerSGDState module= when saving "
-                    "and when loading, so that parameters have names"
+                    f"{[*saved.values()]} and now holds {shapes}. Give PowerSGDState module= when saving and loading"
                 )
-            names = [name for name, _ in saved]
+            names = [*saved]
         self.names.update(zip(parameters, names, strict=True))
 
-    def shapes(self) -> dict[str, tuple[int, ...]] | None:
-        """Return the shapes of all trainable parameters by name. None if parameters are numbered."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all trainable parameters by name, or of those in ``record`` if they are numbered."""
         if self.module is None:
-            return None
+            return {name: shape for bucket in self.record() for name, shape in bucket}
         return {name: shape_of(parameter) for parameter, name in self.names.items() if parameter.requires_grad}
-
-    def known(self) -> dict[str, tuple[int, ...]]:
-        """Return the same, or the shapes of parameters in ``record`` if they are numbered."""
-        shapes = self.shapes()
-        return {name: shape for bucket in self.record() for name, shape in bucket} if shapes is None else shapes
 
     def record(self) -> Record:
         """Return the buckets of the first backward pass, here or before a loaded state was saved."""
@@ -94,19 +81,15 @@ class ParameterNames:
             if rename:
                 raise ValueError("rename maps parameter names, which PowerSGDState knows only with module=")
             if self._buckets and buckets != self._buckets:
-                raise ValueError(
-                    "the state was saved with other bucket boundaries or with parameter names; give PowerSGDState "
-                    "module= when saving and when loading"
-                )
+                raise ValueError("the state has other buckets or names; give PowerSGDState module= to save and to load")
             return buckets
         known = {name: shape_of(parameter) for parameter, name in self.names.items()}
         buckets = [[(rename.get(name, name), shape) for name, shape in bucket] for bucket in buckets]
         other = {name: shape for bucket in buckets for name, shape in bucket if known.get(name) != shape}
         if strict and not other.keys() <= known.keys():
             raise ValueError(
-                f"the saved state has parameters {sorted(other.keys() - known.keys())[:3]}, which the module given as "
-                "module= does not have. Was it saved without module=? load_state_dict(…, rename={saved name: new "
-                "name}) maps names, strict=False loads what fits"
+                f"the saved state has parameters {sorted(other.keys() - known.keys())[:3]}, which module= lacks. "
+                "Was it saved without? load_state_dict(…, rename={saved: new}) maps names, strict=False loads what fits"
             )
         if strict and other:
             name = min(other)
@@ -136,9 +119,8 @@ def shape_of(parameter: Tensor) -> tuple[int, ...]:
 class UnusedParameters:
     """Takes back what a step has sent of parameters that no worker used in it (``find_unused_parameters=True``).
 
-    DDP knows these parameters when the backward pass is done. Its reducer is locked while it calls a communication
-    hook, so the counts are read before the next forward pass, and before the errors are read or saved.
-    The errors of the engine with ``residuals`` and ``step`` keep what DDP discards. ``names`` are {parameter: name}.
+    The errors keep what DDP discards. It knows these parameters when the backward pass is done. Its reducer is locked
+    while it calls a communication hook, so the counts are read before the next forward pass, and before errors are.
     """
 
     def __init__(self, residuals: Residuals, step: Step, module: Any, names: Mapping[Tensor, str]) -> None:

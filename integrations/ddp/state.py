@@ -40,8 +40,7 @@ class PowerSGDState(Handle):
     A ``PowerSGDConfig`` can be given in place of all hyperparameters, as ``PowerSGDState(config, module=model)`` or
     after the process group. It keeps its own defaults, so it compresses from the first step.
 
-    docs/guides/ddp.md lists the differences from ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
-    Hyperparameters cannot be assigned after construction.
+    docs/guides/ddp.md lists the differences from torch's. Hyperparameters cannot be assigned after construction.
 
     Args:
         process_group: Group to average over. None uses the default group. Can be set between steps.
@@ -98,10 +97,7 @@ class PowerSGDState(Handle):
         # A compiled DDP model is one.
         module = uncompiled(given["module"])
         if config.planned and module is None:
-            raise ValueError(
-                "a budget (compression or bytes_per_step) is divided among all parameters of the model: "
-                "give PowerSGDState the model as module="
-            )
+            raise ValueError("a budget needs all parameters: give PowerSGDState the model as module=")
         self._set_up(config, module, given["process_group"], given["node_group"])
         if UnusedParameters.are_discarded(module):
             self._unused = UnusedParameters(self._residuals, self._step, module, self._names.names)
@@ -113,7 +109,7 @@ class PowerSGDState(Handle):
         # Without ``module=`` the model is not known before its gradients come.
         device = next((parameter.device for parameter in names.names), None)
         communicator = Communicator(group, node_group=node_group)
-        super().__init__(new_engine(config, communicator, names.known, device))
+        super().__init__(new_engine(config, communicator, names.shapes, device))
         # What another process group can use: groups that a user gave were made for this one.
         self._automatic_nodes = AUTO if node_group == AUTO else None
         # How each gradient lies in its bucket.
@@ -168,9 +164,8 @@ class PowerSGDState(Handle):
         owner = self._residuals.claim(self._communicator)
         if owner is not None:
             logger.warning(
-                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s. The pickle holds "
-                "only the error of the worker that wrote it, so its error is dropped. Save state_dict() instead, which "
-                "holds the mean error.",
+                "This PowerSGDState was pickled by worker %s of %s and is used by worker %s of %s, so that "
+                "its error is dropped. It is that of one worker: save state_dict() instead, with the mean error.",
                 *(*owner, *self._communicator.place),
             )
 
@@ -185,8 +180,7 @@ class PowerSGDState(Handle):
     ) -> LoadReport:
         """Continue from a saved state of any world size, bucket size and rank. Collective: call it on all workers.
 
-        Arguments, result and errors are those of ``Compressor.load_state_dict``. Without ``module=``, parameters are
-        compared with those of the state in the first step.
+        See ``Compressor.load_state_dict``. Without ``module=``, parameters are compared in the first step.
         """
         expected: Record = []
         names: dict[str, str] = {}
@@ -197,11 +191,10 @@ class PowerSGDState(Handle):
             if not isinstance(saved, Mapping) or "buckets" not in saved:
                 raise ValueError("expected the result of state_dict() of a PowerSGDState; the key 'buckets' is missing")
             check_version(saved.get("format_version"))
-            record = self._names.check(saved["buckets"], strict=strict, rename=names)
-            expected[:] = record
+            expected[:] = self._names.check(saved["buckets"], strict=strict, rename=names)
             # A state with matrices but without a record is of batched_powerSGD_hook, which does not know parameters.
-            shapes = self._names.shapes() if record or saved.get("matrices") == {} else None
-            return saved, None if shapes is None else sizes(shapes, self.config)
+            named = self._names.module is not None and (expected or saved.get("matrices") == {})
+            return saved, sizes(self._names.shapes(), self.config) if named else None
 
         report = load(self._engine, read, strict=strict, rename=names)
         self._names.expect(expected)

@@ -33,10 +33,9 @@ def views_of(buffer: Tensor, parameters: Sequence[Tensor], places: dict[Tensor, 
     A view has the parameter's shape. Of a complex parameter, the last dimension is that of ``torch.view_as_real``.
 
     DDP makes a view for each parameter when it builds its buckets, and again when it rebuilds them after the first
-    step. A view has the parameter's strides if the parameter is dense, else it is contiguous. If
-    ``model.to(memory_format=…)`` changes the parameter later, its view stays as it was until the buckets are rebuilt.
-    But DDP reads the hook's result with the parameter's present strides, unless gradients are views of the buckets
-    (``gradient_as_bucket_view=True``).
+    step. A view has the parameter's strides if the parameter is dense, else it is contiguous. It stays as it was if
+    ``model.to(memory_format=…)`` changes the parameter later. But DDP reads the hook's result with the parameter's
+    present strides, unless gradients are views of the buckets (``gradient_as_bucket_view=True``).
 
     A hook does not see these views (``bucket.gradients()`` ignores strides). It sees ``parameter.grad``, which is the
     view itself or has the same values. ``places`` are what was found out before.
@@ -56,9 +55,7 @@ def views_of(buffer: Tensor, parameters: Sequence[Tensor], places: dict[Tensor, 
     return views
 
 
-def are_final(
-    views: Sequence[tuple[Tensor, Tensor]], parameters: Sequence[Tensor], places: Mapping[Tensor, Place]
-) -> bool:
+def are_final(views: list[tuple[Tensor, Tensor]], parameters: Sequence[Tensor], places: Mapping[Tensor, Place]) -> bool:
     """Return whether all gradients are contiguous in the bucket, until strides of parameters change."""
     plain = all(held is read and held.is_contiguous() for held, read in views)
     return plain and all(places[parameter].final for parameter in parameters)
@@ -72,8 +69,7 @@ def _find(piece: Tensor, parameter: Tensor, before: Place | None) -> Place:
 
     def place(strides: Strides, *, shown: bool, final: bool, is_view: bool = False) -> Place:
         is_view |= before is not None and before.is_view
-        # A gradient that autograd made has the parameter's strides. (Another hook, which calls this one, may have
-        # replaced the bucket's memory.)
+        # A gradient that autograd made has the parameter's strides. (Another hook may have replaced the memory.)
         is_view |= gradient is not None and own != strides == strides_of(gradient.shape, memory_order(gradient))
         # While these are not the parameter's own strides, DDP may rebuild its buckets and change them.
         return Place(strides, own, parameter.stride(), is_view, shown, final and strides == own)

@@ -2,9 +2,8 @@
 
 At stages 1 and 2 the parameters that workers gather after a step are compressed too.
 
-``powersgd_triton.autoload`` finds the section in an unchanged program. Without it, import this module in place of
-``deepspeed``, call ``enable(engine)``, or let the module run the program; see docs/guides/deepspeed.md. All other names
-are forwarded to DeepSpeed.
+``powersgd_triton.autoload`` finds the section in an unchanged program. Without it, call ``enable(engine)``, let this
+module run the program, or import it in place of ``deepspeed``, to which it forwards; see docs/guides/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -76,12 +75,10 @@ def enable(engine: Any, config: PowerSGDConfig | None = None, *, node_group: Nod
         node_group: "auto", or groups of the workers that share a node; see docs/cluster.md. None takes the section's.
 
     Returns:
-        The state of the compression, also available as ``engine.powersgd``. None if the section has
-        ``"enabled": false``. If compression is already on, the existing state is returned.
+        The state, new or existing, also available as ``engine.powersgd``. None if the section has ``"enabled": false``.
 
     Raises:
-        PowerSGDConfigError: There is no configuration, or two that differ, or it cannot be used with the rest of the
-            DeepSpeed configuration. The error lists all reasons.
+        PowerSGDConfigError: There is no configuration, two differ, or DeepSpeed's forbids it. It lists all reasons.
     """
     state: DeepSpeedState | None = getattr(engine, "powersgd", None)
     if state is not None:

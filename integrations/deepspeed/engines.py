@@ -99,24 +99,11 @@ class Traffic:
         """Bytes of a whole step with compression."""
         return self.factors + self.differences
 
-    @property
-    def reduction(self) -> float:
-        """Factor by which the gradients' traffic shrinks."""
-        return self.gradients / self.factors if self.factors else 1.0
-
-    @property
-    def total_reduction(self) -> float:
-        """Factor by which all traffic between data-parallel workers shrinks."""
-        return self.plain / self.sent if self.sent else 1.0
-
 
 def traffic_of(
     engine: Any, config: PowerSGDConfig, layout: Layout, workers: int, partitions: tuple[int, int] | None
 ) -> Traffic:
-    """Return the bytes that an engine's step sends after ``start_iter``.
-
-    ``partitions`` are the bytes of all partitions of parameters, and of their differences, if these are sent.
-    """
+    """Return what a step sends. ``partitions``: bytes of parameters, and of their differences, if these are sent."""
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     micro_batches = engine.gradient_accumulation_steps() if stage >= 2 else 1
     bf16_optimizer = is_bf16_optimizer(optimizer)
@@ -151,14 +138,16 @@ def traffic_of(
 
 def describe(engine: Any, config: PowerSGDConfig, traffic: Traffic, width: str | None) -> str:
     """Return one line for the log. ``width`` is that of the parameters' differences, if these are sent."""
-    share = 100 * traffic.compressed / traffic.elements if traffic.elements else 0.0
-    parameters = ""
-    if traffic.parameters:
-        how = "as DeepSpeed sends them" if width is None else f"in {width}"
-        parameters = f"Parameters are sent {how}. "
+    share = 100 * traffic.compressed / max(1, traffic.elements)
+    gradients, whole = (
+        fewer(before / after if after else 1.0)
+        for before, after in ((traffic.gradients, traffic.factors), (traffic.plain, traffic.sent))
+    )
+    how = "as DeepSpeed sends them" if width is None else f"in {width}"
+    parameters = f"Parameters are sent {how}. " if traffic.parameters else ""
     return (
         f"powersgd: on at ZeRO stage {int(engine.zero_optimization_stage())} ({type(engine.optimizer).__name__}), "
         f"{describe_ranks(config)}; {share:.1f}% of {traffic.elements:,} gradient elements are compressed, gradients "
-        f"take {fewer(traffic.reduction)} bytes. {parameters}In a whole step each worker sends "
-        f"{describe_bytes(traffic.sent)} in place of {describe_bytes(traffic.plain)} ({fewer(traffic.total_reduction)})"
+        f"take {gradients} bytes. {parameters}In a whole step each worker sends {describe_bytes(traffic.sent)} "
+        f"in place of {describe_bytes(traffic.plain)} ({whole})"
     )

@@ -1,8 +1,7 @@
 """DeepSpeed: the methods of an engine and its optimizer that are overridden.
 
 Gradients are averaged by another method at each ZeRO stage. What ``engine.save_checkpoint`` writes has the model's
-parameters v as they are, and the masters w in the optimizer's files, so training continues with the same bits. Exports
-have w rounded.
+parameters v as they are, so training continues with the same bits. Exports have the masters w, rounded.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def _reduce_bucket(engine: Any, state: DeepSpeedState, original: Method) -> Meth
         numels = [parameter.numel() for parameter in parameters]
         if sum(numels) != tensor.numel():
             raise RuntimeError(
-                f"DeepSpeed's bucket has {tensor.numel()} elements and its parameters have {sum(numels)}; powersgd "
-                "does not know the bucket layout of this release"
+                f"DeepSpeed's bucket has {tensor.numel()} elements, its parameters {sum(numels)}: the layout is unknown"
             )
         gradients = dict(zip(parameters, tensor.split(numels), strict=True))
         kept = {

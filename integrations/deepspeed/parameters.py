@@ -1,9 +1,8 @@
 """DeepSpeed: every worker's parameters follow the optimizer's by coded differences, in place of ZeRO's all-gather.
 
-At ZeRO stages 1 and 2, and with BF16_Optimizer, each worker owns a partition of the parameters w that the optimizer
-updates, the masters. After a step it rounds them into its partition of the model's parameters v, and all workers gather
-these partitions. Here each owner sends w − v in 8, 4 or 2 bits an element instead, and every worker adds what arrives
-to v. The rounding error remains in w − v, and is sent in the next steps.
+At ZeRO stages 1 and 2, and with BF16_Optimizer, each worker owns a partition of the masters w, which the optimizer
+updates. DeepSpeed rounds them into the model's parameters v, which all workers gather. Here each owner sends w − v in
+8, 4 or 2 bits an element, and every worker adds what arrives to v. The rounding error remains in w − v for later steps.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from powersgd_triton.ops.backends import difference_codec
 
 GATHER = "all_gather_dp_groups"
 """DeepSpeed's function that gathers parameters. The modules of both optimizers import it under this name."""
+UNEQUAL = "that must stay equal, and differences would round them differently: leave the key out"
 
 
 class Group(NamedTuple):
@@ -101,8 +101,7 @@ class ParameterOverride:
         if not self._sent and not getattr(self._optimizer, "overflow", False):
             raise RuntimeError(
                 f"powersgd sends parameters in {self.width.name}, but DeepSpeed {deepspeed.__version__} gathered them "
-                f'without {GATHER}: use a version that docs/index.md lists, or set "parameters": null in the section '
-                "'powersgd'"
+                f'without {GATHER}: use a version that docs/index.md lists, or set "parameters": null in the section'
             )
 
     @torch.no_grad()
@@ -160,24 +159,15 @@ class ParameterOverride:
 def why_not_differences(engine: Any) -> str | None:
     """Return the reason why an engine's parameters cannot be sent as differences. None if they can."""
     if int(engine.zero_optimization_stage()) == 3:
-        return (
-            "at ZeRO stage 3 no worker keeps parameters that could follow, so they are gathered in every pass: use "
-            "stage 1 or 2, or leave the key out"
-        )
+        return "ZeRO stage 3 gathers parameters in every pass: use stage 1 or 2, or leave the key out"
     if _gathering_module(engine.optimizer) is None:
         return f"{type(engine.optimizer).__name__} gathers no parameters after a step: leave the key out"
     # DeepSpeed before 0.16.4 has no autotp_size.
     tensor_parallel = bwc_tensor_model_parallel_world_size(engine.mpu), getattr(engine, "autotp_size", lambda: 1)()
     if max(tensor_parallel) > 1:
-        return (
-            "with tensor parallelism, workers share parameters that must stay equal, and differences would round them "
-            "differently: leave the key out"
-        )
+        return f"with tensor parallelism, workers share parameters {UNEQUAL}"
     if any(type(layer).__name__ == "TiedLayerSpec" for layer in getattr(engine.module, "_layer_specs", ())):
-        return (
-            "stages of this pipeline share tied parameters that must stay equal, and differences would round them "
-            "differently: leave the key out"
-        )
+        return f"stages of this pipeline share tied parameters {UNEQUAL}"
     limited = [name for name, module in engine.module.named_modules() if getattr(module, "max_norm", None) is not None]
     if limited:
         return (

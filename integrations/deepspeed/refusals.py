@@ -22,14 +22,11 @@ from powersgd_triton.planning.tuning import refuse_auto
 
 OWN_KEYS = ENABLED, PARAMETERS, NODE_GROUP = "enabled", "parameters", "node_group"
 """Keys of the section that are no fields of ``PowerSGDConfig``."""
-DEFAULT_PARAMETERS = "int2"
-"""Format in which parameters are sent, where DeepSpeed gathers them after a step."""
 # In ternary codes, a bf16 copy can stop following: the scale may be too small to change the block's largest elements.
 PARAMETER_FORMATS = [name for name, width in DIFFERENCES.items() if not width.ternary]
 OLDEST = Version("0.16")
 FP16_UNSCALED_AT_STAGE_0 = Version("0.18.3")
 WRONG_AT_STAGE_2 = (Version("0.17.6"), Version("0.18.2"))
-OWN_COMPRESSION = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 class PowerSGDConfigError(ValueError):
@@ -37,10 +34,7 @@ class PowerSGDConfigError(ValueError):
 
 
 def section_of(engine: Any) -> Any:
-    """Return the section of the engine's configuration, which DeepSpeed itself ignores. None if there is none.
-
-    PowerSGDConfigError: Its name is spelled differently.
-    """
+    """Return the section of an engine's configuration, or None. PowerSGDConfigError: Its name is spelled otherwise."""
     keys = engine._config._param_dict
     others = [key for key in keys if key != SECTION and is_section(key)]
     if others:
@@ -50,14 +44,11 @@ def section_of(engine: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Content of the section "powersgd".
-
-    ``config`` is None if there are no fields of it, or problems. ``parameters_given`` says whether there is that key.
-    """
+    """Content of the section. ``config`` is None without fields of it. ``parameters_given``: whether the key is."""
 
     config: PowerSGDConfig | None = None
     enabled: bool = True
-    parameters: str | None = DEFAULT_PARAMETERS
+    parameters: str | None = "int2"
     parameters_given: bool = False
     node_group: str | None = None
     problems: tuple[str, ...] = ()
@@ -84,7 +75,7 @@ def read_section(section: Any) -> Section:
     enabled = section.get(ENABLED, True)
     if not isinstance(enabled, bool):
         problems.append(f"{ENABLED} must be true or false; got {enabled!r}")
-    parameters = section.get(PARAMETERS, DEFAULT_PARAMETERS)
+    parameters = section.get(PARAMETERS, Section.parameters)
     if parameters not in (None, *PARAMETER_FORMATS):
         problems.append(f"{PARAMETERS} must be null or one of {', '.join(PARAMETER_FORMATS)}; got {parameters!r}")
     node_group = section.get(NODE_GROUP)
@@ -131,19 +122,14 @@ def _problems_of_optimizers(engine: Any, stage: int) -> Iterator[str]:
     names = {type(candidate).__name__.lower() for candidate in (optimizer, engine.basic_optimizer)}
     if any("muon" in name for name in names):
         yield "the Muon optimizer orthogonalizes whole averaged matrices on each owner: use another optimizer"
-    for name in sorted(names.intersection(OWN_COMPRESSION)):
+    for name in sorted(names & {"onebitadam", "onebitlamb", "zerooneadam"}):
         yield f"the optimizer {name} compresses gradients itself: use another one, such as AdamW"
     owner, method, _ = averaging_method(engine)
     if not callable(getattr(owner, method, None)):
-        yield (
-            f"DeepSpeed {deepspeed.__version__} has no {type(owner).__name__}.{method}, which averages gradients in "
-            "the versions that docs/index.md lists: install one of them"
-        )
+        needed = f"{type(owner).__name__}.{method}, which averages gradients"
+        yield f"DeepSpeed {deepspeed.__version__} has no {needed}: install a version that docs/index.md lists"
     elif stage in (1, 2) and not is_bf16_optimizer(optimizer) and not optimizer.contiguous_gradients:
-        yield (
-            '"contiguous_gradients": false at ZeRO stages 1 and 2 moves gradients out of the buckets that are '
-            "compressed: set it to true, which is DeepSpeed's default"
-        )
+        yield '"contiguous_gradients": false moves gradients out of the buckets that are compressed: set it to true'
 
 
 def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator[str]:
@@ -152,10 +138,7 @@ def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator
     if section.parameters_given and section.parameters is not None and obstacle is not None:
         yield f'"{PARAMETERS}": "{section.parameters}": {obstacle}'
     if getattr(zero, "zero_quantized_gradients", False):
-        yield (
-            '"zero_quantized_gradients" (qgZ) compresses the same gradients: take it out. '
-            '"zero_quantized_weights" may stay'
-        )
+        yield '"zero_quantized_gradients" (qgZ) compresses the same gradients: take it out. Quantized weights may stay'
     if getattr(getattr(engine._config, "compile_config", None), "deepcompile", False):
         yield (
             '"deepcompile" reduces gradients inside the compiled graph, where powersgd does not see them: set '
@@ -187,19 +170,14 @@ def _problems_of_settings(engine: Any, stage: int, section: Section) -> Iterator
                 "deepspeed.zero.Init with the data-parallel group, or without data_parallel_group"
             )
     if dist.get_world_size(workers) < 2:
-        yield (
-            "there is only one worker, so there is nothing to average: start two or more data-parallel workers, "
-            f'or set "{ENABLED}": false'
-        )
+        yield f'only one worker has nothing to average: start more data-parallel workers, or set "{ENABLED}": false'
 
 
 def chosen(engine: Any, config: PowerSGDConfig | None) -> tuple[PowerSGDConfig, Section] | None:
     """Return the section's configuration, or else the program's, and the section. None if that is switched off."""
     given = section_of(engine)
     if given is None and config is None:
-        raise refusal(
-            [f'DeepSpeed\'s configuration has no section "{SECTION}": add "{SECTION}": {{"compression": 20}}']
-        )
+        raise refusal([f'the configuration has no section "{SECTION}": add "{SECTION}": {{"compression": 20}}'])
     section = read_section({} if given is None else given)
     problems = list(section.problems)
     if not section.enabled and not problems:

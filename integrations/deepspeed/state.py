@@ -53,15 +53,6 @@ class DeepSpeedState(Handle):
         # Set if parameters are sent as differences.
         self.parameters: ParameterOverride | None = None
 
-    def _name_of(self, parameter: Tensor) -> str:
-        try:
-            return self._names[id(parameter)]
-        except KeyError:
-            raise RuntimeError(
-                f"DeepSpeed reduces the gradient of a parameter of shape {whole_shape(parameter)} that the module did "
-                "not have when powersgd was enabled; change the model before deepspeed.initialize"
-            ) from None
-
     def compressing(self) -> bool:
         """Return whether to compress gradients. Note that DeepSpeed has called the override in this step."""
         self._reached = True
@@ -76,12 +67,17 @@ class DeepSpeedState(Handle):
     ) -> None:
         """Average {parameter: gradient} over the workers, times ``factor``. The gradients are contiguous.
 
-        ``parts`` are {parameter: (first element, tensor that takes the average from there on)}. None overwrites the
-        gradients.
+        ``parts`` are {parameter: (first element, tensor that takes the average from there on)}, or None for all.
         """
         if not gradients:
             return
-        names = {parameter: self._name_of(parameter) for parameter in gradients}
+        unknown = [whole_shape(parameter) for parameter in gradients if id(parameter) not in self._names]
+        if unknown:
+            raise RuntimeError(
+                f"DeepSpeed reduces the gradient of a parameter of shape {unknown[0]} that the module did not have "
+                "when powersgd was enabled; change the model before deepspeed.initialize"
+            )
+        names = {parameter: self._names[id(parameter)] for parameter in gradients}
         shapes = {name: whole_shape(parameter) for parameter, name in names.items()}
         views = {name: gradients[parameter].view(shapes[name]) for parameter, name in names.items()}
         ranges = None if parts is None else {names[p]: part for p, part in parts.items() if part[1].numel()}
@@ -99,9 +95,8 @@ class DeepSpeedState(Handle):
         if self.shapes and not self._reached:
             raise RuntimeError(
                 f"powersgd is on, but DeepSpeed {deepspeed.__version__} averaged the gradients of step "
-                f"{self._framework.global_steps} without it. This release may reduce gradients in another way: use "
-                "a version that docs/index.md lists, or take the section 'powersgd' out. (This also happens if "
-                "deepspeed.enable is called between backward() and step().)"
+                f"{self._framework.global_steps} without it: use a version that docs/index.md lists, or take the "
+                "section 'powersgd' out. (Or was deepspeed.enable called between backward() and step()?)"
             )
         yield
         if self._reached:
@@ -123,9 +118,8 @@ class DeepSpeedState(Handle):
     def exact_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Return a context within which the model has the optimizer's parameters, rounded. Collective at both ends.
 
-        Outside it, parameters that are sent as differences differ from them by a rounding error. Leaving it makes the
-        parameters equal on all workers. ``engine.save_16bit_model``, and Accelerate's and the Trainer's exports, use it
-        by themselves.
+        Outside it, parameters that are sent as differences differ from them by a rounding error. Leaving it makes them
+        equal on all workers. ``engine.save_16bit_model``, Accelerate's and the Trainer's exports use it by themselves.
         """
         return contextlib.nullcontext() if self.parameters is None else self.parameters.exact()
 

@@ -51,8 +51,7 @@ def apply_powersgd(
     Raises:
         TypeError, ValueError: ``config`` is not a configuration, or its budget is too small; the model is not sharded,
             or in a way that is not supported; ``apply_powersgd`` was called before. Nothing was changed.
-        RuntimeError: This version of torch was not tried with a replicate dimension in the mesh, or the group cannot be
-            used.
+        RuntimeError: The group cannot be used, or this torch was not tried with a replicate dimension in the mesh.
     """
     replicas, others = found("apply_powersgd", lambda: worker_groups(model, replicate_group))
     communicator = Communicator(others[0], others[1:]) if replicas is None else Communicator(replicas, others)
@@ -75,8 +74,7 @@ class HybridShardState(ShardedHandle):
     """Compresses each worker's shard of the gradients across replicas. ``apply_powersgd`` creates it.
 
     Gradients accumulate as with FSDP's own HSDP: ``model.set_requires_gradient_sync(False)`` skips communication, and
-    ``model.set_requires_all_reduce(False)`` reduce-scatters and keeps the sums (one fp32 shard of the gradients) until
-    a backward pass with ``True``.
+    ``model.set_requires_all_reduce(False)`` keeps the sums, in fp32 shards, until a backward pass with ``True``.
     """
 
     def __init__(self, model: nn.Module, config: PowerSGDConfig, units: list[Unit], communicator: Communicator) -> None:
@@ -100,8 +98,7 @@ class HybridShardState(ShardedHandle):
             self._broadcast()
             return
 
-        # Values exist when the first training step begins. After its forward pass it would be too late: gradients would
-        # belong to other parameters. An evaluation is left out, since a single replica may do it.
+        # Later, gradients would belong to other parameters. Not before an evaluation, which one replica may do alone.
         def before_first_step(module: nn.Module, _args: Any) -> None:
             if module.training or torch.is_grad_enabled():
                 self._broadcast()
@@ -153,9 +150,8 @@ class HybridShardState(ShardedHandle):
         unit.calls += 1
         if not self._equal:
             raise RuntimeError(
-                "replicas were not made equal: the model was on the meta device in apply_powersgd, and its first "
-                "forward pass did not call the module that apply_powersgd was given. Call that module, or give the "
-                "parameters values before apply_powersgd"
+                "replicas were not made equal: in apply_powersgd the model was on the meta device, and the first "
+                "forward pass did not call the module given there. Call that module, or give parameters values before"
             )
         # On a 1-D mesh FSDP may free this memory while the hook's stream still uses it.
         if output.is_cuda:
@@ -181,14 +177,13 @@ class HybridShardState(ShardedHandle):
         else:
             views = {s.name: buffer[s.span].view(s.shape) for s in bucket.layout.segments}
             self._engine.average(bucket, views)
-        factor = 1
-        if getattr(unit.parameter_group, "gradient_divide_factor", None) is not None:
+        divided = getattr(unit.parameter_group, "gradient_divide_factor", None) is not None
+        if divided:
             # The user's divisor already covers all workers, so undo the division by the number of replicas.
-            factor = self._communicator.world_size
-            buffer.mul_(factor)
+            buffer.mul_(self._communicator.world_size)
         if buffer is not output:
             output.copy_(buffer)
-        if output.dtype != buffer.dtype or factor > 1:
+        if output.dtype != buffer.dtype or divided:
             self._note_overflow(output)
 
 

@@ -16,10 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from powersgd_triton.integrations.common import plain_name
 from powersgd_triton.ops.gradients import real_shape
 
-TWO_MESHES = (
-    'give fully_shard the mesh of both dimensions, and no replicate_group; or give fully_shard mesh["shard"], and '
-    'apply_powersgd replicate_group=mesh["replicate"].get_group()'
-)
+ONE_MESH = 'give fully_shard mesh["shard"], and apply_powersgd replicate_group=mesh["replicate"].get_group()'
+TWO_MESHES = f"give fully_shard the mesh of both dimensions, and no replicate_group; or {ONE_MESH}"
 
 TORCH_VERSIONS = ((2, 9), (2, 15))
 """The oldest and the newest release of torch with which HSDP on a two-dimensional mesh was run. 2.13 is the third."""
@@ -40,26 +38,21 @@ def local_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Unit:
-    """Parameters of one module whose gradients FSDP reduces in one message.
-
-    ``parameter_group`` is FSDP's object for them. ``shard_group`` has the workers of the reduce-scatter; None if there
-    is none. ``calls`` counts how often FSDP asked this package to average them.
-    """
+    """Parameters of one module whose gradients FSDP reduces in one message. FSDP's object is ``parameter_group``."""
 
     def __init__(self, module: FSDPModule, where: str, parameter_group: Any, names: dict[int, str]) -> None:
         self.module, self.where, self.parameter_group = module, where, parameter_group
+        # The workers of the reduce-scatter. None if there is none.
         self.shard_group = shards_of(parameter_group)
+        # How often FSDP asked this package to average them.
         self.calls = 0
-        self._names = [names[id(parameter.sharded_param)] for parameter in parameter_group.fsdp_params]
-
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Return FSDP's objects for the parameters, in the order in which FSDP packs gradients."""
-        return zip(self._names, self.parameter_group.fsdp_params, strict=True)
+        # FSDP's objects for the parameters, in the order in which FSDP packs gradients.
+        self.named_parameters = {names[id(p.sharded_param)]: p for p in parameter_group.fsdp_params}
 
     @property
     def parameters(self) -> dict[str, Any]:
         """FSDP's objects for the trainable parameters by name."""
-        return {name: p for name, p in self.named_parameters() if p.sharded_param.requires_grad}
+        return {name: p for name, p in self.named_parameters.items() if p.sharded_param.requires_grad}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -67,15 +60,12 @@ class Unit:
         return self, *self.parameters
 
     def take_over_all_reduce(self) -> None:
-        """Leave the all-reduce over the mesh's replicate dimension, if there is one, to the all-reduce hook.
-
-        FSDP all-reduces gradients itself if the parameter group's ``mesh_info`` is a ``DDPMeshInfo``. Otherwise its
-        hook gets what the reduce-scatter returned. So give the group a copy of another class. Parameters have their own
-        reference to the original, so that placements, and therefore checkpoints, are those of the 2-D mesh.
-        """
+        """Leave the all-reduce over the mesh's replicate dimension, if there is one, to the all-reduce hook."""
         if not self._all_reduces_itself():
             return
-        # Imported here, because later versions of torch may lack them.
+        # FSDP all-reduces gradients itself if the parameter group's ``mesh_info`` is a ``DDPMeshInfo``. So give it a
+        # copy of another class. Parameters have their own reference to the original, so that placements, and therefore
+        # checkpoints, are those of the 2-D mesh. Imported here, because later versions of torch may lack them.
         from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, FSDPMeshInfo
 
         group, original = self.parameter_group, self.parameter_group.mesh_info
@@ -92,11 +82,7 @@ class Unit:
         return isinstance(self.parameter_group.mesh_info, DDPMeshInfo)
 
     def guard(self, attribute: str, ours: Any) -> None:
-        """Raise an error in a backward pass that writes gradients of the unit without having called ``ours``.
-
-        The error comes before the optimizer uses the gradients. Backward passes that write no gradients are not
-        checked: they leave out communication, or do not use the unit. ``ours`` is this attribute of FSDP's object.
-        """
+        """Raise an error in a backward pass that writes gradients of the unit without having called ``ours``."""
         original = self.parameter_group.post_backward
 
         @functools.wraps(original)
@@ -104,6 +90,7 @@ class Unit:
             before, calls = self._versions(), self.calls
             original(*args)
             if self._versions() == before:
+                # It leaves out communication, or does not use the unit.
                 return
             found = getattr(self.parameter_group, attribute)
             if self.calls == calls:
@@ -114,8 +101,7 @@ class Unit:
                 return
             raise RuntimeError(
                 f"gradients of {self.where} were not averaged by apply_powersgd's "
-                f"{attribute.strip('_').replace('_', ' ')}: {what}. Do not let another library, such as torchft, "
-                "average gradients of a model to which apply_powersgd was applied"
+                f"{attribute.strip('_').replace('_', ' ')}: {what}. Let no other library, such as torchft, average them"
             )
 
         self.parameter_group.post_backward = torch.compiler.disable(post_backward)
@@ -147,10 +133,7 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
 def worker_groups(
     model: nn.Module, replicate_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, list[dist.ProcessGroup]]:
-    """Return the replicas of a model, if it has any, and the workers that hold different shards of it.
-
-    Shards are those of FSDP, then those of tensor parallelism. ValueError if FSDP2 has no part of the model.
-    """
+    """Return the replicas of a model, if any, and those with other shards: of FSDP, then of tensor parallelism."""
     groups = [group for module in model.modules() for group in _parameter_groups(module)]
     if not groups:
         raise ValueError(
@@ -202,21 +185,14 @@ def _check(unit: Unit, replicate_group: dist.ProcessGroup | None) -> None:
     reduce_scatter = type(group._reduce_scatter_comm).__name__
     if replicate_group is None and reduce_scatter != "DefaultReduceScatter":
         raise ValueError(
-            f"{where} has a custom reduce-scatter ({reduce_scatter}); "
-            "was apply_powersgd called before? Call it once for a model, and set no other reduce-scatter"
+            f"{where} has a custom reduce-scatter ({reduce_scatter}); set none. Was apply_powersgd called before?"
         )
-    for name, parameter in unit.named_parameters():
+    for name, parameter in unit.named_parameters.items():
         placements = parameter.sharded_param.placements
         if parameter.fsdp_placement.dim != 0:
-            raise ValueError(
-                f"FSDP shards parameter {name!r} as {parameter.fsdp_placement}, but must shard it on dim 0; leave "
-                "shard_placement_fn out"
-            )
+            raise ValueError(f"leave out shard_placement_fn: {name!r} must be on dim 0; got {parameter.fsdp_placement}")
         if replicate_group is None and list(placements) != [Shard(0)]:
-            raise ValueError(
-                f"parameter {name!r} is placed as {placements}; without replicas only FSDP may shard it. "
-                f"For tensor parallelism use replicas: {TWO_MESHES}"
-            )
+            raise ValueError(f"{name!r} is placed as {placements}; for tensor parallelism use replicas: {TWO_MESHES}")
     if replicate_group is None:
         return
     replicas, native, shards = _ranks(replicate_group), replicas_of(group), shards_of(group)
@@ -241,8 +217,7 @@ def check_torch(version: str = torch.__version__) -> None:
     if not oldest <= release <= newest:
         raise RuntimeError(
             f"models with a replicate dimension in their mesh were run with torch {'.'.join(map(str, oldest))} to "
-            f"{'.'.join(map(str, newest))}, but this is torch {version}; install one of these versions, or give "
-            'fully_shard mesh["shard"] and apply_powersgd replicate_group=mesh["replicate"].get_group()'
+            f"{'.'.join(map(str, newest))}, but this is torch {version}; install one of these versions, or {ONE_MESH}"
         )
 
 

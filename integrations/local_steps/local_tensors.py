@@ -32,9 +32,8 @@ class LocalTensors:
 
     Attributes:
         model: The module that has the parameters.
-        shapes: {name: shape} of the largest part of each of ``tensors`` that a worker of this replica has. If rows do
-            not divide evenly among the workers, the last ones have smaller parts, or none. A parameter that is
-            unfrozen is added. One that is frozen later stays in the exchanges, and keeps its error.
+        shapes: {name: shape} of the largest part of each of ``tensors`` that a worker of this replica has. The last
+            workers may have smaller parts, or none. A parameter that is unfrozen is added, and stays if frozen again.
         masters: Returns DeepSpeed's fp32 copies of parts of several parameters in a row, so that they are no matrices.
         before, refresh: Called before the tensors are used, and after they were changed.
         shards: Workers that hold the other parts of this replica.
@@ -105,10 +104,7 @@ def local_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> LocalTen
         if isinstance(module, FullyShardedDataParallel):
             raise TypeError("local steps support fully_shard (FSDP2); got FullyShardedDataParallel: use fully_shard")
         if isinstance(module, DistributedDataParallel) or is_deepspeed(module):
-            raise TypeError(
-                f"expected the wrapped model; got {type(model).__name__}, which has one as {name!r}: give LocalSteps "
-                "that"
-            )
+            raise TypeError(f"expected a wrapped model; got {type(model).__name__}, which has one as {name!r}: use it")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return _of_fsdp2(model, group)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -123,10 +119,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sameness(tensor: Tensor | None, before: Tensor | None, agreed: str, device: torch.device) -> Tensor:
-    """Return 1 if a tensor is as it was before, 0 if it has changed, −1 if its ``kind`` is not the one agreed on.
-
-    The result is on a device. It is compared there, since the host would wait for each tensor.
-    """
+    """Return 1 if a tensor is as it was before, 0 if it has changed, −1 if its ``kind`` is not the one agreed on."""
+    # On the device, since the host would wait for each tensor.
     if tensor is None or kind(tensor) != agreed:
         return torch.full((), -1, device=device)
     if before is None or kind(before) != agreed:
@@ -185,23 +179,18 @@ def _of_deepspeed(engine: Any, group: dist.ProcessGroup | None) -> LocalTensors:
         )
     if getattr(engine, "powersgd", None) is not None:
         raise ValueError(
-            'the engine compresses gradients within its node, since its configuration has the section "powersgd". The '
-            "checkpoints of several nodes would overwrite each other's errors of gradients: take the section out. "
-            "LocalSteps compresses what crosses nodes"
+            'the section "powersgd" compresses gradients within its node, and checkpoints of several nodes would '
+            "overwrite each other's errors: take the section out. LocalSteps compresses what crosses nodes"
         )
     workers = averaging_group(engine)
-    _check_apart(
-        workers, group, "DeepSpeed", "give deepspeed.initialize mpu=node_mpu(node, across), and LocalSteps group=across"
-    )
-
+    advice = "give deepspeed.initialize mpu=node_mpu(node, across), and LocalSteps group=across"
+    _check_apart(workers, group, "DeepSpeed", advice)
     masters = functools.partial(masters_of, optimizer)
     shapes = {f"group {index}": tuple(part.shape) for index, part in enumerate(masters())}
     return LocalTensors(module, shapes, masters, refresh=optimizer.update_lp_params, shards=[workers])
 
 
-def chosen_config(
-    config: PowerSGDConfig | None, local: LocalTensors, optimizer: torch.optim.Optimizer | None
-) -> PowerSGDConfig:
+def chosen_config(config: PowerSGDConfig | None, local: LocalTensors, optimizer: object) -> PowerSGDConfig:
     """Check the arguments of LocalSteps. Return the configuration of the engine. None sends everything in fp32."""
     if config is not None and not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig or None; got {type(config).__name__}")
@@ -225,7 +214,7 @@ def chosen_config(
 def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamespace:
     """Return the ``mpu`` with which DeepSpeed trains within a node, so that nodes can take local steps.
 
-    DeepSpeed then averages gradients, divides its optimizer's states, and computes norms of gradients within ``node``
+    DeepSpeed then averages gradients, divides states of its optimizer, and computes norms of gradients within ``node``
     only. The batch sizes of its configuration are those of a node. ::
 
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=node_mpu(node, across))

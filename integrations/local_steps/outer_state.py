@@ -125,17 +125,14 @@ class OuterState:
                     self._starts[name] = theta - (value - tensor)
         self.local.refresh()
 
-    def pseudo_gradients(
-        self, finite: Tensor | None = None, begun: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensors, Tensor]:
+    def pseudo_gradients(self, finite: Tensor | None = None, begun: Tensors | None = None) -> tuple[Tensors, Tensor]:
         """Return {name: θ − local parameters}, padded, and whether this worker is finite. If not, they are zero.
 
-        Collective on the other shards, unless it is known whether the worker was ``finite`` when the exchange began.
-        ``begun`` are the local parameters from that time, if they have changed since.
+        Collective on the other shards, unless ``finite`` is known. ``begun``: local parameters as the exchange began.
         """
         found: Tensors = {}
         for name, tensor in self.local.tensors():
-            start = self._start(name, tensor)
+            start = self._starts[name] if name in self._starts else self._rounded(name, tensor)
             own = begun.get(name, start) if begun else tensor.to(start.dtype)
             found[name] = gradient = (start - own).to(self.device).contiguous()
             if gradient.shape != self.local.shapes[name]:
@@ -160,10 +157,9 @@ class OuterState:
         return copies
 
     def update(self, means: Mapping[str, Tensor], finite: Tensor, begun: Tensors) -> None:
-        """Update θ by {name: mean pseudo-gradient}, padded, and go on from it.
+        """Update θ by {name: mean pseudo-gradient}, padded, and go on from it, with the changes since ``begun``.
 
-        What was changed since the exchange has ``begun`` with these local parameters is kept. They are overwritten.
-        Call it again if the optimizer raises an exception.
+        These local parameters are overwritten. Call it again if the optimizer raises an exception.
         """
         for name, mean in means.items():
             parameter = self.shared[name]
@@ -182,10 +178,7 @@ class OuterState:
         self.write(values)
 
     def parts(self, *, begun: bool) -> dict[str, Tensors]:
-        """Return what a saved state has of each tensor: "shared", and in a round that has begun "own" and "changes".
-
-        Collective if a round has begun: the changes are the mean of all workers' pseudo-gradients.
-        """
+        """Return what a saved state has of each tensor: see ``saved.pack``. Collective if a round has begun."""
         parts = {name: {"shared": theta.clone()} for name, theta in self.theta().items()}
         if begun:
             gradients, finite = self.pseudo_gradients()
@@ -199,23 +192,17 @@ class OuterState:
 
     def load(self, parts: Mapping[str, Tensors], *, own: bool) -> None:
         """Continue from what ``parts`` has returned: from the worker's own parameters, or from the mean of all."""
-        for name, theta in self.theta().items():
-            theta.copy_(parts[name]["shared"])
         values = self.theta()
         for name, theta in values.items():
-            saved = parts[name]
-            if own and "own" in saved:
-                values[name] = saved["own"].to(theta)
-            elif "changes" in saved:
-                values[name] = theta - saved["changes"].to(theta)
+            theta.copy_(parts[name]["shared"])
+            if own and "own" in parts[name]:
+                values[name] = parts[name]["own"].to(theta)
+            elif "changes" in parts[name]:
+                values[name] = theta - parts[name]["changes"].to(theta)
         self.write(values)
         if own:
             found = {name: saved["own_start"] for name, saved in parts.items() if "own_start" in saved}
             self._starts = {name: start.to(self.shared[name], copy=True) for name, start in found.items()}
-
-    def _start(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what a local parameter was before its changes."""
-        return self._starts[name] if name in self._starts else self._rounded(name, tensor)
 
     def _rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Return θ as a local parameter has it."""
@@ -226,10 +213,9 @@ class OuterState:
         """Return whether all shards of this worker's model are finite, as a bool scalar on the device."""
         # Several times as fast on the CPU as a norm.
         extremes = [extreme for each in gradients if each.numel() for extreme in torch.aminmax(each)]
-        finite = torch.ones((), dtype=torch.bool, device=self.device)
-        if extremes:
-            finite = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all()
-        flag = finite.int()
+        # A shard may have no elements.
+        extremes.append(torch.zeros((), device=self.device))
+        flag = (torch.stack([each.double() for each in extremes]).abs() < LARGEST).all().int()
         for shards in self._communicator.others:
             shards.minimum(flag)
         finite = flag > 0
@@ -257,8 +243,7 @@ class OuterState:
     def average_exactly(self, unchanged: Sequence[int], finite: Tensor) -> int:
         """Average changed buffers, and the optimizer's states if asked. Return the bytes sent. Collective.
 
-        Workers that are not finite, or have a NaN in what is averaged, do not count. What is another tensor since the
-        exchange began is left to the next one.
+        Workers that are not finite, or have a NaN there, do not count. The next exchange averages what is new now.
         """
         if not unchanged:
             return 0

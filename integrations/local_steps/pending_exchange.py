@@ -39,8 +39,7 @@ class PendingExchange:
     def advance(self, *, finish: bool) -> bool:
         """Advance by one step, or to the end. Return whether the exchange has ended.
 
-        It has also ended if this raises an exception. Unless it ``counts`` nevertheless, the local parameters and the
-        errors then still have all changes.
+        An exception ends it too. Unless it ``counts``, the local parameters and the errors then have all changes.
         """
         finish = finish or self._left == 0
         # Without a fragment to start, advance those under way.
@@ -87,13 +86,8 @@ class PendingExchange:
             engine.average(bucket, gradients)
             return
         flats = [gradient.view(-1) for gradient in gradients.values()]
-        buffer = torch.cat(flats)
-
-        def split() -> None:
-            for flat, part in zip(flats, buffer.split([len(flat) for flat in flats]), strict=True):
-                flat.copy_(part)
-
-        engine.average_exactly(buffer, done=split)
+        buffer, sizes = torch.cat(flats), [len(flat) for flat in flats]
+        engine.average_exactly(buffer, done=lambda: torch._foreach_copy_(flats, buffer.split(sizes)))
 
 
 def _fragments(tensors: Mapping[str, Tensor], delay: int) -> list[list[str]]:

@@ -25,8 +25,7 @@ NUMBERS = ("step", "eta", "mu", "mu_product")
 """Tensors of torch's optimizers that have one element."""
 
 OWN = ("own", "own_start", "own_error")
-"""Parts that belong to one worker: its parameters, unless they are θ, what they were before its changes if that is not
-the rounded θ, and its error."""
+"""Parts of one worker: its parameters unless they are θ, what they were before its changes, and its error."""
 
 COMMON = ("shared", "changes")
 """Parts that are equal on all workers: θ, and the mean pseudo-gradient, if a round was begun."""
@@ -37,10 +36,9 @@ Matrices = dict[str, dict[str, Tensor]]
 def pack(
     engine: Mapping[str, Any], parts: Matrices, outer: Mapping[str, Any], names: Sequence[str], **rest: Any
 ) -> dict[str, Any]:
-    """Return a saved state, as tensors by name and plain values, from those of the engine and the outer optimizer.
+    """Return a saved state from those of the engine and of the ``outer`` optimizer, which has ``names`` in this order.
 
-    ``parts`` are {name: {"shared": θ, "changes": mean pseudo-gradient, "own", "own_error"}}. ``names`` are in the outer
-    optimizer's order. ``rest`` are the numbers of steps, and this worker as [index, number].
+    ``parts`` are {name: {one of ``OWN`` and ``COMMON``: tensor}}, ``rest`` the fields of ``SavedRound`` that are plain.
     """
     matrices: Matrices = {name: {**engine["matrices"].get(name, {}), **own} for name, own in parts.items()}
     numbers: dict[str, dict[str, Any]] = {}
@@ -76,9 +74,7 @@ class SavedRound:
         ValueError unless it fits the shared parameters {name: θ} and the optimizer that has them in the order of names.
         """
         if not isinstance(state, Mapping) or KEY not in state or not isinstance(state.get("matrices"), Mapping):
-            raise ValueError(
-                "expected a saved state of LocalSteps; got something else, such as the state of an adapter"
-            )
+            raise ValueError("expected a saved state of LocalSteps; got something else, such as an adapter's state")
         rest, matrices = state[KEY], state["matrices"]
         if set(matrices) != set(theta):
             raise ValueError(
@@ -89,9 +85,8 @@ class SavedRound:
         form = {"steps": 0, "since": 0, "worker": (0, 0), "outer": {"state": {}, "param_groups": own}}
         _check_form(KEY, rest, form)
         _check_form("matrices", matrices, {name: {} for name in theta})
-        numbers, groups = rest["outer"]["state"], rest["outer"]["param_groups"]
+        numbers, steps, since, worker = rest["outer"]["state"], rest["steps"], rest["since"], tuple(rest["worker"])
         _check_form(f"{KEY}.outer.state", numbers, {name: {} for name in numbers})
-        steps, since, worker = rest["steps"], rest["since"], tuple(rest["worker"])
         if not all(map(is_count, (steps, since, *worker))) or since > steps:
             raise ValueError(f"{KEY!r} must have numbers of steps since ≤ steps, and a worker; got {rest!r}")
         begun = {key for key in ("changes", "own") if any(key in parts for parts in matrices.values())}
@@ -103,16 +98,16 @@ class SavedRound:
         outer: dict[int, dict[str, Any]] = {}
         for index, name in enumerate(names):
             _check_form(f"{KEY}.outer.state.{name}", values := dict(numbers.get(name, {})), values)
-            for key in (key for key in matrices[name] if key.startswith(OUTER)):
-                shapes = [() if key.removeprefix(OUTER) in NUMBERS else tuple(theta[name].shape)] if strict else []
+            for part in (key.removeprefix(OUTER) for key in matrices[name] if key.startswith(OUTER)):
+                saved, shapes = matrices[name][OUTER + part], [() if part in NUMBERS else tuple(theta[name].shape)]
+                _check_part(f"{OUTER + part!r} of {name!r}", saved, *(shapes if strict else ()))
                 # A copy, since optimizers change the tensors that they have loaded.
-                values[key.removeprefix(OUTER)] = _check_part(
-                    f"{key!r} of {name!r}", matrices[name][key], *shapes
-                ).clone()
+                values[part] = saved.detach().clone()
             if strict and values and values.keys() != next(iter(outer.values()), values).keys():
                 raise ValueError(f"the outer optimizer's saved state of {name!r} has other parts than that of others")
             outer |= {index: values} if values else {}
-        groups = [{**group, "params": mine["params"]} for group, mine in zip(groups, own, strict=True)]
+        pairs = zip(rest["outer"]["param_groups"], own, strict=True)
+        groups = [{**group, "params": mine["params"]} for group, mine in pairs]
         return cls(state, matrices, steps, since, worker, {"state": outer, "param_groups": groups})
 
     def facts(self) -> dict[str, Any]:
@@ -151,28 +146,19 @@ def _check_form(what: str, found: Any, own: Any) -> None:
         right = isinstance(found, type(own))
     if not right:
         raise ValueError(
-            f"the saved state is damaged, or belongs to another outer optimizer: {what} is {found!r}, and must have "
-            f"the form of {own!r}"
+            f"the saved state is damaged or of another outer optimizer: {what} is {found!r}, not in the form of {own!r}"
         )
     for field in fields:
         _check_form(f"{what}.{field}", found[field], own[field])
 
 
-def _check_part(what: str, part: Any, *shapes: tuple[int, ...]) -> Tensor:
-    """Return a tensor. ValueError unless it is real, finite and in memory, and of the shape if one is given."""
+def _check_part(what: str, part: Any, *shapes: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor is real, finite and in memory, and of the shape if one is given."""
     right = is_whole(part) and not part.is_complex() and (not shapes or tuple(part.shape) in shapes)
     if not right or not is_finite(part):
         got = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else repr(part)
         of = f" of shape {shapes[0]}" if shapes else ""
         raise ValueError(f"{what} in the saved state must be a finite tensor{of}; got {got}")
-    found: Tensor = part.detach()
-    return found
-
-
-def without(state: Mapping[str, Any], dropped: Iterable[str]) -> dict[str, Any]:
-    """Return a saved state without some parts of its tensors."""
-    matrices = {name: {k: parts[k] for k in parts.keys() - {*dropped}} for name, parts in state["matrices"].items()}
-    return {**state, "matrices": matrices}
 
 
 def write(state: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
@@ -182,7 +168,8 @@ def write(state: Mapping[str, Any], folder: Path, communicator: Communicator) ->
         new = path.with_suffix(".new")
         # What an interrupted call has left takes room.
         new.unlink(missing_ok=True)
-        save(without(state, dropped), new)
+        matrices = {name: {k: parts[k] for k in parts.keys() - {*dropped}} for name, parts in state["matrices"].items()}
+        save({**state, "matrices": matrices}, new)
 
 
 def replace(folder: Path, communicator: Communicator) -> None:
@@ -193,9 +180,8 @@ def replace(folder: Path, communicator: Communicator) -> None:
 
 def _files(folder: Path, communicator: Communicator) -> list[tuple[Path, Sequence[str]]]:
     """Return the files of this worker, and which parts they do not have."""
-    found: list[tuple[Path, Sequence[str]]]
-    found = [(folder / file_name(communicator, own=True), COMMON), (folder / file_name(communicator), OWN)]
-    return found[: 2 if communicator.index == 0 else 1]
+    own, common = (folder / file_name(communicator, own=True), COMMON), (folder / file_name(communicator), OWN)
+    return [own, common] if communicator.index == 0 else [own]
 
 
 def joined(common: Path, own: Path) -> dict[str, Any]:
@@ -211,8 +197,7 @@ def joined(common: Path, own: Path) -> dict[str, Any]:
     if ours.get("mark") != theirs.get("mark"):
         raise ValueError(
             f"{own.name} and {common.name} in {common.parent} were not saved together, for example because saving was "
-            "interrupted: load an older checkpoint, or remove the files of single workers, so that all start from the "
-            "mean of what they had"
+            "interrupted: load an older checkpoint, or remove the files of single workers to start from their mean"
         )
     matrices = {name: {**parts, **mine["matrices"].get(name, {})} for name, parts in state["matrices"].items()}
     return {**state, "matrices": matrices, KEY: ours}

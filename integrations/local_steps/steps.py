@@ -39,8 +39,7 @@ class LocalSteps(Handle):
     steps each worker sends its pseudo-gradient, the difference of θ and its own parameters. The outer optimizer updates
     θ by their mean (DiLoCo, Douillard et al. 2023, arXiv:2311.08105), and all workers go on from θ. What compression
     does not send is added to the worker's next pseudo-gradient. Buffers are averaged exactly. If a worker's parameters
-    are not finite, its pseudo-gradient is zero, and it goes on from θ like the others. At the start, all workers get
-    the parameters and buffers of the first one.
+    are not finite, its pseudo-gradient is zero. At the start, all workers get the first one's parameters and buffers.
 
     Call ``step`` after each ``optimizer.step()``, and ``finish`` after the last one.
 
@@ -63,9 +62,8 @@ class LocalSteps(Handle):
         optimizer: This worker's optimizer, if its states are to be averaged too, in fp32. By default they stay local.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or value, the model is not supported or communicates with
-            ``group`` in every step, or another worker has refused something. Nothing was changed.
-        DisagreementError: Workers differ in their arguments or tensors. Nothing was changed.
+        TypeError, ValueError, DisagreementError: An argument has the wrong type or value, the model is not supported or
+            communicates with ``group`` in every step, another worker refuses, or workers differ. Nothing was changed.
 
     Attributes:
         every: Number of steps of the round under way.
@@ -162,10 +160,7 @@ class LocalSteps(Handle):
         self.steps, self.since = self.steps + ahead, self.since + ahead
 
     def _meet(self, call: str, *, begins: bool) -> int:
-        """Take in parameters that are trained since the last call. Return the length of the next round. Collective.
-
-        If an exchange or a round ``begins``, what must be equal on all workers then is compared.
-        """
+        """Take in parameters that are trained since the last call, compare workers, and return the next ``every``."""
 
         def prepare() -> tuple[tuple[Tensors, int], Facts, Facts]:
             new = self._outer.local.unfrozen()
@@ -243,7 +238,7 @@ class LocalSteps(Handle):
         parts = self._outer.parts(begun=self._most(self.since) > 0)
         for name, error in errors.items():
             parts[name]["own_error"] = error
-        rest = {"steps": self.steps, "since": self.since, "worker": list(self._place)}
+        rest = {"steps": self.steps, "since": self.since, "worker": list(self._communicator.place)}
         return pack(engine, parts, self.outer.state_dict(), self._outer.names(), **rest)
 
     @torch.no_grad()
@@ -258,10 +253,10 @@ class LocalSteps(Handle):
         self._meet("load_state_dict", begins=False)
         saved, every = self._compare("load_state_dict", read)
         # A worker's own parts are of use only if all workers have theirs.
-        own = not self._most(saved.worker != self._place)
+        own = not self._most(saved.worker != self._communicator.place)
 
         def check() -> tuple[tuple[SavedState, LoadReport], Facts, Facts]:
-            tensors, owner = sizes(self._engine.tensors(), self.config), self._place if own else None
+            tensors, owner = sizes(self._engine.tensors(), self.config), self._communicator.place if own else None
             loaded = checked(self._engine, saved.of_engine(own=own), tensors, strict=False, owner=owner)
             return loaded, {}, saved_facts(loaded[0])
 
@@ -290,11 +285,6 @@ class LocalSteps(Handle):
         self.every, self.since, self._pending = self._meet("forget", begins=True), 0, None
         super().forget()
         self._outer.forget()
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        """(index, number) of this worker."""
-        return self._communicator.index, self._communicator.world_size
 
     def _file(self) -> str:
         return file_name(self._communicator)
