@@ -99,11 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
         where = f"{arguments.write} is not JSON: " if isinstance(error, json.JSONDecodeError) else ""
         print(f"plan: {where}{error}", file=sys.stderr)
         return 2
+    given = (arguments.bandwidth * 1e9 / 8, arguments.inside * 1e9 / 8, arguments.latency * 1e-6)
+    network = Network(arguments.nodes, arguments.node_size, *given)
     if arguments.bucket_caps:
-        network = Network(2, latency=arguments.latency * 1e-6)
         print(cap_table(Job([tensors], step, network), PowerSGDConfig(rank=4)))
         return 0
-    network = _network(arguments, device)
+    if arguments.measure:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        network = measure_network(Communicator(), device)
     job = Job(ddp_buckets(tensors), step, network, arguments.two_levels, late=gpu is None and device.type == "cpu")
     # All workers of a job time compression, since they do in training too.
     rows, chosen = predictions(job, config, gpu or device)
@@ -213,15 +217,6 @@ def cap_table(job: Job, config: PowerSGDConfig) -> str:
             loss = seconds[slowest] / min(seconds.values()) - 1
             lines[-1].append(f"{best_cap(seconds)} ({slowest}: +{loss:.1%})" if loss >= 0.001 else "any")
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
-    if not arguments.measure:
-        given = (arguments.bandwidth * 1e9 / 8, arguments.inside * 1e9 / 8, arguments.latency * 1e-6)
-        return Network(arguments.nodes, arguments.node_size, *given)
-    if not dist.is_initialized():
-        dist.init_process_group()
-    return measure_network(Communicator(), device)
 
 
 def predictions(job: Job, config: PowerSGDConfig, device: torch.device | str) -> tuple[Rows, Prediction]:
