@@ -140,8 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tensors, float]:
     """Return a model's gradients {name: shape}, last layer first, and the seconds of a step without communication.
 
-    Raises:
-        ValueError: The model is not known, or the time of its step is neither given nor can be measured.
+    ValueError: The model is not known, or the time of its step is neither given nor can be measured.
     """
     if model in MODELS:
         if step_ms is None:
@@ -165,10 +164,7 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
 
 
 def ddp_buckets(tensors: Tensors, cap: int = DEFAULT_CAP) -> list[dict[str, tuple[int, ...]]]:
-    """Return the buckets that DDP makes of fp32 gradients {name: shape}, last layer first.
-
-    The default of ``cap``, which is ``bucket_cap_mb``, stands for what DDP does without it.
-    """
+    """Return DDP's buckets of fp32 gradients {name: shape}, last layer first. ``cap`` is ``bucket_cap_mb``."""
     buckets: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in tensors.items():

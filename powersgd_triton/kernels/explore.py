@@ -92,9 +92,8 @@ def explore_triton(
     """
     if table.matrices:
         factors, columns = table.Q, triton.next_power_of_2(rank)
-        arguments = finite, number, table.records, factors.records, factors.chunks, factors.progress
-        arguments += every, OTHER_KEY, CARRY, SMALLEST_REST
-        rows = max(1, BLOCK // columns)
+        rows, constants = max(1, BLOCK // columns), (every, OTHER_KEY, CARRY, SMALLEST_REST)
+        arguments = finite, number, table.records, factors.records, factors.chunks, factors.progress, *constants
         run(_explore_kernel, (len(factors.chunks),), OPTIONS, out, parts, *arguments, C=columns, ROWS=rows)
 
 

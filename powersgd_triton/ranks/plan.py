@@ -115,9 +115,8 @@ class RankPlan:
             config = dataclasses.replace(self.config, **fields, max_overhead=None)
             planner = dataclasses.replace(self._planner(self.tensors), config=config)
             limited = {name: min(rank, planner.largest[name]) for name, rank in self.ranks.items()}
-            ranks = planner.starting_ranks() if "compression" in fields else limited
+            self._adopt(planner.starting_ranks() if "compression" in fields else limited)
             self.config = config
-            self._adopt(ranks)
         self.settled = dict(fields)
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
@@ -234,12 +233,8 @@ def is_count(value: Any, least: int = 0) -> bool:
 
 def checked_plan(plan: Any) -> Plan:
     """Check a saved plan of ranks and copy it. A value that is not a plan raises ValueError."""
-    parts: dict[str, Callable[[Any], bool]] = {
-        "ranks": functools.partial(is_count, least=1),
-        "demands": _is_demand,
-        "spectra": _is_spectrum,
-        "pending": _is_spectrum,
-    }
+    parts: dict[str, Callable[[Any], bool]] = {"ranks": functools.partial(is_count, least=1), "demands": _is_demand}
+    parts |= {"spectra": _is_spectrum, "pending": _is_spectrum}
     fits = isinstance(plan, Mapping) and all(isinstance(part, Mapping) for part in plan.values())
     if fits and plan:
         settled = plan.get("settled")
@@ -261,7 +256,7 @@ def _is_choice(settled: Mapping[str, Any]) -> bool:
 
 
 def _is_demand(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and value >= 0
+    return isinstance(value, float) and 0 <= value < math.inf
 
 
 def _is_spectrum(value: Any) -> bool:
