@@ -27,9 +27,9 @@ from powersgd_triton.kernels.wire_device import (
     read_tile,
     store_tile,
     tile_is_aligned,
-    tile_of,
     views_of,
     wire_entry,
+    wire_tile,
     write_tile,
 )
 from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, WirePlan
@@ -57,7 +57,7 @@ def _encode_tile(
     message, own, scales, codes, entry, chunk, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, scale, code, tile = tile_of(entry, chunk, VEC, BITS, C, HALF)
+    element, scale, code, tile = wire_tile(entry, chunk, VEC, BITS, C, HALF)
     low, high = load_tile(message + element, tile)
     low, high = write_tile(low, high, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
@@ -93,7 +93,7 @@ def _reduce_tile(
     received, own, scales, codes, entry, size, workers, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, scale, code, tile = tile_of(entry, 0, VEC, BITS, C, HALF)
+    element, scale, code, tile = wire_tile(entry, 0, VEC, BITS, C, HALF)
     low_sum = tl.zeros([HALF, C], tl.float32)
     high_sum = tl.zeros([HALF, C], tl.float32)
     # In the order of the workers, as in the reference: the same bits.
@@ -136,7 +136,7 @@ def _decode_tile(
     scales, codes, out, entry, chunk,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, scale, code, tile = tile_of(entry, chunk, VEC, BITS, C, HALF)
+    element, scale, code, tile = wire_tile(entry, chunk, VEC, BITS, C, HALF)
     low, high = read_tile(scales + scale, codes + code, tile, BITS, LEVELS, C)
     store_tile(out + element, low, high, tile)
 

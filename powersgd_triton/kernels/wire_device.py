@@ -58,7 +58,7 @@ def tile_is_aligned(entry, chunk, BITS: tl.constexpr):
 
 
 @triton.jit
-def tile_of(entry, chunk, VEC: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
+def wire_tile(entry, chunk, VEC: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
     """(first element, place of its scales, of its codes, tile). Places are in the bytes, each in units of its own.
 
     A tile is (offsets of the lower half [HALF, C], distance of the upper half, masks of both, mask of columns).
