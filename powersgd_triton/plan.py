@@ -99,11 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
         where = f"{arguments.write} is not JSON: " if isinstance(error, json.JSONDecodeError) else ""
         print(f"plan: {where}{error}", file=sys.stderr)
         return 2
+    given = (arguments.bandwidth * 1e9 / 8, arguments.inside * 1e9 / 8, arguments.latency * 1e-6)
+    network = Network(arguments.nodes, arguments.node_size, *given)
     if arguments.bucket_caps:
-        network = Network(2, latency=arguments.latency * 1e-6)
         print(cap_table(Job([tensors], step, network), PowerSGDConfig(rank=4)))
         return 0
-    network = _network(arguments, device)
+    if arguments.measure:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        network = measure_network(Communicator(), device)
     job = Job(ddp_buckets(tensors), step, network, arguments.two_levels, late=gpu is None and device.type == "cpu")
     # All workers of a job time compression, since they do in training too.
     rows, chosen = predictions(job, config, gpu or device)
@@ -136,8 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tensors, float]:
     """Return a model's gradients {name: shape}, last layer first, and the seconds of a step without communication.
 
-    Raises:
-        ValueError: The model is not known, or the time of its step is neither given nor can be measured.
+    ValueError: The model is not known, or the time of its step is neither given nor can be measured.
     """
     if model in MODELS:
         if step_ms is None:
@@ -161,10 +164,7 @@ def load(model: str, step_ms: float | None, device: torch.device) -> tuple[Tenso
 
 
 def ddp_buckets(tensors: Tensors, cap: int = DEFAULT_CAP) -> list[dict[str, tuple[int, ...]]]:
-    """Return the buckets that DDP makes of fp32 gradients {name: shape}, last layer first.
-
-    The default of ``cap``, which is ``bucket_cap_mb``, stands for what DDP does without it.
-    """
+    """Return DDP's buckets of fp32 gradients {name: shape}, last layer first. ``cap`` is ``bucket_cap_mb``."""
     buckets: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in tensors.items():
@@ -213,15 +213,6 @@ def cap_table(job: Job, config: PowerSGDConfig) -> str:
             loss = seconds[slowest] / min(seconds.values()) - 1
             lines[-1].append(f"{best_cap(seconds)} ({slowest}: +{loss:.1%})" if loss >= 0.001 else "any")
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _network(arguments: argparse.Namespace, device: torch.device) -> Network:
-    if not arguments.measure:
-        given = (arguments.bandwidth * 1e9 / 8, arguments.inside * 1e9 / 8, arguments.latency * 1e-6)
-        return Network(arguments.nodes, arguments.node_size, *given)
-    if not dist.is_initialized():
-        dist.init_process_group()
-    return measure_network(Communicator(), device)
 
 
 def predictions(job: Job, config: PowerSGDConfig, device: torch.device | str) -> tuple[Rows, Prediction]:

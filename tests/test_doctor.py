@@ -50,8 +50,16 @@ def test_wrong_arithmetic_and_an_exception_are_failed_checks(
         right(self, out, overflow)
         out["weight"].mul_(1.01)
 
+    def spoiled(self: TorchBackend, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        right(self, out, overflow)
+        out["bias"].fill_(torch.nan)
+
     broken = mock.Mock(side_effect=RuntimeError("no such instruction"))
-    for phase, wrong, said in (("reconstruct", scaled, "FAILED"), ("backproject", broken, "no such instruction")):
+    for phase, wrong, said in (
+        ("reconstruct", scaled, "FAILED  nothing lost"),
+        ("reconstruct", spoiled, "FAILED  exact average"),
+        ("backproject", broken, "no such instruction"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(TorchBackend, phase, wrong)
             assert main(["doctor"]) == 1

@@ -39,7 +39,6 @@ PARALLELISMS = {
     **{name: f"DeepSpeed, ZeRO stage {stage}" for name, stage in ZERO_STAGES.items()},
 }
 """{name: description}."""
-DS_CONFIG = Path(__file__).with_name("ds_config.json")
 # One bucket, since torch's hook hangs or aborts with several buckets on gloo.
 ONE_BUCKET_MB = 1024
 MODES: dict[str, dict[str, Any]] = {
@@ -97,7 +96,9 @@ def distribute(
 ) -> Prepared:
     """Average gradients in an arm's way. ``bucket_mb`` is the size of DDP's buckets, and None its default."""
     if settings.parallelism in ZERO_STAGES:
-        config = ds_config(ZERO_STAGES[settings.parallelism], arm.options)
+        config = json.loads(Path(__file__).with_name("ds_config.json").read_text(encoding="utf-8"))
+        config["zero_optimization"]["stage"] = ZERO_STAGES[settings.parallelism]
+        config["powersgd"].update(arm.options or {"enabled": False})
         factor = functools.partial(learning_rate_factor, steps=settings.steps)
         engine = make_engine(model, config, model.positions.device, factor)
 
@@ -151,14 +152,6 @@ def shard(model: GPT, parallelism: str) -> nn.Module:
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh)
     return model
-
-
-def ds_config(stage: int, section: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``ds_config.json`` for a ZeRO stage, with fields of the section "powersgd". None switches it off."""
-    content: dict[str, Any] = json.loads(DS_CONFIG.read_text(encoding="utf-8"))
-    content["zero_optimization"]["stage"] = stage
-    content["powersgd"].update({"enabled": False} if section is None else section)
-    return content
 
 
 def make_engine(

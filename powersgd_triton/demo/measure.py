@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from powersgd_triton.comm import exchange
 from powersgd_triton.core.clock import between, now
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -39,12 +38,16 @@ def ring_factor(name: str, workers: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Bytes that one worker of a group of so many sends and receives in a collective of ``torch.distributed``."""
+    """Bytes that one worker of a group of so many sends and receives in a collective of ``torch.distributed``.
+
+    ``narrow`` says whether its tensors are bytes, as narrow messages are.
+    """
 
     name: str
     workers: int
     sent: int
     received: int
+    narrow: bool = False
 
     @property
     def as_all_reduce(self) -> float:
@@ -56,14 +59,14 @@ class Call:
         """Count a call of a collective in ``COUNTED``, made by worker ``index`` of a group of so many workers."""
         position, keyword = COUNTED[name]
         argument = kwargs[keyword] if keyword in kwargs else args[position]
+        tensors = [argument] if isinstance(argument, Tensor) else argument
         if kwargs.get("input_split_sizes"):
             # An all_to_all_single with rows of several lengths.
             sizes = [kwargs[f"{which}_split_sizes"] for which in ("input", "output")]
             sent, received = ((sum(rows) - rows[index]) * argument.element_size() for rows in sizes)
         else:
-            size = sum(tensor.nbytes for tensor in ([argument] if isinstance(argument, Tensor) else argument))
-            sent = received = round(size * ring_factor(name, workers))
-        return cls(name, workers, sent, received)
+            sent = received = round(sum(tensor.nbytes for tensor in tensors) * ring_factor(name, workers))
+        return cls(name, workers, sent, received, tensors[0].dtype == torch.uint8)
 
 
 @contextlib.contextmanager
@@ -92,32 +95,19 @@ class Traffic:
     """
 
     def __init__(self, weights: Mapping[str, int] | None = None) -> None:
-        self._weights, self._in_exchange = weights, False
+        self._weights = weights
         self.clear()
 
     def clear(self) -> None:
         self.sent = self.received = 0
         self.as_all_reduces = 0.0
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> contextlib.AbstractContextManager[None]:
         """Count the collectives that this worker starts inside this block."""
-        exchange_parts = exchange.exchange_parts
-
-        def marked(*args: Any) -> exchange.Collectives:
-            # Not while the exchange waits: other collectives may start before its next part.
-            self._in_exchange = True
-            for work in exchange_parts(*args):
-                self._in_exchange = False
-                yield work
-                self._in_exchange = True
-            self._in_exchange = False
-
-        with mock.patch.object(exchange, "exchange_parts", marked), counting(self._note):
-            yield
+        return counting(self._note)
 
     def _note(self, call: Call) -> None:
-        weight = 1 if self._weights is None or self._in_exchange else self._weights.get(call.name, 0)
+        weight = 1 if self._weights is None or call.narrow else self._weights.get(call.name, 0)
         if weight:
             self.sent += call.sent
             self.received += call.received

@@ -11,16 +11,11 @@ import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that the kernels take."""
-
 MAX_RANK = 256
-
 OLDEST_TRITON = (3, 5)
 """Before, tl.dot refuses fp64, in which Gram matrices are summed."""
-
 OLDEST_TRITON_ON_ROCM = (3, 9)
 """Triton 3.7 cannot compile this product for AMD's devices. 3.8 was not tried."""
-
-
 DIRECT = (3, 6), (3, 9)
 """Oldest and newest version of Triton whose compiled kernels are launched without Triton's inspection of arguments."""
 

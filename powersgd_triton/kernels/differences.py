@@ -6,6 +6,8 @@ of each at a time, [groups, parts, elements]. Byte j of a group holds element j 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -168,11 +170,11 @@ def _apply_difference_kernel(
         codes += size
 
 
-def _launch(width: WireFormat, numel: int) -> tuple[int, dict[str, int]]:
-    """Return the number of programs for each copy, and keywords of both kernels."""
-    constants = {"BITS": width.bits, "NUMBERS": width.numbers, "BLOCKS": width.blocks, "GROUPS": GROUPS}
+def _launch(kernel: Any, copies: int, numel: int, width: WireFormat, *arguments: Any, **constants: Any) -> None:
+    """Launch one of the kernels for copies of so many elements."""
     programs = triton.cdiv(width.difference_blocks(numel), width.blocks * GROUPS)
-    return programs, {**constants, "num_warps": WARPS, **NUMERICS}
+    constants |= {"BITS": width.bits, "NUMBERS": width.numbers, "BLOCKS": width.blocks, "GROUPS": GROUPS}
+    kernel[(programs, copies)](*arguments, **constants, num_warps=WARPS, **NUMERICS)
 
 
 def encode_triton(
@@ -183,12 +185,10 @@ def encode_triton(
     each = each or numel
     codes, size = width.difference_bytes(each)
     if numel:
-        programs, keywords = _launch(width, each)
         flat = out.view(-1)
-        _encode_difference_kernel[(programs, triton.cdiv(numel, each))](
-            target, base, flat.view(torch.int16), flat[codes:], numel, each, size,
-            SUBTRACT=subtract, LEVELS=width.levels, **keywords,
-        )  # fmt: skip
+        arguments = target, base, flat.view(torch.int16), flat[codes:], numel, each, size
+        constants = {"SUBTRACT": subtract, "LEVELS": width.levels}
+        _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)
 
 
 def apply_triton(
@@ -198,11 +198,8 @@ def apply_triton(
     copies, numel = base.shape
     codes, size = width.difference_bytes(each or numel)
     if numel:
-        programs, keywords = _launch(width, numel)
-        flat, messages = content.view(-1), 1
-        if not base.stride(0):
-            # Rows that are the same memory: one program after the other adds to it.
-            copies, messages = 1, copies
-        _apply_difference_kernel[(programs, copies)](
-            flat.view(torch.int16), flat[codes:], base, numel, size, messages, base.stride(0), weight, **keywords
-        )
+        flat = content.view(-1)
+        # To rows that are the same memory, one program adds one message after the other.
+        copies, messages = (copies, 1) if base.stride(0) else (1, copies)
+        arguments = flat.view(torch.int16), flat[codes:], base, numel, size, messages, base.stride(0), weight
+        _launch(_apply_difference_kernel, copies, numel, width, *arguments)

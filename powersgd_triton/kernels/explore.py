@@ -90,13 +90,11 @@ def explore_triton(
     ``number`` (int64) and ``finite`` (int32) are scalars on the device, ``rank`` is the largest that may occur, and
     ``parts`` is an fp32 workspace of ``explore_numel`` elements.
     """
-    if not table.matrices:
-        return
-    factors, columns = table.Q, triton.next_power_of_2(rank)
-    constants = every, OTHER_KEY, CARRY, SMALLEST_REST
-    arguments = finite, number, table.records, factors.records, factors.chunks, factors.progress, *constants
-    rows = max(1, BLOCK // columns)
-    run(_explore_kernel, (len(factors.chunks),), OPTIONS, out, parts, *arguments, C=columns, ROWS=rows)
+    if table.matrices:
+        factors, columns = table.Q, triton.next_power_of_2(rank)
+        rows, constants = max(1, BLOCK // columns), (every, OTHER_KEY, CARRY, SMALLEST_REST)
+        arguments = finite, number, table.records, factors.records, factors.chunks, factors.progress, *constants
+        run(_explore_kernel, (len(factors.chunks),), OPTIONS, out, parts, *arguments, C=columns, ROWS=rows)
 
 
 def explore_numel(table: BucketTable, rank: int) -> int:

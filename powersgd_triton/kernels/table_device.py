@@ -1,7 +1,6 @@
 """Tables that tell each program of a kernel which work is its own: their columns, and device functions that read them.
 
-All of them hold integers. All offsets count elements, unless a column says bytes. A value that a kernel does not use
-costs nothing, since the compiler drops its load.
+They hold integers. Offsets count elements, unless a column says bytes. The compiler drops loads of unused values.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ first part of each in the workspace. Part k follows after k · n · r or k · m 
 TileRow = namedtuple("TileRow", "matrix first start end split")
 """One program's share of a product: part number ``split`` of its sums.
 
-A program of ``BucketTable.row_tiles`` computes rows of P from ``first`` on and sums over columns ``start`` to ``end``,
-one of ``BucketTable.column_tiles`` computes rows of Q, that is columns of M, and sums over rows.
+In ``BucketTable.row_tiles``, it computes rows of P from ``first`` on and sums over columns ``start`` to ``end``; in
+``BucketTable.column_tiles``, rows of Q, that is columns of M, and sums over rows.
 """
 
 PackRow = namedtuple("PackRow", "source distance splits target numel tensor")
 """One block of a message, in ``BucketTable.pack_P``, ``pack_Q`` and ``pack_left``: the sum of ``splits`` parts from
-``source`` on, ``distance`` apart. With 0 splits, it is a piece of bypass tensor number ``tensor`` of the pointers, in
-which matrices come first."""
+``source`` on, ``distance`` apart. With 0 splits, a piece of bypass tensor: number ``tensor`` of the pointers."""
 
 RollbackRow = namedtuple("RollbackRow", "matrix start end")
 """One block of an error buffer that loses its gradient again after a step that was not finite."""
@@ -78,13 +76,9 @@ _, PROGRESS_PASSES, PROGRESS_FINISHED, PROGRESS_ZEROED, PROGRESS_ARRIVED = indic
 PROGRESS = tl.constexpr(PROGRESS_ARRIVED.value + ARRIVALS)
 
 
-# The compiler knows nothing about integers that it loads. From x // V * V it learns that V divides x. The value is the
-# same, since the host only writes multiples. From this the compiler derives that accesses of 16 bytes are aligned.
-
-
 @triton.jit
 def known_multiple(x, VEC: tl.constexpr):
-    """x, in a form from which the compiler sees that VEC divides it."""
+    """x, a multiple of VEC that was loaded, in a form from which the compiler sees that wide accesses are aligned."""
     return x // VEC * VEC
 
 
@@ -104,10 +98,8 @@ def tensor_address(base, distances, tensor):
 def pointer_to(address, TYPE: tl.constexpr, VEC: tl.constexpr):
     """An address as a pointer to elements of a type. It is a multiple of 16 bytes if VEC is not 1."""
     pointer = address.to(tl.pointer_type(TYPE))
-    if VEC > 1:
-        # The compiler does not see through the cast what divides the address.
-        pointer = tl.multiple_of(pointer, WIDEST)
-    return pointer
+    # The compiler does not see through the cast what divides the address.
+    return tl.multiple_of(pointer, WIDEST) if VEC > 1 else pointer
 
 
 @triton.jit
@@ -126,11 +118,8 @@ def tile_of(tiles, program, FIRST: tl.constexpr, START: tl.constexpr):
 def matrix_sizes(records, matrix):
     """(n, m, r), int32."""
     record = records + matrix * MATRIX
-    return (
-        tl.load(record + MATRIX_N).to(tl.int32),
-        tl.load(record + MATRIX_M).to(tl.int32),
-        tl.load(record + MATRIX_R).to(tl.int32),
-    )
+    n, m, r = tl.load(record + MATRIX_N), tl.load(record + MATRIX_M), tl.load(record + MATRIX_R)
+    return n.to(tl.int32), m.to(tl.int32), r.to(tl.int32)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ elements (bypass tensors). ``wire_device.py`` says how a tile is found, rounded 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,13 +27,12 @@ from powersgd_triton.kernels.wire_device import (
     read_tile,
     store_tile,
     tile_is_aligned,
-    tile_offsets,
-    tile_places,
     views_of,
     wire_entry,
+    wire_tile,
     write_tile,
 )
-from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, Chunk, WireFormat, WirePlan
+from powersgd_triton.layout.wire_format import BLOCK, SCALE_BYTES, WirePlan
 
 
 @triton.jit(do_not_specialize=["size", "has_own"])
@@ -59,8 +57,7 @@ def _encode_tile(
     message, own, scales, codes, entry, chunk, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, tile = tile_offsets(entry, VEC, C, HALF)
-    scale, code = tile_places(entry, chunk, VEC, BITS)
+    element, scale, code, tile = wire_tile(entry, chunk, VEC, BITS, C, HALF)
     low, high = load_tile(message + element, tile)
     low, high = write_tile(low, high, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
@@ -96,8 +93,7 @@ def _reduce_tile(
     received, own, scales, codes, entry, size, workers, has_own,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, tile = tile_offsets(entry, VEC, C, HALF)
-    scale, code = tile_places(entry, 0, VEC, BITS)
+    element, scale, code, tile = wire_tile(entry, 0, VEC, BITS, C, HALF)
     low_sum = tl.zeros([HALF, C], tl.float32)
     high_sum = tl.zeros([HALF, C], tl.float32)
     # In the order of the workers, as in the reference: the same bits.
@@ -140,8 +136,7 @@ def _decode_tile(
     scales, codes, out, entry, chunk,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    element, tile = tile_offsets(entry, VEC, C, HALF)
-    scale, code = tile_places(entry, chunk, VEC, BITS)
+    element, scale, code, tile = wire_tile(entry, chunk, VEC, BITS, C, HALF)
     low, high = read_tile(scales + scale, codes + code, tile, BITS, LEVELS, C)
     store_tile(out + element, low, high, tile)
 
@@ -153,13 +148,12 @@ class TritonWire:
     """
 
     def __init__(self, plan: WirePlan, launch: Launch, rank: int, device: torch.device) -> None:
-        self.plan, width = plan, plan.width
-        columns = min(launch.panel, 1 << (rank - 1).bit_length())
+        self.plan, self._options = plan, launch.options
+        columns = min(launch.panel, triton.next_power_of_2(rank))
         rows, self._starts = wire_rows(plan, columns)
         self._table = on_host(rows, len(WireRow._fields), torch.int64, device).to(device, non_blocking=True)
-        levels = width.levels if width.scaled else 0
-        sizes = {"BITS": width.bits, "LEVELS": levels, "C": columns, "HALF": BLOCK // 2, "COPY": COPY_BLOCK}
-        self._options, self._constants = launch.options, sizes
+        width, sizes = plan.width, {"C": columns, "HALF": BLOCK // 2, "COPY": COPY_BLOCK}
+        self._constants = {"BITS": width.bits, "LEVELS": width.levels if width.scaled else 0, **sizes}
 
     def encode(self, message: Tensor, own: Tensor | None, *, out: Tensor) -> None:
         target, has_own = message if own is None else own, int(own is not None)
@@ -183,27 +177,24 @@ class TritonWire:
 def wire_rows(plan: WirePlan, columns: int) -> tuple[list[WireRow], list[int]]:
     """Return what each program works on, chunk by chunk, and the first program of each chunk and the number of all.
 
-    It is a tile of a block of at most 128 rows, with a power of two of ``columns``, or a slice of exact elements.
+    It is a tile of a block of at most 128 rows, with a power of two of ``columns``, or a slice of exact elements. Those
+    of a chunk come last, although their bytes come first.
     """
-    chunks = [list(_rows(number, chunk, plan.width, columns)) for number, chunk in enumerate(plan.chunks)]
-    starts = [0, *itertools.accumulate(len(rows) for rows in chunks)]
-    return list(itertools.chain(*chunks)), starts
-
-
-def _rows(number: int, chunk: Chunk, width: WireFormat, columns: int) -> Iterator[WireRow]:
-    """Yield a chunk's tiles in the order of its elements, then its exact elements, whose bytes come first."""
-    code_bytes = max(1, width.bits // 8)
-    for piece in chunk.pieces:
-        rank, element, scale, code = piece.rank, piece.element, piece.scale, piece.code
-        for _, row in itertools.product(range(piece.count), range(0, piece.rows, BLOCK)):
-            height = min(BLOCK, piece.rows - row)
-            for first in range(0, rank, columns):
-                place = scale + first * SCALE_BYTES, code + first * code_bytes
-                yield WireRow(number, element + first, height, min(columns, rank - first), rank, *place)
-            element += height * rank
-            scale += SCALE_BYTES * rank
-            code += width.code_bytes(height, rank)
-    for start in range(0, chunk.bypass_numel, COPY_BLOCK):
-        numel = min(COPY_BLOCK, chunk.bypass_numel - start)
-        code = start * EXACT_BYTES.value
-        yield WireRow(number, chunk.bypass + start, numel, columns=0, rank=0, scales=0, codes=code)
+    rows, starts = list[WireRow](), [0]
+    code_bytes = max(1, plan.width.bits // 8)
+    for number, chunk in enumerate(plan.chunks):
+        for piece in chunk.pieces:
+            rank, element, scale, code = piece.rank, piece.element, piece.scale, piece.code
+            for _, row in itertools.product(range(piece.count), range(0, piece.rows, BLOCK)):
+                height = min(BLOCK, piece.rows - row)
+                for first in range(0, rank, columns):
+                    place = scale + first * SCALE_BYTES, code + first * code_bytes
+                    rows.append(WireRow(number, element + first, height, min(columns, rank - first), rank, *place))
+                element += height * rank
+                scale += SCALE_BYTES * rank
+                code += plan.width.code_bytes(height, rank)
+        for start in range(0, chunk.bypass_numel, COPY_BLOCK):
+            numel, code = min(COPY_BLOCK, chunk.bypass_numel - start), start * EXACT_BYTES.value
+            rows.append(WireRow(number, chunk.bypass + start, numel, columns=0, rank=0, scales=0, codes=code))
+        starts.append(len(rows))
+    return rows, starts

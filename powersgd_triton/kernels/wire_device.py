@@ -58,8 +58,11 @@ def tile_is_aligned(entry, chunk, BITS: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
-    """(first element, tile: offsets of the lower half [HALF, C], distance of the upper, masks of both, of columns)."""
+def wire_tile(entry, chunk, VEC: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
+    """(first element, place of its scales, of its codes, tile). Places are in the bytes, each in units of its own.
+
+    A tile is (offsets of the lower half [HALF, C], distance of the upper half, masks of both, mask of columns).
+    """
     rows = tl.load(entry + WIRE_ROWS).to(tl.int32)
     # The compiler is to see that VEC divides both: then rows are aligned, and masks do not cut through a vector.
     columns = known_multiple(tl.load(entry + WIRE_COLUMNS).to(tl.int32), VEC)
@@ -71,7 +74,10 @@ def tile_offsets(entry, VEC: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr):
     offsets = k[:, None] * rank + cols[None, :]
     low_ok = (k < half)[:, None] & col_ok[None, :]
     high_ok = (half + k < rows)[:, None] & col_ok[None, :]
-    return known_multiple(tl.load(entry + WIRE_ELEMENT), VEC), (offsets, half * rank, low_ok, high_ok, col_ok)
+    scale = (chunk + tl.load(entry + WIRE_SCALES)) // SCALE
+    code = known_multiple((chunk + tl.load(entry + WIRE_CODES)) // bytes_of_code(BITS), VEC)
+    tile = offsets, half * rank, low_ok, high_ok, col_ok
+    return known_multiple(tl.load(entry + WIRE_ELEMENT), VEC), scale, code, tile
 
 
 @triton.jit
@@ -87,13 +93,6 @@ def store_tile(pointer, low, high, tile):
     offsets, distance, low_ok, high_ok, _ = tile
     tl.store(pointer + offsets, low, low_ok)
     tl.store(pointer + distance + offsets, high, high_ok)
-
-
-@triton.jit
-def tile_places(entry, chunk, VEC: tl.constexpr, BITS: tl.constexpr):
-    """Where a tile starts in the bytes: (scale, code), each in units of its own."""
-    place = chunk + tl.load(entry + WIRE_CODES)
-    return (chunk + tl.load(entry + WIRE_SCALES)) // SCALE, known_multiple(place // bytes_of_code(BITS), VEC)
 
 
 @triton.jit

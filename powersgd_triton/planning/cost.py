@@ -61,9 +61,8 @@ class Network:
     def collective(self, kind: str, sent: float) -> float:
         """Return the seconds of a collective of all workers, in which each of them sends so many bytes.
 
-        It takes 2 (k − 1) messages in a row for an all-reduce of k workers, and k − 1 for an all-gather. Both run on a
-        ring that enters and leaves each node once. In an all-to-all, which takes k − 1 too, each worker sends a part
-        to each other one directly.
+        An all-reduce of k workers takes 2 (k − 1) messages in a row, the others k − 1. An all-reduce and an all-gather
+        run on a ring that enters and leaves each node once. In an all-to-all, workers send their parts directly.
         """
         others = self.workers - 1
         if others == 0:
@@ -128,7 +127,6 @@ class Job:
     Attributes:
         buckets: {name: shape} of each bucket's gradients, in the order in which the backward pass fills them.
         compute: Seconds of a step without communication.
-        network: The network between the workers.
         two_levels: Whether gradients are summed inside a node first.
         joined: Whether small buckets are joined, as the engine joins those of DDP.
         late: Whether the second message of the bucket before the last one is computed when the last one comes, too late
@@ -203,7 +201,7 @@ class Job:
         return total
 
     def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
-        """Predict a step with a configuration, given the time that it computes. ValueError: its budget is too small."""
+        """Predict a step with a configuration and the time that it computes. ValueError: its budget is too small."""
         layouts = self.layouts(config)
         ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
         own = time(mean_rank(self.tensors, ranks)) if ranks else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,15 +65,15 @@ def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: tor
     The rank or budget of ``config`` does not matter. If the model is large, some matrices of it are timed.
     """
     matrices = [{name: tuple(s) for name, s in bucket.items() if len(s) > 1 and 0 not in s} for bucket in buckets]
+    matrices = [bucket for bucket in matrices if bucket]
     whole = {name: shape for bucket in matrices for name, shape in bucket.items()}
     part = sample(whole, LARGEST_ON_CPU if device.type == "cpu" else LARGEST)
     if not part:
         return ComputeTime((0.0,) * len(RANKS))
-    timed = [bucket for bucket in matrices if bucket] if part == whole else [part]
-    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     gradients = [
-        {name: torch.randn(*s, generator=generator, dtype=torch.float32, device=device) for name, s in bucket.items()}
-        for bucket in timed
+        {name: torch.randn(*shape, dtype=torch.float32, **options) for name, shape in bucket.items()}
+        for bucket in (matrices if part == whole else [part])
     ]
     scratch = torch.zeros(SCRATCH, dtype=torch.uint8, device=device)
     fields: dict[str, Any] = {"compression": None, "bytes_per_step": None, "max_rank": None, "max_overhead": None}
@@ -107,10 +108,9 @@ def _time_steps(engine: Engine, buckets: Sequence[dict[str, Tensor]], device: to
     """Return the mean seconds of two steps, in which the alternating algorithm computes both of its products."""
 
     def step() -> None:
-        for number, gradients in enumerate(buckets):
+        for number, gradients in enumerate(buckets, start=1):
             shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-            last = number == len(buckets) - 1
-            bucket = engine.begin(number, lambda shapes=shapes: shapes, device, last=last)  # type: ignore[misc]
+            bucket = engine.begin(number, functools.partial(dict, shapes), device, last=number == len(buckets))
             engine.average(bucket, gradients, join=True)
 
     seconds = 0.0

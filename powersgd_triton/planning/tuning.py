@@ -65,9 +65,8 @@ class Tuning(Listener):
         config, communicator, tensors = self._plan.config, self._engine.communicator, self._plan.tensors
         network = measure_network(communicator, device)
         # Ranks are planned for all tensors, also for those without a gradient.
-        seen = {name for bucket in buckets for name in bucket}
-        unseen = {name: shape for name, shape in tensors.items() if name not in seen}
-        buckets = [*([unseen] if unseen else []), *buckets]
+        unseen = {name: shape for name, shape in tensors.items() if not any(name in bucket for bucket in buckets)}
+        buckets = [bucket for bucket in (unseen, *buckets) if bucket]
         widths = cost.WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
         times = {w: self._own(dataclasses.replace(config, wire_dtype=w), buckets, device) for w in widths}
         # The slowest worker and the slowest network count.
@@ -106,9 +105,8 @@ class Tuning(Listener):
         assert config.max_overhead is not None
         assert config.max_rank is not None
         own = self._own(config, buckets, device)
-        (rest,), seconds = self._agreed(
-            [[step - own(mean_rank(self._plan.tensors, self._plan.ranks))], own.seconds], device
-        )
+        rest = step - own(mean_rank(self._plan.tensors, self._plan.ranks))
+        (rest,), seconds = self._agreed([[rest], own.seconds], device)
         own = ComputeTime(seconds)
         # Compression takes a share x of a step if it takes x / (1 - x) of the rest.
         allowed = max(0.0, rest) * config.max_overhead / (1 - config.max_overhead)
@@ -127,12 +125,10 @@ class Tuning(Listener):
 
     def _agreed(self, numbers: list[Any], device: torch.device) -> list[tuple[float, ...]]:
         """Return the largest of all workers' numbers, element by element. Collective."""
-        communicator = self._engine.communicator
-        flat = torch.tensor([number for row in numbers for number in row], dtype=torch.float64)
+        communicator, flat = self._engine.communicator, torch.tensor([*itertools.chain(*numbers)], dtype=torch.float64)
         for group in (communicator, *communicator.others):
             flat = group.gather(flat, device).amax(dim=0)
-        largest = iter(flat.tolist())
-        return [tuple(next(largest) for _ in row) for row in numbers]
+        return [tuple(row.tolist()) for row in flat.split([len(row) for row in numbers])]
 
 
 def refuse_auto(config: PowerSGDConfig, where: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,47 +21,38 @@ from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 
 Plan = dict[str, dict[str, Any]]
 """{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
+Spectra = dict[str, Spectrum]
 CHOICES = ({"max_rank"}, {"compression"}, {"compression", "wire_dtype"})
 """The fields that are settled together."""
 
 
-class Measurement:
-    """Energies of the matrices of buckets, after a step. They are copied to the host without waiting."""
+def measured(buckets: Iterable[Bucket], communicator: Communicator) -> Callable[[], Spectra]:
+    """Measure the energies of the buckets' matrices after a step. Collective; the host does not wait for the device.
 
-    def __init__(self, buckets: Iterable[Bucket], communicator: Communicator) -> None:
-        self._ranks, totals, columns = list[tuple[str, int]](), list[Tensor](), list[Tensor]()
-        for bucket in buckets:
-            # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.
-            zero = torch.zeros((), dtype=torch.float64, device=bucket.P_hat.device)
-            squares = {
-                name: torch.linalg.vector_norm(error, dtype=torch.float64).square() / bucket.partition.workers
-                for name, error in bucket.buffers.items()
-            }
-            for group in bucket.layout.groups:
-                self._ranks += [(segment.name, group.rank) for segment in group.segments]
-                totals += [squares.get(segment.name, zero) for segment in group.segments]
-            columns += [energy.flatten() for energy in _column_energies(bucket)]
-        # All workers have the columns of the average. Of ‖M_w‖², each has its own.
-        self._copy = HostCopy(torch.cat([communicator.mean(torch.stack(totals)), *columns]))
+    The function that is returned waits, and returns {name: spectrum}.
+    """
+    ranks, totals, columns = list[tuple[str, int]](), list[Tensor](), list[Tensor]()
+    for bucket in buckets:
+        for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
+            # ‖l_k‖² ‖r_k‖² of the average's columns [B, r], since one factor is orthonormal. With several repetitions
+            # of a step, they are one after the other.
+            energies = left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
+            columns.append(energies.unflatten(1, (-1, group.rank)).sum(dim=1).flatten())
+            for segment in group.segments:
+                ranks.append((segment.name, group.rank))
+                # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.
+                own = bucket.buffers.get(segment.name, energies.new_empty(0))
+                squares = torch.linalg.vector_norm(own, dtype=torch.float64).square()
+                totals.append(squares / bucket.partition.workers)
+    # All workers have the columns of the average. Of ‖M_w‖², each has its own.
+    copy = HostCopy(torch.cat([communicator.mean(torch.stack(totals)), *columns]))
 
-    def spectra(self) -> dict[str, Spectrum]:
-        """Return what was measured. The host waits until the copy is done."""
-        numbers = self._copy.numbers()
-        totals, columns = numbers[: len(self._ranks)], iter(numbers[len(self._ranks) :])
-        return {
-            name: Spectrum(tuple(next(columns) for _ in range(rank)), total)
-            for (name, rank), total in zip(self._ranks, totals, strict=True)
-        }
+    def spectra() -> Spectra:
+        numbers = iter(copy.numbers())
+        found = [(*each, next(numbers)) for each in ranks]
+        return {name: Spectrum(tuple(itertools.islice(numbers, rank)), total) for name, rank, total in found}
 
-
-def _column_energies(bucket: Bucket) -> list[Tensor]:
-    """Return ‖l_k‖² ‖r_k‖² of the average's columns, fp64 [B, r] for each group. One factor is orthonormal."""
-    # With several repetitions of a step, they are one after the other.
-    repeated = [
-        left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
-        for left, right in bucket.joined(bucket.average)
-    ]
-    return [e.unflatten(1, (-1, g.rank)).sum(dim=1) for e, g in zip(repeated, bucket.layout.groups, strict=True)]
+    return spectra
 
 
 class RankPlan:
@@ -73,20 +65,20 @@ class RankPlan:
         buckets: Number of buckets of a step, if they are not joined.
         tensors: All tensors that are known, {name: shape}.
         settled: What ``settle`` got. None before.
-        spectra: {name: Spectrum} of the last measurement.
+        spectra: Those of the last measurement.
         demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
-        pending: Measurement for the next plan.
+        pending: What returns the spectra for the next plan.
     """
 
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config, self.given, self._workers = config, config, 1
-        self.settled: dict[str, Any] | None = None
         self.buckets: int | None = None
+        self.settled: dict[str, Any] | None = None
         self.tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
-        self.spectra: dict[str, Spectrum] = {}
+        self.spectra: Spectra = {}
         self.demands: dict[str, float] = {}
-        self.pending: Measurement | dict[str, Spectrum] | None = None
+        self.pending: Callable[[], Spectra] | None = None
 
     @property
     def compresses(self) -> bool:
@@ -123,9 +115,8 @@ class RankPlan:
             config = dataclasses.replace(self.config, **fields, max_overhead=None)
             planner = dataclasses.replace(self._planner(self.tensors), config=config)
             limited = {name: min(rank, planner.largest[name]) for name, rank in self.ranks.items()}
-            ranks = planner.starting_ranks() if "compression" in fields else limited
+            self._adopt(planner.starting_ranks() if "compression" in fields else limited)
             self.config = config
-            self._adopt(ranks)
         self.settled = dict(fields)
 
     def connect(self, workers: int, buckets: int | None = None) -> None:
@@ -161,11 +152,11 @@ class RankPlan:
         steps, every = iteration - self.config.start_iter, self.config.replan_every
         buckets = [bucket for bucket in buckets if bucket.average and bucket.layout.compressed]
         if steps > 0 and every > 0 and steps % every == 0 and buckets:
-            self.pending = Measurement(buckets, communicator)
+            self.pending = measured(buckets, communicator)
 
     def _replan(self) -> bool:
         """Make and adopt a plan from the pending measurement. Return whether there was one."""
-        spectra, self.pending = self._measured(), None
+        spectra, self.pending = self.pending() if self.pending else {}, None
         found = {name: spectrum.demand for name, spectrum in spectra.items() if math.isfinite(spectrum.demand)}
         total = sum(found.values())
         if not (math.isfinite(total) and total > 0):
@@ -179,9 +170,6 @@ class RankPlan:
         self.spectra |= {name: spectra[name] for name in found}
         self._adopt(ranks)
         return True
-
-    def _measured(self) -> dict[str, Spectrum]:
-        return self.pending.spectra() if isinstance(self.pending, Measurement) else self.pending or {}
 
     def kept_columns(self, name: str, before: int, after: int) -> list[int]:
         """Return the columns that a matrix keeps when its rank falls: those with the highest energy, in order."""
@@ -205,7 +193,7 @@ class RankPlan:
         """Return the ranks, and what they and the next ranks are planned from, as plain numbers."""
         saved: dict[str, Any] = {} if self.settled is None else {"settled": dict(self.settled)}
         saved |= {"ranks": dict(self.ranks), "demands": dict(self.demands)}
-        for key, spectra in (("spectra", self.spectra), ("pending", self._measured())):
+        for key, spectra in (("spectra", self.spectra), ("pending", self.pending() if self.pending else {})):
             # No plan is made from a measurement of a step that was not finite.
             finite = {name: s for name, s in spectra.items() if math.isfinite(s.total + sum(s.columns))}
             saved[key] = {name: [s.total, *s.columns] for name, s in finite.items()}
@@ -231,10 +219,11 @@ class RankPlan:
         if ranks and planner.fits(self.ranks | ranks):
             self._adopt(self.ranks | ranks)
             self.demands = dict(saved["demands"])
-            self.spectra, self.pending = (
+            self.spectra, pending = (
                 {name: Spectrum(tuple(columns), total) for name, (total, *columns) in saved[key].items()}
                 for key in ("spectra", "pending")
             )
+            self.pending = lambda: pending
 
 
 def is_count(value: Any, least: int = 0) -> bool:
@@ -244,12 +233,8 @@ def is_count(value: Any, least: int = 0) -> bool:
 
 def checked_plan(plan: Any) -> Plan:
     """Check a saved plan of ranks and copy it. A value that is not a plan raises ValueError."""
-    parts: dict[str, Callable[[Any], bool]] = {
-        "ranks": functools.partial(is_count, least=1),
-        "demands": _is_demand,
-        "spectra": _is_spectrum,
-        "pending": _is_spectrum,
-    }
+    parts: dict[str, Callable[[Any], bool]] = {"ranks": functools.partial(is_count, least=1), "demands": _is_demand}
+    parts |= {"spectra": _is_spectrum, "pending": _is_spectrum}
     fits = isinstance(plan, Mapping) and all(isinstance(part, Mapping) for part in plan.values())
     if fits and plan:
         settled = plan.get("settled")
@@ -265,14 +250,13 @@ def _is_choice(settled: Mapping[str, Any]) -> bool:
     if settled.keys() not in CHOICES or None in settled.values():
         return settled == {"compression": None}
     try:
-        PowerSGDConfig(**{"compression": 1, **settled})
+        return PowerSGDConfig(**{"compression": 1, **settled}).compression != AUTO
     except (TypeError, ValueError):
         return False
-    return settled.get("compression") != AUTO
 
 
 def _is_demand(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value) and value >= 0
+    return isinstance(value, float) and 0 <= value < math.inf
 
 
 def _is_spectrum(value: Any) -> bool:
