@@ -118,7 +118,8 @@ def reconstruct_reference(P: Tensor, Q: Tensor, *, out: Matrices, verdict: Tenso
     for members, rows in blocks(out, P.dtype):
         left, right = part(P, members, rows), part(Qt, members)
         block = part(out, members, rows) if isinstance(out, Tensor) else None
-        if block is None or block.dtype != P.dtype:
+        # In a place that is not contiguous, torch would compute one matrix after the other.
+        if block is None or block.dtype != P.dtype or not (len(block) == 1 or block.is_contiguous()):
             block = P.new_empty(left.shape[0], left.shape[1], right.shape[2])
         if P.shape[-1] == 1:
             multiply(left, right, out=block)
