@@ -209,13 +209,13 @@ def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, T
     gram = grams[0] if len(grams) == 1 else torch.cat(grams)
     norms = gram.diagonal(dim1=1, dim2=2).sqrt()
     L, failed = torch.linalg.cholesky_ex(gram)
-    inverse = torch.linalg.solve_triangular(L.transpose(1, 2), identity, upper=True)
-    terms = norms.unsqueeze(2) * inverse
+    inverse = torch.linalg.solve_triangular(L, identity, upper=False).transpose(1, 2)
+    terms = (norms.unsqueeze(2) * inverse).abs_()
     alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0)
     ordinary = ((norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)).all(dim=1)
     growths = []
-    for order, good in ((1, alive), (2, alive & ordinary)):
-        growth = torch.linalg.vector_norm(terms, order, dim=1).amax(1)
+    for growth, good in ((terms.sum(1), alive), (terms.square().sum(1).sqrt(), alive & ordinary)):
+        largest = growth.amax(1)
         # Comparisons are False for NaN.
-        growths.append(growth.masked_fill_(~(good & (growth < math.inf)), math.inf))
+        growths.append(largest.masked_fill_(~(good & (largest < math.inf)), math.inf))
     return inverse, growths[0], growths[1]

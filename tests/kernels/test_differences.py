@@ -118,7 +118,7 @@ VALUES = {values.__name__: values for values in (heavy_tailed, equal, ties, deno
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@thinned("width, dtype, values", list(DIFFERENCES), GRADIENTS, list(VALUES))
+@thinned("width, dtype, values", list(DIFFERENCES), GRADIENTS, list(VALUES), together=1)
 def test_same_bits_of_all_kinds_of_values(width: str, dtype: torch.dtype, values: str, device: torch.device):
     target, copies = VALUES[values](*random(29 * BLOCK + 3), DIFFERENCES[width].levels)
     assert_same(target, copies, DIFFERENCES[width], dtype, device, aligned=False)

@@ -16,6 +16,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.ops.orthogonalize import orthogonalize_groups, orthogonalize_reference, random_directions
 from tests.support.checks import random_states, step
 from tests.support.orthonormal import ORTHONORMAL, assert_basis_of, departure, hard_inputs, nearly_dependent
+from tests.support.thinned import thinned
 
 NAN = float("nan")
 
@@ -44,8 +45,7 @@ def orthogonalize_into(out: Tensor, A: Tensor, key: int = 1, step: int = 0, epsi
     return int(orthogonalize_reference(A, keys=keys, step=step, epsilon=epsilon, out=out))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("r", [1, 2, 3, 4, 8, 16, 17, 32, 64, 128])
+@thinned("r, dtype", [1, 2, 3, 4, 8, 16, 17, 32, 64, 128], [torch.float32, torch.float64], together=1)
 def test_hard_inputs(r: int, dtype: torch.dtype):
     for name, A in hard_inputs(r, heights=(r, r + 1, 3 * r + 5, 300)).items():
         assert_basis_of(orthogonalize(A[None].to(dtype)), A[None].to(dtype), name)
