@@ -210,11 +210,12 @@ def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, T
     norms = gram.diagonal(dim1=1, dim2=2).sqrt()
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L, identity, upper=False).transpose(1, 2)
-    terms = (norms.unsqueeze(2) * inverse).abs_()
+    terms = norms.unsqueeze(2) * inverse
     alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0)
     ordinary = ((norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)).all(dim=1)
     growths = []
-    for growth, good in ((terms.sum(1), alive), (terms.square().sum(1).sqrt(), alive & ordinary)):
+    roots = torch.linalg.vector_norm(terms, dim=1)
+    for growth, good in ((terms.abs_().sum(1), alive), (roots, alive & ordinary)):
         largest = growth.amax(1)
         # Comparisons are False for NaN.
         growths.append(largest.masked_fill_(~(good & (largest < math.inf)), math.inf))
