@@ -41,9 +41,10 @@ Rows = list[dict[str, Any]]
 def report(request: pytest.FixtureRequest) -> Rows:
     """One process for every two architectures; aligned and not.
 
-    Ranks of both panel widths, and two widths on the wire. Compiling all of it takes two processors minutes.
+    Ranks of both panel widths, and two widths on the wire. Compiling all of it takes two processors minutes. "some" are
+    the kernels that the test of launches below does not compile.
     """
-    architectures, ranks = (("sm_90",), (4,)) if request.param == "some" else (ARCHITECTURES, (4, 32))
+    architectures, ranks = (("sm_90",), ()) if request.param == "some" else (ARCHITECTURES, (4, 32))
     options = ["--json", "--only", "rank 32, wire int4 and own"]
     options += [word for rank in (4, 32) for word in ("--rank", str(rank))]
     options += [word for rank in ranks for word in ("--only", f"rank {rank}, float32/float32")]
@@ -64,7 +65,8 @@ def report(request: pytest.FixtureRequest) -> Rows:
 
 def test_every_kernel_compiles_as_in_a_launch_and_fits_every_gpu(report: Rows):
     kernels = {row["kernel"] for row in report}
-    assert set(WHOLE_GRADIENT) | {"pack", "gram", "orthogonalize", "commit", *WIRE, *DIFFERENCES} <= kernels
+    assert {*WIRE, *DIFFERENCES} <= kernels
+    assert len(kernels) == 5 or {*WHOLE_GRADIENT, "pack", "gram", "orthogonalize", "commit"} <= kernels
     for arch in {row["architecture"] for row in report}:
         assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
     # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned. Triton 3.5,

@@ -379,7 +379,7 @@ class Wrapper:
 
     ``workers`` is the smallest number that shows what is special to it, ``elsewhere`` another one, which can load what
     was saved. The rows of a parameter are split into ``shards`` parts before they are compressed. If ``thin``, only
-    the most important cells are quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of
+    two properties are quick, since most of it is another wrapper's. ``lacks`` says of properties and ways of
     training why they mean nothing here.
     """
 
@@ -434,7 +434,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "FSDP2": Wrapper(FSDP2),
     "HSDP": Wrapper(HSDP, 4, 2, shards=2, lacks=PADDED),
     "HSDP by group": Wrapper(WithReplicateGroup, 4, 2, shards=2, thin=True, lacks=PADDED),
-    "replicate": Wrapper(Replicate),
+    "replicate": Wrapper(Replicate, thin=True),
     "DDP in nodes": Wrapper(functools.partial(in_nodes, Wrapped), 4, 2, thin=True, lacks=NODES),
     "FSDP1 in nodes": Wrapper(functools.partial(in_nodes, FSDP1), 4, 2, thin=True, lacks=NODES),
     "tensor parallel": Wrapper(TensorParallel, 4, 2, thin=True, net=tensor_parallel.Net, lacks=PARTS),
