@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -10,12 +12,15 @@ import triton.language as tl
 from powersgd_triton.kernels import product_device
 from powersgd_triton.kernels.product_device import multiply
 from tests.support.bounds import assert_within
+from tests.support.device import EMULATED
 from tests.support.kernel_cases import INF, NAN, rounding
 
 SIZE = 32
+# With the emulator, ``triton.jit`` still makes functions of the interpreter.
+jit: Any = triton.JITFunction if EMULATED else triton.jit
 
 
-@triton.jit
+@jit
 def _product_kernel(A, B, out, N: tl.constexpr):
     """out = A B [N, N]."""
     i = tl.arange(0, N)
