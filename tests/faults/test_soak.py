@@ -88,10 +88,6 @@ def learn_as_well(worker: int, world_size: int, steps: int) -> None:
     assert loss < 2 * without < 0.01, (loss, without)
 
 
-def test_short_run_with_faults() -> None:
-    run(learn_as_well, 2, 60)
-
-
 @pytest.mark.slow
 def test_long_run_with_faults() -> None:
     run(learn_as_well, 2, 2000, timeout=2 * HUNG)

@@ -93,10 +93,10 @@ def cells() -> list[Cell]:
             if how.fits(name):
                 add(properties.full_rank, options=(("way", way),), turn=way != "plain" and name not in how.quick)
         for number, form in enumerate(FORMATS):
-            turn = 0 if form == "fp32" else (number + index) % 5
+            turn = 0 if form == "fp32" else (number + index) % 8
             add(properties.conservation, options=(("form", form),), turn=turn)
         add(properties.resume, folder=True)
-        add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 3)
+        add(properties.resume, folder=True, options=(("form", "alternating"),), turn=index % 5)
         if wrapper.elsewhere:
             add(properties.taken_over, wrapper.elsewhere, folder=True)
         for _, source in (pair for pair in SOURCES if pair[0] == name):

@@ -116,7 +116,7 @@ def test_many_chunks_and_different_ranks_in_one_bucket(device: torch.device):
     check([*nearly_dependent(8, 32)], device)
 
 
-@pytest.mark.parametrize("rank", [3, 33])
+@pytest.mark.parametrize("rank", [3, pytest.param(33, marks=pytest.mark.slow)])
 def test_same_input_same_bits_also_in_place_and_beside_others(rank: int, device: torch.device):
     A, zero = random(260, rank), torch.zeros(5, 5)
     A[:, rank // 2] = 0
