@@ -37,7 +37,7 @@ if INTERPRETED:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are processors: tests of several workers wait for a part of their time."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

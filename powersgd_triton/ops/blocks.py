@@ -141,10 +141,11 @@ def add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
 
 def project(block: Tensor, Q: Tensor, out: Tensor) -> None:
     """Compute out = block · Q, for a block [b, rows, m], Q [b, m, r] and out [b, rows, r]."""
-    parts = _parts(block)
     if Q.shape[-1] >= MANY_COLUMNS:
         multiply(block, Q, out=out)
-    elif parts == 1:
+        return
+    parts = _parts(block)
+    if parts == 1:
         out.copy_(product(Q.transpose(1, 2), block.transpose(1, 2)).transpose(1, 2))
     else:
         Qt = Q.mT.unsqueeze(1).expand(-1, parts, -1, -1).flatten(0, 1)

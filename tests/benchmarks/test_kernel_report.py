@@ -66,7 +66,9 @@ def report(request: pytest.FixtureRequest) -> Rows:
 def test_every_kernel_compiles_as_in_a_launch_and_fits_every_gpu(report: Rows):
     kernels = {row["kernel"] for row in report}
     assert {*WIRE, *DIFFERENCES} <= kernels
-    assert len(kernels) == 5 or {*WHOLE_GRADIENT, "pack", "gram", "orthogonalize", "commit"} <= kernels
+    # On one architecture, the test of launches compiles the others.
+    if len({row["architecture"] for row in report}) > 1:
+        assert {*WHOLE_GRADIENT, "pack", "gram", "orthogonalize", "commit"} <= kernels
     for arch in {row["architecture"] for row in report}:
         assert {row["kernel"] for row in report if row["architecture"] == arch} == kernels
     # Two registers of some kernels: on sm_120 with any number of warps, on sm_80 where nothing is aligned. Triton 3.5,
