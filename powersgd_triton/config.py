@@ -31,9 +31,11 @@ DTYPES = {"wire_dtype": ("float32", "bfloat16", "float16", "int8", "int4"), "err
 """The fields that are dtypes, with the names that they may have."""
 RANK_LIMITS = ("max_rank", "max_overhead")
 """The fields that go with a budget only."""
-CODES = ("ternary", "int2", "int4", "int8")
-NOT_WITH_CODES = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_dtype")
-"""Fields that say how factors are made or sent, or how errors are kept. Codes have no factors and errors in fp32."""
+QUANTIZED = ("bf16", "fp8", "int8", "int4", "int2", "ternary")
+STATELESS = QUANTIZED[:3]
+"""The formats that need no error feedback."""
+NOT_WITH_QUANTIZE = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_dtype")
+"""Fields that say how factors are made or sent, or how errors are kept. Quantized tensors have fp32 errors."""
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0, "explore_every": 0}
 """The integer fields, with the smallest value of each."""
 
@@ -62,7 +64,7 @@ def _check_number(name: str, value: Any, minimum: int, kind: str = "a number") -
 class PowerSGDConfig:
     """How gradients are compressed. Immutable, keyword-only, and validated on construction.
 
-    Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``codes``.
+    Give at most one of ``rank``, ``compression``, ``bytes_per_step`` and ``quantize``.
 
     Args:
         rank: Number of columns of the factors P and Q. An n × m matrix uses min(rank, n, m). It may be a function
@@ -74,10 +76,9 @@ class PowerSGDConfig:
         bytes_per_step: The same budget as a number of bytes, counted so that an all-reduce of B bytes counts B. Both
             budgets count 4 bytes for an element that is averaged exactly, and each compression of the gradients as
             one step.
-        codes: Send whole tensors in few bits in place of factors, as "ternary" (−s, 0 and s; 1.7 bits an element),
-            "int2", "int4" or "int8", each with one bf16 scale for 128 elements. For ``integrations.local_steps`` only:
-            for a gradient in each step, factors lose less for the same bytes. Fields of factors and ranks then have no
-            effect.
+        quantize: Send whole tensors in few bits in place of factors, as "bf16", "fp8" (E4M3), "int8", "int4", "int2" or
+            "ternary" (−s, 0 and s; 1.7 bits an element). All but "bf16" have one bf16 scale s for 128 elements. Sums
+            are computed in fp32. Fields of factors and ranks then have no effect.
         replan_every: Steps between two plans, counted from ``start_iter``. A plan is measured at the end of a step and
             takes effect after the next one. 0 keeps the first plan, which gives all matrices about the same rank.
         max_rank: Largest planned rank, which limits the compute of a step. Default: 64.
@@ -88,6 +89,8 @@ class PowerSGDConfig:
             sent in fp32; for narrower ones their bytes are compared). 0 compresses every non-empty matrix.
         start_iter: Number of first steps that average gradients exactly. 0 compresses from the first step.
         error_feedback: Keep what a step did not send and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
+            False needs no memory. Quantization in 4 bits and more then rounds stochastically, so that averages are
+            unbiased. Default: True, but False for gradients in "bf16", "fp8" and "int8".
         warm_start: Start each step from the last step's Q. Otherwise each step starts from a new random Q (section 3 of
             the paper).
         explore_every: Steps after which one column of a warm-started basis is replaced by a direction that the basis
@@ -111,6 +114,7 @@ class PowerSGDConfig:
             ``DisagreementError`` if they differ. The host then waits for the device. 0 compares only before the first
             step.
         backend: "triton", "torch", or "auto", which chooses Triton on CUDA and ROCm devices that support it.
+        codes: The older name of ``quantize``.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -120,13 +124,13 @@ class PowerSGDConfig:
     rank: int | RankFunction | None = None
     compression: float | str | None = None
     bytes_per_step: int | None = None
-    codes: str | None = None
+    quantize: str | None = None
     replan_every: int = 50
     max_rank: int | None = None
     max_overhead: float | None = None
     min_compression_rate: float = 2.0
     start_iter: int = 0
-    error_feedback: bool = True
+    error_feedback: bool | None = None
     warm_start: bool = True
     explore_every: int = 16
     algorithm: str = "standard"
@@ -138,9 +142,12 @@ class PowerSGDConfig:
     batch_by_shape: bool = True
     check_every: int = 0
     backend: str = "auto"
+    codes: dataclasses.InitVar[str | None] = None
 
-    def __post_init__(self) -> None:
-        self._check_codes()
+    def __post_init__(self, codes: str | None) -> None:
+        self._check_quantize(codes)
+        if self.error_feedback is None and self.quantize not in STATELESS:
+            self._set("error_feedback", True)
         self._check_rank()
         for name, minimum in INTEGERS.items():
             self._set(name, whole_number(name, getattr(self, name), minimum))
@@ -154,7 +161,7 @@ class PowerSGDConfig:
                 f"got {self.orthogonalization_epsilon}"
             )
         for name in ("error_feedback", "warm_start", "batch_by_shape"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool) and (name != "error_feedback" or self.error_feedback is not None):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
         for name, choices in (("backend", BACKENDS), ("algorithm", ALGORITHMS)):
             if getattr(self, name) not in choices:
@@ -175,13 +182,17 @@ class PowerSGDConfig:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _check_codes(self) -> None:
-        if self.codes not in (None, *CODES):
-            raise ValueError(f"codes must be None or one of {', '.join(CODES)}; got {self.codes!r}")
-        for name in NOT_WITH_CODES:
-            if self.codes is not None and getattr(self, name) is not None:
+    def _check_quantize(self, codes: str | None) -> None:
+        if codes is not None:
+            if self.quantize not in (None, codes):
+                raise ValueError(f"codes is another name of quantize: give one; got {codes!r} and {self.quantize!r}")
+            self._set("quantize", codes)
+        if self.quantize not in (None, *QUANTIZED):
+            raise ValueError(f"quantize must be None or one of {', '.join(QUANTIZED)}; got {self.quantize!r}")
+        for name in NOT_WITH_QUANTIZE:
+            if self.quantize is not None and getattr(self, name) is not None:
                 raise ValueError(
-                    f"codes send whole tensors, so {name} has no use beside them; got codes={self.codes!r} and "
+                    f"quantize sends whole tensors, so {name} has no use beside it; got quantize={self.quantize!r} and "
                     f"{name}={getattr(self, name)!r}"
                 )
 
@@ -195,13 +206,13 @@ class PowerSGDConfig:
         for name in ("bytes_per_step", "max_rank"):
             if getattr(self, name) is not None:
                 self._set(name, whole_number(name, getattr(self, name), 1))
-        if not given and self.codes is None:
+        if not given and self.quantize is None:
             self._set("rank", DEFAULT_RANK)
         if self.planned and self.max_rank is None:
             self._set("max_rank", DEFAULT_MAX_RANK)
         for name in RANK_LIMITS:
             if not self.planned and getattr(self, name) is not None:
-                got = f"rank={self.rank!r}" if self.codes is None else f"codes={self.codes!r}"
+                got = f"rank={self.rank!r}" if self.quantize is None else f"quantize={self.quantize!r}"
                 raise ValueError(f"{name} limits planned ranks: give it with compression or bytes_per_step; got {got}")
         if self.max_overhead is not None:
             _check_number("max_overhead", self.max_overhead, 0)
@@ -215,7 +226,7 @@ class PowerSGDConfig:
     @property
     def planned(self) -> bool:
         """Whether ranks are planned under a byte budget."""
-        return self.rank is None and self.codes is None
+        return self.rank is None and self.quantize is None
 
     @property
     def measures(self) -> bool:
@@ -231,7 +242,7 @@ class PowerSGDConfig:
             ValueError: A key is not a field, or a value is out of range. For an unknown key, the message names the
                 nearest field.
         """
-        fields = [field.name for field in dataclasses.fields(cls)]
+        fields = [*(field.name for field in dataclasses.fields(cls)), "codes"]
         for key in section:
             if key not in fields:
                 nearest = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)[0]

@@ -200,10 +200,12 @@ def chosen_config(config: PowerSGDConfig | None, local: LocalTensors, optimizer:
         raise ValueError("max_overhead is a share of a step, and local steps have none: give max_rank")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-    if local.masters is not None and config is not None and chosen.codes is None:
+    if chosen.error_feedback is None:
+        chosen = dataclasses.replace(chosen, error_feedback=True)
+    if local.masters is not None and config is not None and chosen.quantize is None:
         raise ValueError(
             "DeepSpeed's workers own parts of several parameters in a row, which are no matrices of low rank: "
-            f'give codes, for example PowerSGDConfig(codes="ternary"), or None; got rank={config.rank}, '
+            f'quantize them, for example PowerSGDConfig(quantize="ternary"), or give None; got rank={config.rank}, '
             f"compression={config.compression}, bytes_per_step={config.bytes_per_step}"
         )
     if not any(map(math.prod, local.shapes.values())):
@@ -218,7 +220,7 @@ def node_mpu(node: dist.ProcessGroup, across: dist.ProcessGroup) -> SimpleNamesp
     only. The batch sizes of its configuration are those of a node. ::
 
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=node_mpu(node, across))
-        sync = LocalSteps(engine, PowerSGDConfig(codes="ternary"), group=across)
+        sync = LocalSteps(engine, PowerSGDConfig(quantize="ternary"), group=across)
 
     Args:
         node: The workers of this worker's node. Of a mesh [nodes, workers of a node]: ``mesh.get_group(1)``.

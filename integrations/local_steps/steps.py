@@ -47,7 +47,7 @@ class LocalSteps(Handle):
         model: A module, a DistributedDataParallel over the workers of a node, an FSDP2 model that is sharded over
             ``mesh["shard"]``, or a DeepSpeed engine with ZeRO stage 1 or 2 inside a node. Parameters that do not
             require gradients are left out until they do.
-        config: How pseudo-gradients are compressed: with ``codes``, or with factors as gradients are. Budgets and all
+        config: How pseudo-gradients are compressed: with ``quantize``, or with factors as gradients are. Budgets and all
             fields that count steps count exchanges. None sends them in fp32.
         every: Number of steps from one exchange to the next, or a function of the number of steps so far that returns
             it, for rounds that grow as the learning rate falls. It must be the same on all workers.
@@ -100,7 +100,7 @@ class LocalSteps(Handle):
             chosen = chosen_config(config, local, optimizer)
             if communicator.world_size > 1:
                 check_groups(communicator.group, communicator.node_group)
-            engine = new_engine(chosen, communicator, lambda: local.shapes, quantized=True)
+            engine = new_engine(chosen, communicator, lambda: local.shapes)
             self._outer = OuterState(local, outer, communicator, device, optimizer)
             own = {"every": self.every, "delay": self.delay, "states": optimizer is not None, **common_facts(chosen, 0)}
             replicated = {**replicated_facts(chosen, local.shapes, engine.plan), **self._outer.check()}
@@ -266,8 +266,8 @@ class LocalSteps(Handle):
         report = adopt(self._engine, loaded, report)
         self._outer.load(saved.parts, own=own)
         self.steps, self.since, self.every = saved.steps, saved.since, every
-        # Errors of tensors in codes are added to the next differences, as those of tensors without factors are.
-        return report if self.config.codes is None else dataclasses.replace(report, loaded=report.carried, carried=())
+        # Errors of quantized tensors are added to the next differences, as those of tensors without factors are.
+        return report if self.config.quantize is None else dataclasses.replace(report, loaded=report.carried, carried=())
 
     def save(self, folder: Folder) -> None:
         super().save(folder)

@@ -145,7 +145,7 @@ def _apply_difference_kernel(
     scales, codes, base, numel, size, messages, distance, weight,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """base += weight · (scales · codes), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies."""
+    """base += codes · (scales · weight), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies."""
     group, some = _groups(numel, BLOCKS, GROUPS)
     copy = tl.program_id(1).to(tl.int64)
     base += copy * distance
@@ -164,7 +164,7 @@ def _apply_difference_kernel(
             code = (both[:, None, :] >> shift[None, :, None]) % NUMBERS
             both = both // NUMBERS
             place, ok, _ = _places(block, numel, BITS)
-            x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale, NUMBERS) * weight
+            x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale * weight, NUMBERS)
             _store(base + place, x, ok)
         scales += size // 2
         codes += size
@@ -194,7 +194,7 @@ def encode_triton(
 def apply_triton(
     content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
 ) -> None:
-    """base += weight · scales · codes, with the arguments and the bits of ``apply_reference``."""
+    """base += codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
     copies, numel = base.shape
     codes, size = width.difference_bytes(each or numel)
     if numel:

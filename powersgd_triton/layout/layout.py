@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from powersgd_triton.config import PowerSGDConfig, whole_number
-from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, FORMATS, SCALE_BYTES, WireFormat
+from powersgd_triton.layout.wire_format import BLOCK, FORMATS, QUANTIZED, SCALE_BYTES, WireFormat
 
 Tensors = Mapping[str, Sequence[int]]
 """{name: shape}."""
@@ -31,7 +31,7 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     are fewer than the 4 n m bytes of an fp32 tensor. If ranks are planned, the result is the largest rank that
     qualifies. A rank function gets the tensor's ``name``; TypeError or ValueError: it returned no count.
     """
-    if len(shape) < 2 or config.codes is not None:
+    if len(shape) < 2 or config.quantize is not None:
         return 0
     n, m = matrix_shape(shape)
 
@@ -62,10 +62,10 @@ def tensor_bytes(shape: Sequence[int], rank: int, config: PowerSGDConfig) -> flo
     if rank:
         width = wire_format(config)
         return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
-    if config.codes is None:
+    if config.quantize is None:
         return 4 * n * m
-    width = DIFFERENCES[config.codes]
-    return n * m * (width.bits / (8 * width.blocks) + SCALE_BYTES / BLOCK)
+    width = QUANTIZED[config.quantize]
+    return n * m * (width.bits / (8 * width.blocks) + (SCALE_BYTES / BLOCK if width.scaled else 0))
 
 
 def wire_format(config: PowerSGDConfig) -> WireFormat:
@@ -203,8 +203,8 @@ class Layout:
 
     def sent_numel(self, config: PowerSGDConfig, iteration: int) -> int:
         """Return the elements sent in step ``iteration``. Narrow factors count as the fp32 elements of equal bytes."""
-        if config.codes is not None:
-            return -(-DIFFERENCES[config.codes].difference_bytes(self.numel)[1] // 4)
+        if config.quantize is not None:
+            return -(-QUANTIZED[config.quantize].difference_bytes(self.numel)[1] // 4)
         left, right = (self.factor_bytes(config, left=left) for left in (True, False))
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
         return -(-sum(P * left + Q * right for P, Q in sent) // 4) + self.bypass_numel

@@ -30,6 +30,7 @@ class WireFormat:
             1e-6 would have few bits or be zero.
         levels: Largest magnitude of a block in units of its scale.
         blocks: Number of blocks that share their bytes: each byte holds a ternary code of each of them.
+        mantissa: Bits of the mantissa, if the codes of whole tensors are floating-point numbers.
     """
 
     name: str
@@ -37,11 +38,17 @@ class WireFormat:
     scaled: bool
     levels: int = 1
     blocks: int = 1
+    mantissa: int = 0
 
     @property
     def ternary(self) -> bool:
         """Whether the codes are −1, 0 and 1. Only these share their bytes with those of other blocks."""
         return self.blocks > 1
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether whole tensors can be rounded so that the mean is exact. Fewer bits have too few numbers."""
+        return self.bits > 2 and not self.ternary
 
     @property
     def numbers(self) -> int:
@@ -51,7 +58,7 @@ class WireFormat:
     @property
     def together(self) -> int:
         """Number of codes in a byte. The first one is its lowest digit to base ``numbers``."""
-        return self.blocks * (8 // self.bits)
+        return self.blocks * max(1, 8 // self.bits)
 
     def code_bytes(self, rows: int, rank: int) -> int:
         """Return the bytes of the codes of at most 128 rows. Two 4-bit codes of a column share a byte."""
@@ -77,7 +84,7 @@ class WireFormat:
     def difference_bytes(self, numel: int) -> tuple[int, int]:
         """Return (offset of the codes, bytes) of a flat tensor's differences: [scales | codes], in whole blocks."""
         blocks = self.difference_blocks(numel)
-        codes = -(-SCALE_BYTES * blocks // ALIGNMENT) * ALIGNMENT
+        codes = -(-SCALE_BYTES * blocks // ALIGNMENT) * ALIGNMENT if self.scaled else 0
         return codes, codes + -(-blocks // self.blocks * BLOCK * self.bits // 8 // ALIGNMENT) * ALIGNMENT
 
 
@@ -100,7 +107,15 @@ DIFFERENCES = {
     # Codes −1, 0 and 1. 3⁵ = 243, so a byte holds five.
     "ternary": WireFormat("ternary", 8, True, 1, blocks=5),
 }
-"""Formats of differences and of whole tensors. Factors need more than 2 bits."""
+"""Formats of differences from a copy. Factors need more than 2 bits."""
+
+QUANTIZED = {
+    # 448 is the largest number of E4M3.
+    "fp8": WireFormat("fp8", 8, True, 448, mantissa=3),
+    "bf16": WireFormat("bf16", 16, False, mantissa=7),
+    **DIFFERENCES,
+}
+"""Formats of whole tensors."""
 
 
 @dataclasses.dataclass(frozen=True)

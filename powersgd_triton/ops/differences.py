@@ -1,32 +1,49 @@
-"""Differences between a flat tensor and a copy of it, in few bits an element: encoding and applying them.
+"""Quantization: differences between a flat tensor and a copy of it, or whole tensors, in few bits an element.
 
 A copy v follows its original w by v ← v + decode(encode(w − v)). The rounding error remains in w − v, and is part of
 the next difference: the copy needs no error buffer and cannot drift away. Whole tensors are sent as their differences
-from 0. What was encoded is then subtracted from them, so that they keep the rounding error.
+from 0. With error feedback, what was encoded is then subtracted from them, so that they keep the rounding error. Without
+it, rounding is stochastic.
 
 128 adjacent elements are a block. They share a bf16 scale: in 8, 4 and 2 bits their largest difference divided by the
-format's levels, in ternary codes the mean magnitude of the elements that are not 0.
+format's levels, in ternary codes the mean magnitude of the elements that are not 0. bf16 has no scales.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import BF16_NAN
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
+from powersgd_triton.ops.orthogonalize import mix
 
 SPAN = 160 * 5 * BLOCK
 """Elements that a thread of the CPU works on at a time, so that they stay in its cache. Whole groups of blocks."""
+PERIOD = 1 << 16
+"""Elements that are rounded with different random numbers."""
+DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+SUBNORMAL = 2.0**-120
+"""Factor that gives E4M3's numbers the bits of their exponents in fp32, also its subnormal ones."""
 
 
 def encode_reference(
-    target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False, each: int | None = None
+    target: Tensor,
+    base: Tensor | None,
+    width: WireFormat,
+    out: Tensor,
+    subtract: bool = False,
+    each: int | None = None,
+    seed: int | None = None,
 ) -> None:
     """out ← scales and codes of target − base. With ``subtract``, target ← target − what these stand for.
 
-    8 and 4 bits: round((target − base) / scale), ties to even. 2 bits: the nearest of −3, −1, 1 and 3 times the scale.
-    Ternary: 0 for magnitudes up to 0.7 of the block's mean, and ±1 for others, whose mean magnitude is the scale.
+    8 and 4 bits: round((target − base) / scale), ties to even; fp8 and bf16: the nearest number. 2 bits: the nearest of
+    −3, −1, 1 and 3 times the scale. Ternary: 0 for magnitudes up to 0.7 of the block's mean, and ±1 for others, whose
+    mean magnitude is the scale. With a ``seed`` below 2³², formats of 4 bits and more round stochastically instead: to
+    the number above with the probability of its share, so that the mean is exact. Scales are then rounded up.
     An element of ``base`` that is not finite counts as 0, so that it recovers. If a difference is not finite, the scale
     of its block is NaN.
 
@@ -34,36 +51,48 @@ def encode_reference(
     [bytes], as many as ``width.difference_bytes`` says. With ``each``, it is uint8 [parts, bytes]: a message for every
     so many elements. The last one may have fewer, and its other bytes stay as they are.
     """
+    seed = seed if width.stochastic else None
     if each is not None:
         copies = [None] * len(out) if base is None else base.split(each)
-        for part, copy, content in zip(target.split(each), copies, out, strict=False):
-            _encode_part(part, copy, width, content, subtract, each)
+        for number, (part, copy, content) in enumerate(zip(target.split(each), copies, out, strict=False)):
+            _encode_part(part, copy, width, content, subtract, each, seed, number)
     elif len(target):
-        _encode_part(target, base, width, out, subtract, len(target))
+        _encode_part(target, base, width, out, subtract, len(target), seed, 0)
 
 
 def _encode_part(
-    target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool, each: int
+    target: Tensor,
+    base: Tensor | None,
+    width: WireFormat,
+    out: Tensor,
+    subtract: bool,
+    each: int,
+    seed: int | None,
+    part: int,
 ) -> None:
-    spans = _spans(target, out, width, each)
+    spans = _spans(target, out, width, each, None if seed is None else PERIOD)
     copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
-    for (own, scale, bytes_), copy in zip(spans, copies, strict=True):
+    starts = [0] * len(spans)
+    if seed is not None:
+        # A pseudo-random part of the same numbers for each span.
+        starts = (mix(mix(torch.arange(len(spans)) + (part << 20)) ^ seed) % PERIOD).tolist()
+    for (own, scales, codes), copy, start in zip(spans, copies, starts, strict=True):
         difference = own.float() if copy is None else own.float() - _finite(copy)
-        numbers = _encode(difference, width, scale)
-        # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits, and in
-        # ternary codes the elements j of five blocks. All values are below 256, so they are exact.
-        *others, total = numbers.view(len(bytes_), width.together, bytes_.shape[1]).unbind(1)
-        for digits in reversed(others):
-            total = torch.add(digits, total, alpha=width.numbers)
-        bytes_.copy_(total)
+        if padding := len(codes) * width.blocks * BLOCK - len(own):
+            difference = torch.nn.functional.pad(difference, (0, padding))
+        noise = None if seed is None else _noise(own.device)[start : start + len(difference)].view(-1, BLOCK)
+        values = _encode(difference.view(-1, BLOCK), len(own), width, scales, noise)
+        _pack(values, width, codes)
         if subtract:
-            own.sub_(_values(numbers, width).mul_(scale.float()).view(-1)[: len(own)])
+            if scales is not None:
+                values.mul_(scales.float())
+            own.sub_(values.view(-1)[: len(own)])
 
 
 def apply_reference(
     content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
 ) -> None:
-    """base ← base + weight · (scales · codes), computed in fp32 and rounded once to the dtype of ``base``.
+    """base ← base + codes · (scales · weight), computed in fp32 and rounded once to the dtype of ``base``.
 
     Elements of ``base`` that are not finite count as 0. Messages of several workers are added to one tensor, in their
     order, if all rows of ``base`` are the same memory (``expand``).
@@ -72,55 +101,124 @@ def apply_reference(
     numel], of any float dtype. It was written for messages of ``each`` elements, of which the rows may have fewer.
     Weight −1 takes back what was encoded.
     """
-    # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
-    shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=base.device)).unsqueeze(1)
     for row, target in zip(content, base, strict=True):
-        for own, scale, bytes_ in _spans(target, row, width, each or len(target)):
-            # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
-            quotients = (bytes_.float().add_(0.5).unsqueeze(1) * shares).floor_()
-            numbers = torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK)
-            added = _values(numbers, width).mul_(scale.float()).mul_(weight)
+        for own, scales, codes in _spans(target, row, width, each or len(target)):
+            added = _unpack(codes, width).mul_(weight if scales is None else scales.float() * weight)
             own.copy_(_finite(own).add_(added.view(-1)[: len(own)]))
 
 
-def _encode(difference: Tensor, width: WireFormat, scales: Tensor) -> Tensor:
-    """Write the scales of some blocks [blocks, 1]. Return the numbers of the codes from 0 on [blocks, 128], in fp32.
+def _encode(
+    difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None
+) -> Tensor:
+    """Write the scales of blocks [blocks, 128]. Return the codes as numbers, in units of the scales, in fp32.
 
-    They are made in fp32, since torch on the CPU is slow with bools.
+    They are made in fp32, since torch on the CPU is slow with bools. ``noise`` are int32 random numbers below 2¹⁶.
     """
-    numel = len(difference)
-    if padding := len(scales) * BLOCK - numel:
-        difference = torch.nn.functional.pad(difference, (0, padding))
-    difference = difference.view(-1, BLOCK)
+    if scales is None:
+        return _rounded(difference, width, noise)
     if width.ternary:
-        size, numbers = _ternary(difference, numel)
+        size, values = _ternary(difference, numel)
     else:
         # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
-        size = difference.abs().amax(1, keepdim=True)
+        size = torch.maximum(difference.amax(1, keepdim=True), -difference.amin(1, keepdim=True)).abs_()
         size = size / torch.full_like(size, width.levels)
+    if noise is not None:
+        size = size.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
     scales.copy_(size)
     # One of the many NaNs, so that all backends write the same bytes.
-    scales.view(torch.int16).masked_fill_(~size.isfinite(), BF16_NAN)
+    finite = size.isfinite()
+    scales.view(torch.int16).masked_fill_(~finite, BF16_NAN)
     scale = scales.float()
     if width.bits == 2:
-        numbers = difference.clone().ge_(-2 * scale)
+        values = difference.clone().ge_(-2 * scale)
         for border in (torch.zeros_like(scale), 2 * scale):
-            numbers.add_(difference.clone().ge_(border))
+            values.add_(difference.clone().ge_(border))
+        values.mul_(2).sub_(3)
     elif not width.ternary:
         # Differences in a block with scale 0, or with scale NaN, get the code 0.
-        numbers = difference / torch.where(scale > 0, scale, torch.inf)
-        numbers.nan_to_num_().round_().clamp_(-width.levels, width.levels).add_(width.numbers // 2)
+        values = difference / torch.where(scale > 0, scale, torch.inf)
+        # On other devices the host would have to wait to know.
+        if values.device.type != "cpu" or not finite.all():
+            values.nan_to_num_()
+        values = _rounded(values, width, noise)
     # All backends write the same bytes of a block whose scale is NaN.
-    return numbers.mul_(scale.isfinite())
+    if values.device.type != "cpu" or not finite.all():
+        lowest = 0 if width.mantissa else -3 if width.bits == 2 else -(width.numbers // 2)
+        values = torch.where(finite, values, lowest)
+    return values
 
 
-def _values(numbers: Tensor, width: WireFormat) -> Tensor:
-    """Return what codes stand for, in units of their scales, in place of their numbers."""
+def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
+    """Return values that the format has: the nearest, or with random numbers one of both neighbours. May overwrite."""
+    if not width.mantissa:
+        if noise is not None:
+            return values.add_(noise * 2.0**-16).floor_()
+        # 0 in the place of −0.
+        return values.round_().clamp_(-width.levels, width.levels).add_(0.0)
+    if noise is None:
+        return _unpack(values.to(DTYPES[width.name]).view(torch.uint8), width)
+    # Random bits are added to those that the format lacks. Its subnormal numbers become those of fp32.
+    shift = SUBNORMAL if width.scaled else 1.0
+    dropped = 23 - width.mantissa
+    scaled = values * shift if width.scaled else values
+    bits = scaled.view(torch.int32).add(noise, alpha=1 << (dropped - 16)).bitwise_and_(-1 << dropped)
+    rounded = bits.view(torch.float32)
+    if width.scaled:
+        return rounded.mul_(1 / shift)
+    if values.device.type != "cpu" or not max(map(abs, torch.aminmax(values))) <= LARGEST_BF16:
+        largest = torch.where(values.isfinite(), values.clamp(-LARGEST_BF16, LARGEST_BF16), values)
+        rounded = torch.where(values.abs() <= LARGEST_BF16, rounded, largest)
+    return rounded
+
+
+def _pack(values: Tensor, width: WireFormat, codes: Tensor) -> None:
+    """Write the bytes [blocks that share them, bytes] of codes that are given as numbers, which it may overwrite."""
+    if width.mantissa:
+        codes.view(DTYPES[width.name]).copy_(values.view(len(codes), -1))
+    elif width.bits == 8 and not width.ternary:
+        codes.view(torch.int8).copy_(values.view(codes.shape))
+        # From 0 on, as the others.
+        codes.bitwise_xor_(128)
+    else:
+        # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits, and in
+        # ternary codes the elements j of five blocks. All numbers are below 256, so they are exact.
+        numbers = (values + 3) * 0.5 if width.bits == 2 else values + width.numbers // 2
+        *others, total = numbers.view(len(codes), width.together, codes.shape[1]).unbind(1)
+        for digits in reversed(others):
+            total = torch.add(digits, total, alpha=width.numbers)
+        codes.copy_(total)
+
+
+def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
+    """Return codes as numbers in fp32 [blocks, 128]: the inverse of ``_pack``."""
+    if width.name == "fp8":
+        # Exponent and mantissa in their places in fp32, since torch on the CPU is slow with fp8.
+        bits = codes.view(torch.int8).int().bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+        return bits.view(torch.float32).mul_(1 / SUBNORMAL).view(-1, BLOCK)
+    if width.mantissa:
+        return codes.view(DTYPES[width.name]).float().view(-1, BLOCK)
+    if width.bits == 8 and not width.ternary:
+        return codes.bitwise_xor(128).view(torch.int8).float().view(-1, BLOCK)
+    # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
+    shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=codes.device)).unsqueeze(1)
+    # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
+    quotients = (codes.float().add_(0.5).unsqueeze(1) * shares).floor_()
+    numbers = torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK)
     return numbers.mul_(2).sub_(3) if width.bits == 2 else numbers.sub_(width.numbers // 2)
 
 
+@functools.cache
+def _noise(device: torch.device) -> Tensor:
+    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32."""
+    x = torch.arange(PERIOD, dtype=torch.int32)
+    # A permutation: each operation is one to one on 16 bits.
+    for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
+        x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFF)
+    return torch.cat([x, x]).to(device)
+
+
 def _ternary(difference: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return the scale of each block [blocks, 1], and the numbers of its codes [blocks, 128]."""
+    """Return the scale of each block [blocks, 1], and its codes [blocks, 128]."""
     # Padding must not lower the mean.
     counts = torch.arange(numel, numel - difference.numel(), -BLOCK, device=difference.device).clamp_(1, BLOCK)
     kept = difference.abs()
@@ -131,7 +229,7 @@ def _ternary(difference: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     scale = _sum(magnitude.mul_(kept)) / kept.sum(1, keepdim=True).clamp_(min=1)
     # A larger mean would be infinite in bf16. NaN stays NaN.
     size = torch.where(zero.isfinite(), (scale * BLOCK).clamp_(max=LARGEST_BF16), zero)
-    return size, kept.mul_(difference.sign()).add_(1)
+    return size, kept.mul_(difference.sign())
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -146,17 +244,22 @@ def _finite(base: Tensor) -> Tensor:
     return base.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-def _spans(flat: Tensor, content: Tensor, width: WireFormat, each: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return views of elements, their scales [blocks, 1] and packed codes [blocks that share bytes, their bytes]."""
+def _spans(
+    flat: Tensor, content: Tensor, width: WireFormat, each: int, span: int | None = None
+) -> list[tuple[Tensor, Tensor | None, Tensor]]:
+    """Return views of ``span`` elements, their scales [blocks, 1] and codes [blocks that share bytes, their bytes]."""
     numel = len(flat)
     if not numel:
         # A row of no bytes may begin anywhere, also where no scale can be.
         return []
     blocks, (codes, _) = width.difference_blocks(numel), width.difference_bytes(each)
-    scales = content[: SCALE_BYTES * blocks].view(torch.bfloat16).view(blocks, 1)
     code_bytes = BLOCK * width.bits // 8
     groups = blocks // width.blocks
     packed = content[codes : codes + groups * code_bytes].view(groups, code_bytes)
-    span = SPAN * torch.get_num_threads() if flat.device.type == "cpu" else max(1, groups) * width.blocks * BLOCK
-    parts = flat.split(span), scales.split(span // BLOCK), packed.split(span // (width.blocks * BLOCK))
-    return list(zip(*parts, strict=True))
+    if span is None:
+        span = SPAN * torch.get_num_threads() if flat.device.type == "cpu" else max(1, groups) * width.blocks * BLOCK
+    parts, bytes_ = flat.split(span), packed.split(span // (width.blocks * BLOCK))
+    if not width.scaled:
+        return [(part, None, codes) for part, codes in zip(parts, bytes_, strict=True)]
+    scales = content[: SCALE_BYTES * blocks].view(torch.bfloat16).view(blocks, 1)
+    return list(zip(parts, scales.split(span // BLOCK), bytes_, strict=True))

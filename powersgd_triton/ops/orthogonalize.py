@@ -123,11 +123,11 @@ def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns:
     columns = torch.arange(r, device=keys.device) if columns is None else columns
     counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
     # Keys are mixed separately from counters, so that no key's stream is a shifted copy of another key's stream.
-    stream = _mix(_mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
-    return ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
+    stream = mix(mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
+    return ((mix(mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """Map 32-bit integers one to one. Every input bit changes about half of the output bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)

@@ -46,7 +46,7 @@ class RankReport:
         whole_step: Bytes that each worker sends in a whole step (without compression, with it), with DeepSpeed.
         budget: Bytes that a step may send. None without a budget.
         max_rank: Largest rank that may be planned. None without a budget.
-        codes: Format of whole tensors, if they are sent in codes. Their rank is 0.
+        quantize: Format of whole tensors, if they are quantized. Their rank is 0.
         every: Steps from one exchange to the next. With local steps, bytes are those of an exchange.
         zeroed: Columns of bases, over all steps of the buckets in force, that were set to 0 because they would not have
             been orthonormal. The error keeps what they would have sent. More than 0 shows a fault: please report it.
@@ -58,7 +58,7 @@ class RankReport:
     whole_step: tuple[float, float] | None = None
     budget: float | None = None
     max_rank: int | None = None
-    codes: str | None = None
+    quantize: str | None = None
     every: int = 1
     zeroed: int = 0
 
@@ -70,7 +70,7 @@ class RankReport:
             share = spectra[s.name].share if s.rank and s.name in spectra else None
             rows.append(ReportedTensor(s.name, s.shape, s.rank, tensor_bytes(s.shape, s.rank, config), share))
         further["budget"] = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
-        return cls(tuple(rows), max_rank=config.max_rank, codes=config.codes, **further)
+        return cls(tuple(rows), max_rank=config.max_rank, quantize=config.quantize, **further)
 
     @property
     def bytes_per_step(self) -> float:
@@ -97,7 +97,7 @@ class RankReport:
             (
                 tensor.name,
                 " × ".join(map(str, tensor.shape)) or "scalar",
-                str(tensor.rank or self.codes or "exact"),
+                str(tensor.rank or self.quantize or "exact"),
                 f"{tensor.bytes_per_step:,.0f}",
                 "" if tensor.energy_sent is None else f"{100 * tensor.energy_sent:.0f}%",
             )

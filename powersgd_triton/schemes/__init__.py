@@ -19,24 +19,17 @@ def new_engine(
     communicator: Communicator,
     tensors: Any,
     device: torch.device | None = None,
-    *,
-    quantized: bool = False,
     **options: Any,
 ) -> Engine:
     """Return an engine with the scheme that a configuration asks for. The other arguments are those of ``Engine``.
 
-    TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, its backend
-    cannot be used on the device, or it has codes, and the adapter does not say that it can send ``quantized`` tensors.
+    TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, or its backend
+    cannot be used on the device.
     """
     if not isinstance(config, PowerSGDConfig):
         raise TypeError(f"config must be a PowerSGDConfig; got {type(config).__name__}")
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    if config.codes is not None and not quantized:
-        raise ValueError(
-            f"codes are for local steps, powersgd_triton.integrations.local_steps; got codes={config.codes!r} for "
-            "gradients, which lose less as factors of as many bytes: give rank or compression"
-        )
-    scheme = LowRank() if config.codes is None else Quantized()
+    scheme = LowRank() if config.quantize is None else Quantized()
     return Engine(scheme, config, communicator, tensors, device, **options)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.config import CODES
+from powersgd_triton.config import QUANTIZED
 from powersgd_triton.schemes.quantized import quantized_mean
 from tests.support.lockstep import Line, communicate
 from tests.support.thinned import thinned
@@ -42,7 +42,7 @@ def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[li
 
 
 @thinned(
-    "numel, cluster, codes", (0, 1, 127, 641, 5000), ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3)), tuple(CODES)
+    "numel, cluster, codes", (0, 1, 127, 641, 5000), ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3)), tuple(QUANTIZED)
 )
 def test_nothing_is_lost(numel: int, cluster: tuple[int, int], codes: str):
     workers, node_size = cluster
