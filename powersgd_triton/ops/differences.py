@@ -19,6 +19,7 @@ from torch import Tensor
 from powersgd_triton.layout.constants import BF16_NAN
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
 from powersgd_triton.ops.orthogonalize import mix
+from powersgd_triton.ops.reference import on_host
 
 SPAN = 160 * 5 * BLOCK
 """Elements that a thread of the CPU works on at a time, so that they stay in its cache. Whole groups of blocks."""
@@ -104,7 +105,11 @@ def apply_reference(
     for row, target in zip(content, base, strict=True):
         for own, scales, codes in _spans(target, row, width, each or len(target)):
             added = _unpack(codes, width).mul_(weight if scales is None else scales.float() * weight)
-            own.copy_(_finite(own).add_(added.view(-1)[: len(own)]))
+            added = added.view(-1)[: len(own)]
+            if own.dtype == torch.float32:
+                own.nan_to_num_(0.0, 0.0, 0.0).add_(added)
+            else:
+                own.copy_(_finite(own).add_(added))
 
 
 def _encode(
@@ -138,11 +143,11 @@ def _encode(
         # Differences in a block with scale 0, or with scale NaN, get the code 0.
         values = difference / torch.where(scale > 0, scale, torch.inf)
         # On other devices the host would have to wait to know.
-        if values.device.type != "cpu" or not finite.all():
+        if not on_host(values) or not finite.all():
             values.nan_to_num_()
         values = _rounded(values, width, noise)
     # All backends write the same bytes of a block whose scale is NaN.
-    if values.device.type != "cpu" or not finite.all():
+    if not on_host(values) or not finite.all():
         lowest = 0 if width.mantissa else -3 if width.bits == 2 else -(width.numbers // 2)
         values = torch.where(finite, values, lowest)
     return values
@@ -165,7 +170,7 @@ def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
     rounded = bits.view(torch.float32)
     if width.scaled:
         return rounded.mul_(1 / shift)
-    if values.device.type != "cpu" or not max(map(abs, torch.aminmax(values))) <= LARGEST_BF16:
+    if not on_host(values) or not max(map(abs, torch.aminmax(values))) <= LARGEST_BF16:
         largest = torch.where(values.isfinite(), values.clamp(-LARGEST_BF16, LARGEST_BF16), values)
         rounded = torch.where(values.abs() <= LARGEST_BF16, rounded, largest)
     return rounded

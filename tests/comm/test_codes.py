@@ -17,7 +17,7 @@ from tests.support.thinned import thinned
 
 def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
     """Each worker's average, and what is left of its tensor."""
-    workers, config = len(given), PowerSGDConfig(codes=codes)
+    workers, config = len(given), PowerSGDConfig(quantize=codes, error_feedback=True)
     lines = [Line(index, workers) for index in range(workers)]
     groups: list[list[Line]] = [lines]
     if node_size > 1:
