@@ -68,7 +68,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compression": 20, "error_feedback": False}, ValueError, "it needs error_feedback=True"),
     ({"compression": 20, "replan_every": -1}, ValueError, "replan_every must be at least 0; got -1"),
     ({"compression": 20, "max_rank": 0}, ValueError, "max_rank must be at least 1; got 0"),
-    ({"quantize": "int3"}, ValueError, "quantize must be None or one of bf16, fp8, int8, int4, int2, ternary; got 'int3'"),
+    (
+        {"quantize": "int3"},
+        ValueError,
+        "quantize must be None or one of bf16, fp8, int8, int4, int2, ternary; got 'int3'",
+    ),
     ({"quantize": "int4", "codes": "int8"}, ValueError, "codes is another name of quantize: give one"),
     *(
         ({"codes": "int4", **field}, ValueError, f"{next(iter(field))} has no use beside it")

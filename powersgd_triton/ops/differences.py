@@ -2,8 +2,8 @@
 
 A copy v follows its original w by v ← v + decode(encode(w − v)). The rounding error remains in w − v, and is part of
 the next difference: the copy needs no error buffer and cannot drift away. Whole tensors are sent as their differences
-from 0. With error feedback, what was encoded is then subtracted from them, so that they keep the rounding error. Without
-it, rounding is stochastic.
+from 0. With error feedback, what was encoded is then subtracted from them, so that they keep the rounding error.
+Without it, rounding is stochastic.
 
 128 adjacent elements are a block. They share a bf16 scale: in 8, 4 and 2 bits their largest difference divided by the
 format's levels, in ternary codes the mean magnitude of the elements that are not 0. bf16 has no scales.
@@ -112,9 +112,7 @@ def apply_reference(
                 own.copy_(_finite(own).add_(added))
 
 
-def _encode(
-    difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None
-) -> Tensor:
+def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None) -> Tensor:
     """Write the scales of blocks [blocks, 128]. Return the codes as numbers, in units of the scales, in fp32.
 
     They are made in fp32, since torch on the CPU is slow with bools. ``noise`` are int32 random numbers below 2¹⁶.

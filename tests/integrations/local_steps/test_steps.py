@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.integrations.ddp import PowerSGDState
+from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops.step import HostCopy
 from tests.support.distributed import make_test
@@ -127,7 +126,10 @@ REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
     (lambda first: {"every": 5 if first else 4}, "DisagreementError.*every: (5 instead of 4|4 instead of 5)"),
     (lambda _: {"delay": 4}, "ValueError.*delay must be below every=4"),
     (lambda first: {"outer": (lambda _: 3) if first else None}, "must return a torch.optim.Optimizer; got int"),
-    (lambda first: {"config": PowerSGDConfig(codes="int4") if first else TERNARY}, "DisagreementError.*config.quantize"),
+    (
+        lambda first: {"config": PowerSGDConfig(codes="int4") if first else TERNARY},
+        "DisagreementError.*config.quantize",
+    ),
     (lambda _: {"config": PowerSGDConfig(compression="auto")}, "ValueError.*compression='auto' compares a step"),
     (lambda _: {"config": PowerSGDConfig(compression=20, max_overhead=0.1)}, "max_overhead is a share of a step"),
     (lambda first: {"model": nn.Linear(2, 3 if first else 4)}, "DisagreementError.*shape of 'bias'"),
