@@ -174,15 +174,15 @@ def scattered_mean(
     torch._foreach_copy_([place for place, _ in places], [part for _, part in places])
     own = rows[communicator.index].float()
     yield from _sum_part(rows.view(-1), own, each, config, communicator, seed)
+    mean, first = torch.zeros(len(M), device=M.device), 0
+    own /= communicator.world_size
+    for part in shards[communicator.index]:
+        mean[part] = own[first : first + part.stop - part.start]
+        first += part.stop - part.start
     if config.error_feedback:
         rows[communicator.index] = 0
         M.zero_()
         torch._foreach_copy_([part for _, part in places], [place for place, _ in places])
-    mean = torch.zeros(len(M), device=M.device)
-    parts = shards[communicator.index]
-    own /= communicator.world_size
-    for part, values in zip(parts, own.split([p.stop - p.start for p in parts] + [each]), strict=False):
-        mean[part] = values
     return mean
 
 
