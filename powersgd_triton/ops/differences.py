@@ -12,6 +12,7 @@ format's levels, in ternary codes the mean magnitude of the elements that are no
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ SPAN = 160 * 5 * BLOCK
 PERIOD = 1 << 16
 """Elements that are rounded with different random numbers."""
 DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+ORDINARY = 2.0**-100
+"""Scales above are normal numbers."""
 SUBNORMAL = 2.0**-120
 """Factor that gives E4M3's numbers the bits of their exponents in fp32, also its subnormal ones."""
 
@@ -81,7 +84,10 @@ def _encode_part(
         difference = own.float() if copy is None else own.float() - _finite(copy)
         if padding := len(codes) * width.blocks * BLOCK - len(own):
             difference = torch.nn.functional.pad(difference, (0, padding))
-        noise = None if seed is None else _noise(own.device)[start : start + len(difference)].view(-1, BLOCK)
+        noise = None
+        if seed is not None:
+            table = _noise(own.device, torch.int32 if width.mantissa else torch.float32)
+            noise = table[start : start + len(difference)].view(-1, BLOCK)
         values = _encode(difference.view(-1, BLOCK), len(own), width, scales, noise)
         _pack(values, width, codes)
         if subtract:
@@ -91,47 +97,62 @@ def _encode_part(
 
 
 def apply_reference(
-    content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
+    content: Tensor,
+    width: WireFormat,
+    base: Tensor,
+    weight: float = 1.0,
+    each: int | None = None,
+    fresh: bool = False,
 ) -> None:
     """base ← base + codes · (scales · weight), computed in fp32 and rounded once to the dtype of ``base``.
 
-    Elements of ``base`` that are not finite count as 0. Messages of several workers are added to one tensor, in their
-    order, if all rows of ``base`` are the same memory (``expand``).
+    Elements of ``base`` that are not finite count as 0. If it is ``fresh``, all do, whatever it contains. Messages
+    of several workers are added to one tensor, in their order, if all rows of ``base`` are the same memory
+    (``expand``). A message that is not finite is added as it is.
 
     ``content`` is uint8 [copies, bytes], what ``encode_reference`` wrote for each contiguous row of ``base`` [copies,
     numel], of any float dtype. It was written for messages of ``each`` elements, of which the rows may have fewer.
     Weight −1 takes back what was encoded.
     """
-    for row, target in zip(content, base, strict=True):
-        for own, scales, codes in _spans(target, row, width, each or len(target)):
-            added = _unpack(codes, width).mul_(weight if scales is None else scales.float() * weight)
-            added = added.view(-1)[: len(own)]
-            if own.dtype == torch.float32:
-                own.nan_to_num_(0.0, 0.0, 0.0).add_(added)
-            else:
-                own.copy_(_finite(own).add_(added))
+    shared = len(base) > 1 and base.stride(0) == 0
+    for target, rows in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
+        for messages in zip(*(_spans(target, row, width, each or len(target)) for row in rows), strict=True):
+            # All messages of a span while it is in the cache.
+            own = messages[0][0]
+            total = None if fresh else _finite(own)
+            for _, scales, codes in messages:
+                added = _unpack(codes, width).mul_(weight if scales is None else scales.float() * weight)
+                total = added.view(-1)[: len(own)] if total is None else total.add_(added.view(-1)[: len(own)])
+                # Each sum is rounded to the dtype of the base.
+                total = total.to(own.dtype).float()
+            own.copy_(total)
 
 
 def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None) -> Tensor:
     """Write the scales of blocks [blocks, 128]. Return the codes as numbers, in units of the scales, in fp32.
 
-    They are made in fp32, since torch on the CPU is slow with bools. ``noise`` are int32 random numbers below 2¹⁶.
+    They are made in fp32, since torch on the CPU is slow with bools. ``noise`` are random numbers: int32 below
+    2¹⁶ for floating-point codes, fp32 below 1 for others.
     """
     if scales is None:
         return _rounded(difference, width, noise)
     if width.ternary:
         size, values = _ternary(difference, numel)
     else:
-        # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
         size = torch.maximum(difference.amax(1, keepdim=True), -difference.amin(1, keepdim=True)).abs_()
-        size = size / torch.full_like(size, width.levels)
+        # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
+        size = size / torch.full((), width.levels, dtype=size.dtype, device=size.device)
     if noise is not None:
         size = size.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
-    scales.copy_(size)
-    # One of the many NaNs, so that all backends write the same bytes.
+    scale = scales.copy_(size).float()
+    # On other devices the host would have to wait to know.
+    if on_host(size):
+        least, most = map(float, torch.aminmax(size))
+        if not width.ternary and width.bits > 2 and least > ORDINARY and most < math.inf:
+            return _rounded(difference / scale, width, noise)
     finite = size.isfinite()
+    # One of the many NaNs, so that all backends write the same bytes.
     scales.view(torch.int16).masked_fill_(~finite, BF16_NAN)
-    scale = scales.float()
     if width.bits == 2:
         values = difference.clone().ge_(-2 * scale)
         for border in (torch.zeros_like(scale), 2 * scale):
@@ -140,22 +161,17 @@ def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | 
     elif not width.ternary:
         # Differences in a block with scale 0, or with scale NaN, get the code 0.
         values = difference / torch.where(scale > 0, scale, torch.inf)
-        # On other devices the host would have to wait to know.
-        if not on_host(values) or not finite.all():
-            values.nan_to_num_()
-        values = _rounded(values, width, noise)
+        values = _rounded(values.nan_to_num_(), width, noise)
     # All backends write the same bytes of a block whose scale is NaN.
-    if not on_host(values) or not finite.all():
-        lowest = 0 if width.mantissa else -3 if width.bits == 2 else -(width.numbers // 2)
-        values = torch.where(finite, values, lowest)
-    return values
+    lowest = 0 if width.mantissa else -3 if width.bits == 2 else -(width.numbers // 2)
+    return torch.where(finite, values, lowest)
 
 
 def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
     """Return values that the format has: the nearest, or with random numbers one of both neighbours. May overwrite."""
     if not width.mantissa:
         if noise is not None:
-            return values.add_(noise * 2.0**-16).floor_()
+            return values.add_(noise).floor_()
         # 0 in the place of −0.
         return values.round_().clamp_(-width.levels, width.levels).add_(0.0)
     if noise is None:
@@ -184,12 +200,12 @@ def _pack(values: Tensor, width: WireFormat, codes: Tensor) -> None:
         codes.bitwise_xor_(128)
     else:
         # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits, and in
-        # ternary codes the elements j of five blocks. All numbers are below 256, so they are exact.
-        numbers = (values + 3) * 0.5 if width.bits == 2 else values + width.numbers // 2
+        # ternary codes the elements j of five blocks. All sums are below 256, and int8 has the same bits.
+        numbers = ((values + 3) * 0.5 if width.bits == 2 else values + width.numbers // 2).to(torch.int8)
         *others, total = numbers.view(len(codes), width.together, codes.shape[1]).unbind(1)
         for digits in reversed(others):
             total = torch.add(digits, total, alpha=width.numbers)
-        codes.copy_(total)
+        codes.view(torch.int8).copy_(total)
 
 
 def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
@@ -202,22 +218,26 @@ def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
         return codes.view(DTYPES[width.name]).float().view(-1, BLOCK)
     if width.bits == 8 and not width.ternary:
         return codes.bitwise_xor(128).view(torch.int8).float().view(-1, BLOCK)
+    if not width.ternary:
+        parts = [codes.bitwise_right_shift(k * width.bits) for k in range(width.together)]
+        numbers = torch.stack(parts, 1).bitwise_and_(width.numbers - 1).view(torch.int8).float().view(-1, BLOCK)
+        return numbers.mul_(2).sub_(3) if width.bits == 2 else numbers.sub_(width.numbers // 2)
     # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
     shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=codes.device)).unsqueeze(1)
     # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
     quotients = (codes.float().add_(0.5).unsqueeze(1) * shares).floor_()
-    numbers = torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK)
-    return numbers.mul_(2).sub_(3) if width.bits == 2 else numbers.sub_(width.numbers // 2)
+    return torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK).sub_(1)
 
 
 @functools.cache
-def _noise(device: torch.device) -> Tensor:
-    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32."""
+def _noise(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32, or 2¹⁶ths of them in fp32."""
     x = torch.arange(PERIOD, dtype=torch.int32)
     # A permutation: each operation is one to one on 16 bits.
     for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
         x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFF)
-    return torch.cat([x, x]).to(device)
+    x = torch.cat([x, x]).to(device)
+    return x if dtype == torch.int32 else x * 2.0**-16
 
 
 def _ternary(difference: Tensor, numel: int) -> tuple[Tensor, Tensor]:

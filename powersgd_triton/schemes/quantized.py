@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
-from powersgd_triton.comm.exchange import flat
+from powersgd_triton.comm.exchange import flat, flat_view
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import FlatAverage, Scheme, Task
+from powersgd_triton.core.scheme import FlatAverage, Ranges, Scheme, Task
+from powersgd_triton.layout.layout import Layout
 from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.reference import note_overflow
 
 Mean = Generator[Work, None, Tensor]
 """Yields each collective that it starts, and returns the average."""
+INFINITE_BF16 = 0x7F80
+"""Bits of the smallest positive bf16 number that is not finite."""
 Shards = list[list[slice]]
 """The elements of a bucket whose averages each worker needs."""
 
@@ -35,7 +39,7 @@ class Quantized(Scheme):
         task.residuals.enter(task.layout, task.device)
         return [] if task.memory is None else task.memory
 
-    def average(self, task: Task) -> Generator[Work, None, FlatAverage]:
+    def average(self, task: Task) -> Generator[Work, None, FlatAverage | QuantizedAverage]:
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
         if not task.memory:
             task.memory.append(_shards(task))
@@ -47,15 +51,86 @@ class Quantized(Scheme):
             M = flat(layout, task.gradients)
             own = f"{config.seed} {step.iteration} {communicator.index} {layout.segments[0].name}"
             seed = zlib.crc32(own.encode())
+        average: FlatAverage | QuantizedAverage
         if shards is None:
-            mean = yield from quantized_mean(M, config, communicator, seed)
+            messages = yield from _summed(M, config, communicator, seed)
+            step.verdict(M.device).mul_(messages.finite)
+            average = QuantizedAverage(layout, messages)
         else:
             mean = yield from scattered_mean(M, shards, config, communicator, seed)
+            note_overflow(mean, step.verdict(M.device))
             # Each worker has looked at its own part.
             step.uneven = True
-        note_overflow(mean, step.verdict(mean.device))
+            average = FlatAverage(layout, mean)
         task.residuals.keep(layout, M, step)
-        return FlatAverage(layout, mean)
+        return average
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """The mean of flat fp32 tensors, in the form in which it has arrived.
+
+    Attributes:
+        numel: Its elements.
+        content: uint8 [workers, bytes]: the whole tensors of workers to be averaged, or the sums of all parts of
+            ``each`` elements. In fp32 [numel] it is the mean itself.
+    """
+
+    numel: int
+    content: Tensor
+    each: int
+    config: PowerSGDConfig
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether the mean is finite, a bool on its device."""
+        content = self.content
+        if content.dtype == torch.uint8:
+            width = QUANTIZED[self.config.quantize or ""]
+            # Codes are finite where their scales are.
+            end = width.difference_bytes(self.each)[0] if width.scaled else content.shape[1]
+            # Bits of bf16 numbers without their signs.
+            return (content[:, :end].view(torch.int16) & 0x7FFF).amax() < INFINITE_BF16
+        return content.isfinite().all()
+
+    def write(self, out: Tensor) -> Tensor:
+        """Write the mean to ``out`` [numel], fp32 and contiguous, and return it."""
+        if self.content.dtype != torch.uint8:
+            return out.copy_(self.content)
+        width, (_, apply) = QUANTIZED[self.config.quantize or ""], difference_codec(self.config, out.device, out.dtype)
+        workers = len(self.content)
+        if self.each >= self.numel:
+            apply(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True)
+            return out
+        full = self.numel // self.each
+        apply(self.content[:full], width, out[: full * self.each].view(full, self.each), 1 / workers, fresh=True)
+        if full * self.each < self.numel:
+            apply(
+                self.content[full : full + 1], width, out[full * self.each :][None], 1 / workers, self.each, fresh=True
+            )
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedAverage:
+    """An average that is decoded where it is written."""
+
+    layout: Layout
+    messages: Messages
+
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        whole = flat_view(self.layout, out) if len(out) == len(self.layout.segments) else None
+        if whole is None or whole.dtype != torch.float32:
+            self._decoded().reconstruct(out, overflow)
+        else:
+            self.messages.write(whole)
+
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
+        self._decoded().reconstruct_ranges(out, overflow)
+
+    def _decoded(self) -> FlatAverage:
+        content = self.messages.content
+        return FlatAverage(self.layout, self.messages.write(torch.empty(self.messages.numel, device=content.device)))
 
 
 def _shards(task: Task) -> Shards | None:
@@ -82,17 +157,24 @@ def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator
     below 2³² makes rounding stochastic. M is [numel], contiguous, as long on all workers, and fp32 with error feedback.
     In a hierarchy, workers sum M within the node first, and each averages its own part of the sum over the nodes.
     """
+    messages = yield from _summed(M, config, communicator, seed)
+    return messages.write(torch.empty(len(M), device=M.device))
+
+
+def _summed(
+    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+) -> Generator[Work, None, Messages]:
     inside = communicator.inside
     if inside is None:
-        return (yield from _average(M, config, communicator, seed))
+        return (yield from _sum_of_workers(M, config, communicator, seed))
     # Rows of equal length, one for each worker, with zeros at the end.
     each = -(-len(M) // inside.world_size)
     rows = torch.nn.functional.pad(M, (0, inside.world_size * each - len(M))).view(inside.world_size, each)
     received = torch.empty_like(rows)
     yield inside.all_to_all(received, rows)
     own = received.sum(0, dtype=torch.float32)
-    mean = yield from _average(own, config, communicator.across, seed)
-    mean /= inside.world_size
+    messages = yield from _sum_of_workers(own, config, communicator.across, seed)
+    mean = messages.write(torch.empty_like(own)).div_(inside.world_size)
     whole = mean.new_empty(inside.world_size, each)
     yield inside.all_gather(whole, mean)
     if config.error_feedback:
@@ -100,53 +182,49 @@ def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator
         first = inside.index * each
         M.zero_()
         M[first : first + each] = own[: max(0, len(M) - first)]
-    return whole.view(-1)[: len(M)]
+    return Messages(len(M), whole.view(-1)[: len(M)], len(M), config)
 
 
-def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None) -> Mean:
+def _sum_of_workers(
+    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+) -> Generator[Work, None, Messages]:
     """Do the same on one level.
 
     Both of two workers receive what the other one has sent, so that nothing is rounded a second time. With more, each
     worker owns a part of M: it receives this part from all workers, sums it, and sends the sum to all, quantized again.
     Either way, a worker sends and receives less than twice the bytes of its codes, however many workers there are.
     """
-    workers, worker, keeps = communicator.world_size, communicator.index, bool(config.error_feedback)
-    if workers == 1 or not M.numel():
+    workers, worker, keeps, numel = communicator.world_size, communicator.index, bool(config.error_feedback), len(M)
+    if workers == 1 or not numel:
         mean = M.to(torch.float32, copy=True)
         if keeps:
             M.zero_()
-        return mean
-    assert config.quantize is not None
-    width, (encode, apply) = QUANTIZED[config.quantize], difference_codec(config, M.device, M.dtype)
+        return Messages(numel, mean, numel, config)
+    width, (encode, _) = QUANTIZED[config.quantize or ""], difference_codec(config, M.device, M.dtype)
     if workers == 2:
-        sent = _bytes(M, len(M), config)
-        gathered = _bytes(M, len(M), config, workers)
+        sent = _bytes(M, numel, config)
+        gathered = _bytes(M, numel, config, workers)
         encode(M, None, width, sent, keeps, seed=seed)
         yield communicator.all_gather(gathered, sent)
-        mean = torch.zeros(len(M), device=M.device)
-        apply(gathered, width, mean.expand(workers, -1), 1 / workers)
-        return mean
+        return Messages(numel, gathered, numel, config)
     # Parts of equal length, but for the last ones, in whole groups of blocks that share bytes.
     unit = BLOCK * width.blocks
-    each = -(-len(M) // (workers * unit)) * unit
+    each = -(-numel // (workers * unit)) * unit
     own = M[worker * each : (worker + 1) * each]
     own = own if keeps else own.to(torch.float32, copy=True)
     yield from _sum_part(M, own, each, config, communicator, seed)
     mine, gathered = _bytes(M, each, config), _bytes(M, each, config, workers)
     encode(own, None, width, mine[None], keeps, each, _other(seed, 2))
     yield communicator.all_gather(gathered, mine)
-    mean = torch.zeros(workers, each, device=M.device)
-    apply(gathered, width, mean, 1 / workers)
-    return mean.view(-1)[: len(M)]
+    return Messages(numel, gathered, each, config)
 
 
 def _sum_part(
     M: Tensor, own: Tensor, each: int, config: PowerSGDConfig, communicator: Communicator, seed: int | None
 ) -> Generator[Work, None, None]:
     """Send each worker its part of M, ``each`` elements. Add the parts that the others send to ``own``, in fp32."""
-    assert config.quantize is not None
     workers, worker, keeps = communicator.world_size, communicator.index, bool(config.error_feedback)
-    width, (encode, apply) = QUANTIZED[config.quantize], difference_codec(config, M.device, M.dtype)
+    width, (encode, apply) = QUANTIZED[config.quantize or ""], difference_codec(config, M.device, M.dtype)
     sent, received = _bytes(M, each, config, workers), _bytes(M, each, config, workers)
     # Not the own part, which is not sent and so not rounded.
     encode(M[: worker * each], None, width, sent[:worker], keeps, each, seed)

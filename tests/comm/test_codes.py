@@ -74,7 +74,7 @@ def dealt(numel: int, workers: int) -> Shards:
     return [parts[worker::turns] if worker < turns else [] for worker in range(workers)]
 
 
-@thinned("numel, cluster, codes", (0, 1, 127, 641, 5000), CLUSTERS, tuple(QUANTIZED))
+@thinned("numel, cluster, codes", (0, 1, 127, 641, 768, 5000), CLUSTERS, tuple(QUANTIZED))
 def test_nothing_is_lost(numel: int, cluster: tuple[int, int], codes: str):
     workers, node_size = cluster
     given = tensors(numel, workers)
@@ -132,3 +132,16 @@ def test_unbiased_without_errors(codes: str, case: tuple[int, int, bool]):
     single = torch.stack(found).square().mean(0).sum().sqrt()
     bias = torch.stack(found).mean(0).norm()
     assert 0 < bias <= 1.2 * single / seeds**0.5
+
+
+@thinned("codes, case, value", tuple(QUANTIZED), CASES, (float("nan"), float("-inf")))
+def test_what_is_not_finite_arrives(codes: str, case: tuple[int, int, bool], value: float):
+    """Whoever needs the average of a block in which one worker has a NaN gets one."""
+    (workers, node_size, sharded), numel = case, 3000
+    for seed in (None, 3):
+        given, shards = tensors(numel, workers), dealt(numel, workers) if sharded else None
+        given[-1][7] = value
+        means, _ = average(given, codes, node_size, shards, seed)
+        assert not all(mean[7].isfinite() for mean in means)
+        assert sharded or not any(mean[7].isfinite() for mean in means)
+        assert all(mean[2000:].isfinite().all() for mean in means)
