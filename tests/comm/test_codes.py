@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.network.stand_ins import CountedWorker
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.config import QUANTIZED
+from powersgd_triton.demo.measure import Call
 from powersgd_triton.layout import wire_format
 from powersgd_triton.schemes.quantized import Shards, quantized_mean, scattered_mean
 from tests.support.lockstep import Line, communicate
@@ -145,3 +147,28 @@ def test_what_is_not_finite_arrives(codes: str, case: tuple[int, int, bool], val
         assert not all(mean[7].isfinite() for mean in means)
         assert sharded or not any(mean[7].isfinite() for mean in means)
         assert all(mean[2000:].isfinite().all() for mean in means)
+
+
+FEWER = {"bf16": 2.0, "fp8": 3.9, "int8": 3.9, "int4": 7.7, "int2": 15, "ternary": 18}
+"""How many times fewer bytes than an all-reduce in fp32, which does not depend on the workers."""
+
+
+@thinned("codes, workers", tuple(FEWER), (2, 3, 8, 64))
+def test_bytes_of_a_worker(codes: str, workers: int):
+    """As many as an all-reduce of the quantized tensors, and half of that where each worker needs a shard."""
+    numel, config = 640 * 640, PowerSGDConfig(quantize=codes)
+    whole: list[tuple[bool, Call]] = []
+    halves: list[tuple[bool, Call]] = []
+    for _ in quantized_mean(torch.randn(numel), config, CountedWorker(0, workers, whole)):
+        pass
+    each = numel // workers
+    shards = [[slice(index * each, (index + 1) * each)] for index in range(workers)]
+    for _ in scattered_mean(torch.randn(numel), shards, config, CountedWorker(0, workers, halves), None):
+        pass
+    sent, scattered = (sum(call.sent for _, call in calls) for calls in (whole, halves))
+    exact = 2 * (workers - 1) / workers * 4 * numel
+    # Parts end with whole blocks.
+    assert exact / sent >= 0.99 * FEWER[codes]
+    assert sent / 2 <= scattered <= 1.05 * sent / 2 or workers == 2
+    assert len(whole) == 2 - (workers == 2)
+    assert len(halves) == 1
