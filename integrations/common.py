@@ -75,10 +75,13 @@ def describe(state: Handle) -> str:
     report, workers = state.report(), state._communicator.world_size
     if workers == 1:
         return "powersgd: gradients are averaged over 1 worker only, so that nothing is sent and nothing saved"
-    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once.
-    compression = report.compression / (2 if state.replaces_reduce_scatter else 1)
-    sent, plain = describe_bytes(report.bytes_per_step), describe_bytes(report.bytes_per_step * compression)
-    if not any(tensor.rank for tensor in report.tensors):
+    # The report compares with an all-reduce, which sends everything twice. A reduce-scatter sends it once, and so do
+    # quantized tensors in its place.
+    times, quantized = 2 if state.replaces_reduce_scatter else 1, state.config.quantize is not None
+    own = times if quantized and state._communicator.node_group is None else 1
+    compression, count = report.compression * own / times, report.bytes_per_step / own
+    sent, plain = describe_bytes(count), describe_bytes(count * compression)
+    if not quantized and not any(tensor.rank for tensor in report.tensors):
         return "powersgd: on, but no tensor takes fewer bytes as factors, so all are averaged exactly"
     return (
         f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "

@@ -52,9 +52,13 @@ class Compressed:
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return {name: (left [n, r], right [m, r])} with Ĝ = left · rightᵀ, as views. Bypass tensors have no factors.
 
+        ValueError: Gradients are quantized, so that there are none.
+
         The factors are P̂ and Q̄, or P̄ and Q̂ in every second step of the alternating algorithm. With several
         iterations they are copies with iterations · r columns.
         """
+        if not hasattr(self.backend, "bucket"):
+            raise ValueError("quantized gradients have no factors")
         bucket = self.backend.bucket
         return {
             segment.name: (left[index], right[index])
@@ -161,8 +165,7 @@ class Compressor(Handle):
         """
         self._check_valid(compressed)
         if out is None:
-            kind, shapes = (compressed.backend.bucket.message_P.dtype, compressed.verdict.device), self._exact.shapes
-            out = together({name: self._kinds.get(name, (torch.Size(shapes[name]), *kind)) for name in shapes})
+            out = together({name: self._kinds[name] for name in self._exact.shapes})
         named = self._writable(out, same_dtype=False)
         contiguous = {name: as_real(tensor) for name, tensor in named.items()}
         if named:
@@ -186,10 +189,12 @@ class Compressor(Handle):
 
         Raises:
             RuntimeError: ``compressed`` belongs to an earlier step.
-            TypeError, ValueError: The gradients do not match the compressor's tensors, or sums take two levels, so that
-                no worker has errors of its own. Nothing was changed.
+            TypeError, ValueError: The gradients do not match the compressor's tensors, sums take two levels, so that
+                no worker has errors of its own, or gradients are quantized. Nothing was changed.
         """
         self._check_valid(compressed)
+        if self.config.quantize is not None:
+            raise ValueError("leave_error needs factors, and quantized gradients have none: set error_feedback=True")
         bucket, verdict = compressed.backend.bucket, compressed.verdict
         if bucket.shared:
             raise ValueError("leave_error needs errors of each worker, and with node_group a node has them together")

@@ -125,12 +125,14 @@ def traffic_of(
         parameters = sum(p.nbytes for p in engine.module.parameters() if p.requires_grad)
     parameters, differences = partitions or (parameters, parameters)
     # A ring's share of the whole.
-    share = (workers - 1) / workers
+    share, quantized = (workers - 1) / workers, config.quantize is not None
+    # Of quantized gradients each worker gets its partition only.
+    times = 1 if quantized and (stage or bf16_optimizer) else 2
     return Traffic(
         elements=layout.numel,
-        compressed=sum(segment.numel for segment in layout.compressed),
+        compressed=sum(segment.numel for segment in (layout.segments if quantized else layout.compressed)),
         gradients=share * micro_batches * (1 if once else 2) * layout.numel * dtype.itemsize,
-        factors=share * micro_batches * 2 * RankReport.of(layout, config, {}).bytes_per_step,
+        factors=share * micro_batches * times * RankReport.of(layout, config, {}).bytes_per_step,
         parameters=share * parameters,
         differences=share * differences,
     )
