@@ -153,7 +153,7 @@ def _local_steps(model: nn.Module, arm: Arm, steps: int) -> Callable[[int], None
     elif arm.message.isdigit():
         config = PowerSGDConfig(rank=int(arm.message))
     elif arm.message != "exact":
-        config = PowerSGDConfig(codes=arm.message)
+        config = PowerSGDConfig(quantize=arm.message)
     every: int | Callable[[int], int] = int(arm.options["every"])
     if arm.options["grow"]:
         every = growing(int(arm.options["every"]), steps, lambda step: train.learning_rate_factor(step, steps))

@@ -75,7 +75,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"quantize": "int4", "codes": "int8"}, ValueError, "codes is another name of quantize: give one"),
     *(
-        ({"codes": "int4", **field}, ValueError, f"{next(iter(field))} has no use beside it")
+        ({"quantize": "int4", **field}, ValueError, f"{next(iter(field))} has no use beside it")
         for field in ({"rank": 4}, {"compression": 20}, {"bytes_per_step": 1000}, {"wire_dtype": "int4"})
     ),
     ({"rank": 8, "max_rank": 16}, ValueError, "max_rank limits planned ranks: give it with compression"),
@@ -97,6 +97,12 @@ def test_from_dict_survives_json(fields: dict[str, Any]):
     config = PowerSGDConfig(**fields)
     assert PowerSGDConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert PowerSGDConfig.from_dict(fields) == config
+
+
+def test_codes_is_another_name_of_quantize():
+    config = PowerSGDConfig(codes="int8")
+    assert config == PowerSGDConfig(quantize="int8")
+    assert config.quantize == "int8"
 
 
 def test_from_dict_names_unknown_and_nearest_key():

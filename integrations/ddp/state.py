@@ -45,7 +45,7 @@ class PowerSGDState(Handle):
     Args:
         process_group: Group to average over. None uses the default group. Can be set between steps.
         matrix_approximation_rank: Number of columns of the factors, or a function (name, shape) → rank. Omit it if
-            ``compression=`` or ``bytes_per_step=`` is among the options.
+            ``compression=``, ``bytes_per_step=`` or ``quantize=`` is among the options.
         start_powerSGD_iter: Number of first steps with exact averaging. May be 0 or 1.
         min_compression_rate, use_error_feedback, warm_start, orthogonalization_epsilon: See ``PowerSGDConfig``.
         random_seed: Seed of the first Q and of replacement directions.

@@ -37,7 +37,7 @@ def apply_powersgd(
     the meta device. The model has replicas if its mesh has a replicate dimension, or with ``replicate_group``.
 
     Otherwise (1-D), compression replaces the reduce-scatter. Every worker then has an error buffer of the whole model's
-    size. Prefer HSDP if the model's shards fit on fewer workers.
+    size, if errors are kept. Prefer HSDP if the model's shards fit on fewer workers, or ``quantize="int8"``.
 
     Args:
         model: The root module. ``fully_shard`` may have been applied to its submodules too.

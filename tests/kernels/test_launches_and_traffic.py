@@ -125,12 +125,12 @@ def test_every_adapter_launches_as_much_for_many_matrices(fields: dict[str, Any]
     assert len(one.kernels) > 0
 
 
-@pytest.mark.parametrize("codes", ["int8", "ternary"])
-def test_quantized_averages_launch_as_much_for_many_matrices_and_workers(codes: str):
-    """Of whole tensors, as in local steps; the last worker's part is short."""
+@pytest.mark.parametrize("quantize", ["int8", "ternary"])
+def test_quantized_averages_launch_as_much_for_many_matrices_and_workers(quantize: str):
+    """The last worker's part is short."""
     from tests.support.interpreter import watched
 
-    config, launches = PowerSGDConfig(codes=codes, backend="triton"), []
+    config, launches = PowerSGDConfig(quantize=quantize, backend="triton"), []
     for count, workers in ((1, 4), (7, 16)):
         layout = Layout.build({str(i): (300, 41) for i in range(count)}, config)
         M, out = torch.randn(layout.numel), {name: torch.empty(300, 41) for name in layout.shapes}

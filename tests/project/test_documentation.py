@@ -6,7 +6,6 @@ Sphinx is not needed: ``make docs`` checks what only Sphinx can.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import inspect
 import json
@@ -24,10 +23,11 @@ from tests.support.programs import ROOT, output_of
 README_BYTES = 8_000
 
 FOLDERS = ("powersgd_triton", "integrations", "tests", "benchmarks", "docs")
-FIELDS = {field.name: field.default for field in dataclasses.fields(PowerSGDConfig)}
+# With the older name of a field, which is no field itself.
+FIELDS = {name: given.default for name, given in inspect.signature(PowerSGDConfig).parameters.items()}
 # Of DDP's PowerSGDState, which takes every field of the configuration too, and of DeepSpeed's section.
 STATE_ARGUMENTS = {*FIELDS, *inspect.signature(PowerSGDState).parameters} - {"options"}
-SECTION_KEYS = {*FIELDS, "enabled", "parameters", "node_group"}
+SECTION_KEYS = {*FIELDS, "enabled", "parameters", "node_group"} - {"codes"}
 ADAPTERS = "ddp fsdp1 fsdp2 deepspeed optimizer local_steps accelerate lightning transformers"
 PUBLIC = ["powersgd_triton", *(f"powersgd_triton.integrations.{name}" for name in ADAPTERS.split())]
 

@@ -79,7 +79,7 @@ def what_a_reader_has(page: str) -> dict[str, Any]:
     if "telemetry" in page:
         has["state"] = Compressor(PowerSGDConfig(rank=2), dict(model.named_parameters()))
     if "local-steps" in page:
-        has["sync"] = LocalSteps(model, PowerSGDConfig(codes="ternary"), every=10)
+        has["sync"] = LocalSteps(model, PowerSGDConfig(quantize="ternary"), every=10)
     if "torchtitan" in page:
         has["powersgd"] = None
         has["trainer"] = types.SimpleNamespace(checkpointer=types.SimpleNamespace(states={}))

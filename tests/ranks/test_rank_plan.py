@@ -104,13 +104,33 @@ def test_report():
     shares = {tensor.name: tensor.energy_sent for tensor in report.tensors}
     assert shares["bias"] is shares["tiny"] is None
     assert 0 < shares["flat"] < shares["steep"] <= 1 + 1e-6  # type: ignore[operator]
-    assert re.search(r"exact.*\n.*x fewer$", str(report))
+    kept = 4 * sum(math.prod(tensor.shape) for tensor in report.tensors if tensor.rank)
+    assert re.search(rf"exact.*\n.*x fewer\nErrors take {kept:,} bytes on each worker between steps$", str(report))
     # How messages travel.
     config = PowerSGDConfig(rank=2, wire_dtype="int4")
     layout = Layout.build({"a": (64, 64)}, config)
     assert "Messages" not in str(RankReport.of(layout, config, {}))
     said = str(RankReport.of(layout, config, {}, exchanges={"all-to-all": 2, "all-reduce": 1}, node_workers=8))
     assert "Messages in a step: 2 by all-to-all, 1 by all-reduce; the 8 workers of a node share them" in said
+    assert f"Errors take {4 * 64 * 64 // 8:,} bytes" in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "errors"),
+    [
+        ({"rank": 2, "error_dtype": "bf16"}, 2 * 64 * 64),
+        ({"rank": 2, "error_feedback": False}, 0),
+        ({"quantize": "int4"}, 4 * (64 * 64 + 64)),
+        *(({"quantize": name}, 0) for name in ("bf16", "fp8", "int8")),
+        ({"quantize": "int8", "error_feedback": True}, 4 * (64 * 64 + 64)),
+    ],
+    ids=str,
+)
+def test_report_says_what_errors_take(fields: dict[str, Any], errors: int):
+    config = PowerSGDConfig(**fields)
+    report = RankReport.of(Layout.build({"a": (64, 64), "b": (64,)}, config), config, {})
+    assert report.error_bytes == errors
+    assert f"Errors take {errors:,} bytes on each worker between steps" in str(report)
 
 
 def by_name(name: str, shape: tuple[int, ...]) -> int:

@@ -22,13 +22,13 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps, node_mpu
 from tests.support.deepspeed_training import configuration
 
-TERNARY = PowerSGDConfig(codes="ternary")
+TERNARY = PowerSGDConfig(quantize="ternary")
 CONFIGS: dict[str, PowerSGDConfig | None] = {
     "exact": None,
     "ternary": TERNARY,
-    "int2": PowerSGDConfig(codes="int2"),
-    "int4": PowerSGDConfig(codes="int4"),
-    "int8": PowerSGDConfig(codes="int8"),
+    "int2": PowerSGDConfig(quantize="int2"),
+    "int4": PowerSGDConfig(quantize="int4"),
+    "int8": PowerSGDConfig(quantize="int8"),
     "rank": PowerSGDConfig(rank=2, min_compression_rate=0),
     "int8 factors": PowerSGDConfig(rank=2, min_compression_rate=0, wire_dtype="int8"),
     "budget": PowerSGDConfig(compression=3, replan_every=2, min_compression_rate=0),

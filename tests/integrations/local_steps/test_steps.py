@@ -73,7 +73,7 @@ def reads_once(worker: int, _world_size: int) -> None:
     for delay in (0, 2):
         net = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(4)])
         net.register_buffer("mask", torch.ones(5, dtype=torch.bool))
-        sync = LocalSteps(net, PowerSGDConfig(codes="int8"), every=3, delay=delay)
+        sync = LocalSteps(net, PowerSGDConfig(quantize="int8"), every=3, delay=delay)
         compare = sync._compare
         for step in range(1, 10):
             net(torch.randn(4, 3, generator=torch.Generator().manual_seed(worker + 10 * step)))
@@ -127,7 +127,7 @@ REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
     (lambda _: {"delay": 4}, "ValueError.*delay must be below every=4"),
     (lambda first: {"outer": (lambda _: 3) if first else None}, "must return a torch.optim.Optimizer; got int"),
     (
-        lambda first: {"config": PowerSGDConfig(codes="int4") if first else TERNARY},
+        lambda first: {"config": PowerSGDConfig(quantize="int4") if first else TERNARY},
         "DisagreementError.*config.quantize",
     ),
     (lambda _: {"config": PowerSGDConfig(compression="auto")}, "ValueError.*compression='auto' compares a step"),

@@ -178,7 +178,7 @@ def refuses_engines() -> None:
             (lambda: build("deepspeed", options={"stage": 3}), "need DeepSpeed's ZeRO stage 1 or 2.*got stage 3"),
             (lambda: local(everywhere(), across()), r"\[0, 1, 2, 3\].*mpu=node_mpu\(node, across\)"),
             (lambda: local(compressed(), across()), "compresses gradients within its node.*take the section out"),
-            (lambda: build("deepspeed", "rank"), "no matrices of low rank: give codes"),
+            (lambda: build("deepspeed", "rank"), "no matrices of low rank: quantize them"),
         ]
     )
 
