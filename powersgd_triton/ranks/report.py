@@ -72,11 +72,13 @@ class RankReport:
             share = spectra[s.name].share if s.rank and s.name in spectra else None
             rows.append(ReportedTensor(s.name, s.shape, s.rank, tensor_bytes(s.shape, s.rank, config), share))
         further["budget"] = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
-        kept = layout.segments if config.quantize is not None else layout.compressed
-        itemsize = 2 if config.error_dtype == "bfloat16" else 4
-        errors = (
-            itemsize * sum(s.numel for s in kept) / further.get("node_workers", 1) if config.error_feedback else 0.0
-        )
+        errors = 0.0
+        if config.error_feedback and config.quantize is not None:
+            # Those before a step stay until it is known whether the step is applied.
+            errors = 8.0 * layout.numel
+        elif config.error_feedback:
+            itemsize = 2 if config.error_dtype == "bfloat16" else 4
+            errors = itemsize * sum(s.numel for s in layout.compressed) / further.get("node_workers", 1)
         further |= {"max_rank": config.max_rank, "quantize": config.quantize, "error_bytes": errors}
         return cls(tuple(rows), **further)
 
