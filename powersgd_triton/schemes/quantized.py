@@ -73,7 +73,7 @@ class Messages:
     Attributes:
         numel: Its elements.
         content: uint8 [workers, bytes]: the whole tensors of workers to be averaged, or the sums of all parts of
-            ``each`` elements. In fp32 [numel] it is the mean itself.
+            ``each`` elements. In fp32 or fp64 [numel] it is the mean itself.
     """
 
     numel: int
@@ -130,7 +130,9 @@ class QuantizedAverage:
 
     def _decoded(self) -> FlatAverage:
         content = self.messages.content
-        return FlatAverage(self.layout, self.messages.write(torch.empty(self.messages.numel, device=content.device)))
+        dtype = torch.float32 if content.dtype == torch.uint8 else content.dtype
+        whole = torch.empty(self.messages.numel, dtype=dtype, device=content.device)
+        return FlatAverage(self.layout, self.messages.write(whole))
 
 
 def _shards(task: Task) -> Shards | None:
@@ -150,7 +152,7 @@ def _shards(task: Task) -> Shards | None:
 
 
 def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None = None) -> Mean:
-    """Return the mean of all workers' M in fp32. With error feedback, M keeps what this worker has not sent yet.
+    """Return the mean of all workers' M in fp32, of one worker in fp64 if M is. With error feedback, M keeps what this worker has not sent yet.
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
     Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding. Without error feedback M stays as it is, and a ``seed``
@@ -196,7 +198,7 @@ def _sum_of_workers(
     """
     workers, worker, keeps, numel = communicator.world_size, communicator.index, bool(config.error_feedback), len(M)
     if workers == 1 or not numel:
-        mean = M.to(torch.float32, copy=True)
+        mean = M.to(torch.promote_types(M.dtype, torch.float32), copy=True)
         if keeps:
             M.zero_()
         return Messages(numel, mean, numel, config)
