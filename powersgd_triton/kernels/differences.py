@@ -104,6 +104,9 @@ def _rounded(x, noise, LEVELS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl
                 # A number of 1.5 · 2²³ units in the last place of the format: only its multiples remain in the sum.
                 unit = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, EXPONENT) + MULTIPLES
                 x = (x + unit.to(tl.float32, bitcast=True)) - unit.to(tl.float32, bitcast=True)
+            else:
+                # 0 in the place of −0.
+                x += 0.0
             bits = (x * SHIFT).to(tl.int32, bitcast=True)
             if noise is not None:
                 bits += noise << 4

@@ -2,8 +2,8 @@
 
 A copy v follows its original w by v ← v + decode(encode(w − v)). The rounding error remains in w − v, and is part of
 the next difference: the copy needs no error buffer and cannot drift away. Whole tensors are sent as their differences
-from 0. With error feedback, what was encoded is then subtracted from them, so that they keep the rounding error. Without
-it, rounding is stochastic.
+from 0. With error feedback, what was encoded is then subtracted from them, so that they keep the rounding error.
+Without it, rounding is stochastic.
 
 128 adjacent elements are a block. They share a bf16 scale: in 8, 4 and 2 bits their largest difference divided by the
 format's levels, in ternary codes the mean magnitude of the elements that are not 0. bf16 has no scales.
@@ -104,9 +104,7 @@ def apply_reference(
             own.copy_(_finite(own).add_(added.view(-1)[: len(own)]))
 
 
-def _encode(
-    difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None
-) -> Tensor:
+def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None) -> Tensor:
     """Write the scales of blocks [blocks, 128]. Return the codes as numbers, in units of the scales, in fp32.
 
     They are made in fp32, since torch on the CPU is slow with bools. ``noise`` is of ``_noise``.
@@ -168,8 +166,9 @@ def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
         exponent = values.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=E4M3_EXPONENT)
         unit = exponent.add_(E4M3_MULTIPLES).view(torch.float32)
         return values.add_(unit).sub_(unit)
-    # Random bits are added to those that the format lacks. Its subnormal numbers become those of fp32.
-    bits = values.mul_(E4M3_SHIFT).view(torch.int32).add_(noise, alpha=16)
+    # Random bits are added to those that the format lacks. Its subnormal numbers become those of fp32. A difference −0
+    # counts as 0.
+    bits = values.add_(0.0).mul_(E4M3_SHIFT).view(torch.int32).add_(noise, alpha=16)
     return _cut(bits, width).mul_(1 / E4M3_SHIFT)
 
 
