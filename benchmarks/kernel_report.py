@@ -162,6 +162,7 @@ def _difference_launches(name: str, dtype: torch.dtype, aligned: bool, seed: int
         differences.encode_triton(copy, None, width, content[0], subtract=True, seed=seed)
         if seed is None:
             differences.apply_triton(content, width, copies)
+            differences.apply_triton(content, width, copies[:1].expand(2, -1), fresh=True)
         else:
             differences.encode_triton(copy, None, width, content[0], seed=seed)
     kind = f"differences {name}" if seed is None else f"stochastic differences {name}"

@@ -53,8 +53,10 @@ def announce(line: str) -> None:
 
 
 def describe_ranks(config: PowerSGDConfig) -> str:
-    """Return how ranks are chosen, and from which step on."""
+    """Return how gradients are sent, and from which step on."""
     start = f", from step {config.start_iter} on" if config.start_iter else ""
+    if config.quantize is not None:
+        return f"gradients in {config.quantize}{start}"
     if config.planned:
         return f"planned ranks{start}"
     return f"ranks by a function{start}" if callable(config.rank) else f"rank {config.rank}{start}"

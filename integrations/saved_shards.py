@@ -30,7 +30,7 @@ def weighted_squares(errors: Mapping[str, DTensor]) -> dict[str, float]:
     for name, error in errors.items():
         mesh = error.device_mesh
         squares: Any = error.detach().double().square()
-        for dim in range(2):
+        for dim in range(min(2, error.dim())):
             weights = torch.linspace(1, 2 + dim, error.shape[dim], dtype=torch.float64, device=mesh.device_type)
             weights = weights.view([-1 if other == dim else 1 for other in range(error.dim())])
             squares = squares * DTensor.from_local(weights, mesh, [Replicate()] * mesh.ndim, run_check=False)

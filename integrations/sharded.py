@@ -77,7 +77,8 @@ class ShardedHandle(Handle):
         """Return the mean error as DTensors placed like the parameters, the factors and the step. Collective.
 
         The result fits other meshes, numbers of workers and ranks, since it has an error for every parameter of two or
-        more dimensions. On another mesh, a matrix starts from another shard's basis, or from a random one if none fits.
+        more dimensions, and for all parameters if they are quantized. On another mesh, a matrix starts from another
+        shard's basis, or from a random one if none fits.
         """
         saved = save(self._engine)
         errors: dict[str, DTensor] = {}
@@ -112,7 +113,7 @@ class ShardedHandle(Handle):
         found = weighted_squares(errors)
         # What this worker compresses: its own rows, or all.
         sharded = bool(self._communicator.others)
-        fetched = {name: (e.to_local() if sharded else e.full_tensor()).flatten(1) for name, e in errors.items()}
+        fetched = {name: (e.to_local() if sharded else e.full_tensor()).flatten() for name, e in errors.items()}
 
         def read() -> tuple[dict[str, Any], dict[str, Size]]:
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
@@ -133,7 +134,8 @@ class ShardedHandle(Handle):
                         parts["basis"] = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0]
                 if name in fetched and (rank or fetched[name].any()):
                     # The rows of a shard are padded.
-                    parts["error"] = torch.nn.functional.pad(fetched[name], (0, 0, 0, n - len(fetched[name])))
+                    error = fetched[name]
+                    parts["error"] = torch.nn.functional.pad(error, (0, n * m - len(error))).view(n, m)
                 if parts:
                     matrices[name] = parts
             return {**nearest, "tensors": tensors, "matrices": matrices}, tensors
@@ -236,7 +238,9 @@ class ShardedHandle(Handle):
         return view
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) > 1}
+        """Return {name: shape} of the tensors that have an error: matrices, and all tensors if they are quantized."""
+        least = 2 if self.config.quantize is None else 0
+        return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) >= least}
 
     def _note_overflow(self, averages: Tensor) -> None:
         """Set the verdict to 0 if averages that were changed after they were written do not fit their dtype."""

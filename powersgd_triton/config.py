@@ -161,7 +161,9 @@ class PowerSGDConfig:
                 f"got {self.orthogonalization_epsilon}"
             )
         for name in ("error_feedback", "warm_start", "batch_by_shape"):
-            if not isinstance(getattr(self, name), bool) and (name != "error_feedback" or self.error_feedback is not None):
+            if not isinstance(getattr(self, name), bool) and (
+                name != "error_feedback" or self.error_feedback is not None
+            ):
                 raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
         for name, choices in (("backend", BACKENDS), ("algorithm", ALGORITHMS)):
             if getattr(self, name) not in choices:

@@ -68,6 +68,16 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compression": 20, "error_feedback": False}, ValueError, "it needs error_feedback=True"),
     ({"compression": 20, "replan_every": -1}, ValueError, "replan_every must be at least 0; got -1"),
     ({"compression": 20, "max_rank": 0}, ValueError, "max_rank must be at least 1; got 0"),
+    (
+        {"quantize": "int3"},
+        ValueError,
+        "quantize must be None or one of bf16, fp8, int8, int4, int2, ternary; got 'int3'",
+    ),
+    ({"quantize": "int4", "codes": "int8"}, ValueError, "codes is another name of quantize: give one"),
+    *(
+        ({"codes": "int4", **field}, ValueError, f"{next(iter(field))} has no use beside it")
+        for field in ({"rank": 4}, {"compression": 20}, {"bytes_per_step": 1000}, {"wire_dtype": "int4"})
+    ),
     ({"rank": 8, "max_rank": 16}, ValueError, "max_rank limits planned ranks: give it with compression"),
 ]
 
@@ -82,7 +92,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], error: type[Exception], 
 OTHERS = {"rank": 7, "min_compression_rate": 1, "warm_start": False, "backend": "torch", "error_dtype": "bf16"}
 
 
-@pytest.mark.parametrize("fields", [{}, {"compression": 20}, OTHERS], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"compression": 20}, {"codes": "int8"}, OTHERS], ids=str)
 def test_from_dict_survives_json(fields: dict[str, Any]):
     config = PowerSGDConfig(**fields)
     assert PowerSGDConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

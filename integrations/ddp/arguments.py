@@ -28,6 +28,12 @@ TORCHS: dict[str, tuple[Any, str | None]] = {
 }
 """torch's arguments in torch's order: their defaults, and the fields of the configuration that they set."""
 
+OWN_DEFAULTS = {
+    ("compression", "bytes_per_step"): {"matrix_approximation_rank"},
+    ("quantize", "codes"): {"matrix_approximation_rank", "start_powerSGD_iter", "use_error_feedback"},
+}
+"""{fields of which one is given: the arguments whose defaults are then those of the configuration}."""
+
 FIELDS = {name: field for name, (_, field) in TORCHS.items() if field is not None}
 _PLACED, _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 SIGNATURE = inspect.Signature(
@@ -78,10 +84,11 @@ def parsed(positional: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Power
         if FIELDS[name] in options:
             raise TypeError(f"{name} and {FIELDS[name]} are the same hyperparameter; give one of them")
     fields = {field: given[name] for name, field in FIELDS.items()}
-    # torch's default rank is no rank that the user gives together with a budget.
-    budget = any(options.get(key) is not None for key in ("compression", "bytes_per_step"))
-    if budget and "matrix_approximation_rank" not in settings:
-        del fields["rank"]
+    # torch's defaults are nothing that the user gives together with a budget or a format.
+    for keys, names in OWN_DEFAULTS.items():
+        if any(options.get(key) is not None for key in keys):
+            for name in names - set(settings):
+                fields.pop(FIELDS[name], None)
     return PowerSGDConfig.from_dict({**fields, **options}), given
 
 

@@ -59,7 +59,13 @@ def apply_powersgd(
     def prepare() -> tuple[HybridShardState | FullShardState, Facts, Facts]:
         units = find_units(model, replicas)
         if replicas is not None:
-            return HybridShardState(model, config, units, communicator), {}, {}
+            state: HybridShardState | FullShardState = HybridShardState(model, config, units, communicator)
+            if state.config.quantize and len(others) > (units[0].shard_group is not None):
+                raise ValueError(
+                    "quantize does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
+                    "elements, also of several tensors, share a scale: give rank or compression"
+                )
+            return state, {}, {}
         state = FullShardState(config, units, communicator)
         refuse_auto(config, "a sharded model without replicas")
         return state, {}, {}

@@ -47,8 +47,8 @@ class LocalSteps(Handle):
         model: A module, a DistributedDataParallel over the workers of a node, an FSDP2 model that is sharded over
             ``mesh["shard"]``, or a DeepSpeed engine with ZeRO stage 1 or 2 inside a node. Parameters that do not
             require gradients are left out until they do.
-        config: How pseudo-gradients are compressed: with ``quantize``, or with factors as gradients are. Budgets and all
-            fields that count steps count exchanges. None sends them in fp32.
+        config: How pseudo-gradients are compressed: with ``quantize``, or with factors as gradients are. Budgets and
+            all fields that count steps count exchanges. None sends them in fp32.
         every: Number of steps from one exchange to the next, or a function of the number of steps so far that returns
             it, for rounds that grow as the learning rate falls. It must be the same on all workers.
         outer: Returns the outer optimizer, for example ``lambda p: torch.optim.SGD(p, lr=0.8)``. Default: rate 1, so
@@ -267,7 +267,9 @@ class LocalSteps(Handle):
         self._outer.load(saved.parts, own=own)
         self.steps, self.since, self.every = saved.steps, saved.since, every
         # Errors of quantized tensors are added to the next differences, as those of tensors without factors are.
-        return report if self.config.quantize is None else dataclasses.replace(report, loaded=report.carried, carried=())
+        return (
+            report if self.config.quantize is None else dataclasses.replace(report, loaded=report.carried, carried=())
+        )
 
     def save(self, folder: Folder) -> None:
         super().save(folder)

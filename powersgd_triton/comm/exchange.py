@@ -141,7 +141,7 @@ def share_of_sum(
         return gradients
     cuts, index, dtype = bucket.partition.cuts, inside.index, bucket.message_P.dtype
     sizes = [end - start for start, end in itertools.pairwise(cuts)]
-    sent = _flat(layout, gradients)[cuts[0] : cuts[-1]]
+    sent = flat(layout, gradients)[cuts[0] : cuts[-1]]
     received = sent.new_empty(len(sizes) * sizes[index])
     yield inside.all_to_all(received, sent, sizes)
     total = received.view(len(sizes), -1).sum(dim=0, dtype=dtype) if sizes[index] else received.to(dtype)
@@ -159,11 +159,17 @@ def share_of_sum(
     return rows | bypass
 
 
-def _flat(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
+def flat(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
     """Return the gradients as one flat tensor: without a copy if they lie in one buffer in the layout's order."""
+    whole = flat_view(layout, gradients)
+    return torch.cat([gradients[s.name].reshape(-1) for s in layout.segments]) if whole is None else whole
+
+
+def flat_view(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the memory of the gradients as one flat tensor, if they lie in one buffer in the layout's order."""
     tensors = [gradients[segment.name] for segment in layout.segments]
     places = [(t.untyped_storage().data_ptr(), t.dtype, t.storage_offset()) for t in tensors]
     storage, dtype, start = places[0]
     if places == [(storage, dtype, start + segment.offset) for segment in layout.segments]:
         return tensors[0].as_strided((layout.numel,), (1,))
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return None

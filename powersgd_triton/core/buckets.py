@@ -166,7 +166,9 @@ class Buckets:
         bucket = self.join([part.bucket for part in parts])
         gradients = {name: gradient for part in parts for name, gradient in part.gradients.items()}
         layout, config = self.ranked(bucket), self._plan.config
-        task = Task(layout, gradients, self._step, config, self.communicator, self._residuals, bucket.memory)
+        context = self._step, config, self.communicator, self._residuals
+        # Buckets of which parts are needed are not joined.
+        task = Task(layout, gradients, *context, bucket.memory, parts[0].ranges)
 
         def allocate() -> tuple[Any, Facts, Facts]:
             memory = self._scheme.prepare(task)

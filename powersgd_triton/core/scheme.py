@@ -27,7 +27,7 @@ class Task:
     """One bucket's part of one step. Its layout has the ranks in force.
 
     The gradients, {name: contiguous tensor}, do not change before the average is written. ``memory`` is what
-    ``Scheme.prepare`` returned for the bucket.
+    ``Scheme.prepare`` returned for the bucket. ``ranges`` are all that this worker needs of the average, if not None.
     """
 
     layout: Layout
@@ -37,6 +37,7 @@ class Task:
     communicator: Communicator
     residuals: Residuals
     memory: Any = None
+    ranges: Ranges | None = None
 
     @property
     def device(self) -> torch.device:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from powersgd_triton.config import AUTO
+from powersgd_triton.config import AUTO, QUANTIZED
 from powersgd_triton.demo.measure import Hook, HookTimer
 from powersgd_triton.demo.model import GPT, Block
 from powersgd_triton.demo.train import REPLICAS, WEIGHT_DECAY, Prepared, Settings, learning_rate_factor, stepping
@@ -46,35 +46,41 @@ MODES: dict[str, dict[str, Any]] = {
     "twice": {"iterations": 2},
     "bf16error": {"error_dtype": "bf16"},
     "noexplore": {"explore_every": 0},
+    "errors": {"error_feedback": True},
     **{width: {"wire_dtype": width} for width in ("fp32", "bf16", "fp16", "int8", "int4")},
     "pairs": {"node_group": "pairs"},
 }
 """{name of a mode in an arm: arguments of our hook}. With "pairs", each two workers stand for a node."""
 RANK, BUDGET = r"[1-9]\d*", r"[1-9]\d*(\.\d+)?x|auto"
-ARM = rf"allreduce(\+bf16)?|torch(:{RANK})?|ours(:({RANK}|{BUDGET}))?(\+({'|'.join(MODES)}))*"
+SIZE = rf"{RANK}|{BUDGET}|{'|'.join(QUANTIZED)}"
+ARM = rf"allreduce(\+bf16)?|torch(:{RANK})?|ours(:({SIZE}))?(\+({'|'.join(MODES)}))*"
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A way of averaging gradients: all-reduce, torch's hook or ours, with a rank or a budget, and some ``MODES``."""
+    """A way of averaging gradients: all-reduce, torch's hook or ours, with a rank, budget or format, and ``MODES``."""
 
     method: str
     rank: int | None
     modes: tuple[str, ...] = ()
     compression: float | str | None = None
+    quantize: str | None = None
 
     @classmethod
     def parse(cls, text: str, default_rank: int) -> Arm:
-        """Parse an arm: 'allreduce', 'allreduce+bf16', 'torch:4', 'ours:32+alternating', 'ours:20x' or 'ours:auto'."""
+        """Parse an arm such as 'allreduce+bf16', 'torch:4', 'ours:32+alternating', 'ours:20x' or 'ours:int8'."""
         if not re.fullmatch(ARM, text):
             raise ValueError(
-                "expected allreduce, allreduce+bf16, torch, ours, torch:RANK, ours:RANK, ours:COMPRESSIONx or "
-                f"ours:auto, ours with any of {', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
+                "expected allreduce, allreduce+bf16, torch, ours, torch:RANK, ours:RANK, ours:COMPRESSIONx, ours:auto "
+                f"or ours:FORMAT of {', '.join(QUANTIZED)}, ours with any of "
+                f"{', '.join(f'+{mode}' for mode in MODES)}; got {text!r}"
             )
         sized, *modes = text.split("+")
         method, _, size = sized.partition(":")
         if size == AUTO or size.endswith("x"):
             return cls(method, None, tuple(modes), AUTO if size == AUTO else float(size.removesuffix("x")))
+        if size in QUANTIZED:
+            return cls(method, None, tuple(modes), quantize=size)
         return cls(method, None if method == "allreduce" else int(size or default_rank), tuple(modes))
 
     @property
@@ -82,12 +88,13 @@ class Arm:
         """Fields of our configuration. None for all-reduce."""
         if self.method == "allreduce":
             return None
-        size = {"rank": self.rank} if self.compression is None else {"compression": self.compression}
+        sizes = {"rank": self.rank, "compression": self.compression, "quantize": self.quantize}
+        size = {name: value for name, value in sizes.items() if value is not None}
         return {**size, **{name: value for mode in self.modes for name, value in MODES[mode].items()}}
 
     def __str__(self) -> str:
         budget = f"{self.compression:g}x" if isinstance(self.compression, float) else self.compression
-        size = budget if self.rank is None else f"rank {self.rank}"
+        size = f"rank {self.rank}" if self.rank is not None else budget or self.quantize
         return ", ".join(filter(None, [self.method, size, *self.modes]))
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.random_device import mix
+from powersgd_triton.kernels.rounding_device import noise_of, rounded_code, value_of
 from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code, quotient
 from powersgd_triton.layout import constants
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO, WireFormat
@@ -24,9 +24,6 @@ WARPS = 4
 LARGEST = tl.constexpr(LARGEST_BF16)
 ZERO = tl.constexpr(TERNARY_ZERO * BLOCK)
 PERIOD = tl.constexpr(constants.PERIOD)
-SHIFT = tl.constexpr(constants.E4M3_SHIFT)
-EXPONENT = tl.constexpr(constants.E4M3_EXPONENT)
-MULTIPLES = tl.constexpr(constants.E4M3_MULTIPLES)
 
 
 @triton.jit
@@ -74,67 +71,20 @@ def _ternary(x, counts, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _noise(place, span, part, seed):
-    """The random numbers below 2¹⁶ of elements of a part at these places, which are in one span of PERIOD elements."""
-    start = mix(mix((span + (part << 20)).to(tl.uint32)) ^ seed.to(tl.uint32))
-    x = place.to(tl.uint32) + start
-    # Lower bits of products do not depend on upper ones, so these need no mask before the end.
-    x = (x ^ ((x >> 8) & 0xFF)) * 0x88B5
-    x = (x ^ ((x >> 7) & 0x1FF)) * 0xDB2D
-    return ((x ^ ((x >> 9) & 0x7F)) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def _rounded(x, noise, LEVELS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr):
-    """Codes of numbers: of the nearest ones, or with random numbers of one of both neighbours."""
-    if MANTISSA == 7:
-        rounded = from_bf16_bits(bf16_bits(x))
-        if noise is not None:
-            rounded = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
-        rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
-        code = tl.where(tl.abs(x) < float("inf"), rounded.to(tl.int32, bitcast=True) >> 16, BF16_NAN)
-    else:
-        # Scales below bf16's normal numbers are rounded coarsely: a quotient may exceed the levels.
-        x = tl.minimum(tl.maximum(x, -LEVELS), LEVELS)
-        if MANTISSA == 0:
-            # 128 and 16 bits behind the point: the sum with a number is rounded to as many.
-            code = (x + (noise | 0x43000000).to(tl.float32, bitcast=True)).to(tl.int32) + (NUMBERS // 2 - 128)
-        else:
-            if noise is None:
-                # A number of 1.5 · 2²³ units in the last place of the format: only its multiples remain in the sum.
-                unit = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, EXPONENT) + MULTIPLES
-                x = (x + unit.to(tl.float32, bitcast=True)) - unit.to(tl.float32, bitcast=True)
-            else:
-                # 0 in the place of −0.
-                x += 0.0
-            bits = (x * SHIFT).to(tl.int32, bitcast=True)
-            if noise is not None:
-                bits += noise << 4
-            code = ((bits >> 20) & 0x7F) | ((bits >> 24) & 0x80)
-    return code
-
-
-@triton.jit
-def _value(code, scale, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr):
-    """What codes stand for."""
-    if MANTISSA == 7:
-        number = (code << 16).to(tl.float32, bitcast=True)
-    elif MANTISSA == 3:
-        number = (((code & 0x80) << 24) | ((code & 0x7F) << 20)).to(tl.float32, bitcast=True) * (1 / SHIFT)
-    elif NUMBERS == 4:
-        number = (2 * code - 3).to(tl.float32)
-    else:
-        number = (code - NUMBERS // 2).to(tl.float32)
-    return number * scale
-
-
-@triton.jit
 def _store(pointers, x, ok):
     """Store fp32 values, rounded to nearest."""
     if pointers.dtype.element_ty == tl.bfloat16:
         # Triton's interpreter truncates where GPUs round.
         x = bf16_bits(x).to(tl.bfloat16, bitcast=True)
     tl.store(pointers, x.to(pointers.dtype.element_ty), ok)
+
+
+@triton.jit
+def _as_stored(x, dtype: tl.constexpr):
+    """fp32 values, rounded to what a dtype has."""
+    if dtype == tl.bfloat16:
+        x = from_bf16_bits(bf16_bits(x))
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -168,7 +118,7 @@ def _encode_difference_kernel(
         noise = seed
         if seed is not None:
             # Programs divide spans.
-            noise = _noise(place, tl.program_id(0) * (GROUPS * 128) // PERIOD, part, seed)
+            noise = noise_of(place, tl.program_id(0) * (GROUPS * 128) // PERIOD, part, seed)
         scale = tl.full([GROUPS, 1, 1], 1.0, tl.float32)
         if MANTISSA != 7:
             if NUMBERS == 3:
@@ -191,26 +141,29 @@ def _encode_difference_kernel(
         elif NUMBERS == 4:
             code = (x >= -2 * scale).to(tl.int32) + (x >= 0).to(tl.int32) + (x >= 2 * scale).to(tl.int32)
         elif MANTISSA == 7:
-            code = _rounded(x, noise, LEVELS, NUMBERS, MANTISSA)
+            code = rounded_code(x, noise, LEVELS, NUMBERS, MANTISSA)
         elif MANTISSA == 3 or seed is not None:
-            code = _rounded(quotient(x, scale), noise, LEVELS, NUMBERS, MANTISSA)
+            code = rounded_code(quotient(x, scale), noise, LEVELS, NUMBERS, MANTISSA)
         else:
             code = nearest_code(x, scale, LEVELS).to(tl.int32) + NUMBERS // 2
         code = tl.where(scale == scale, code, 0)
         both += tl.sum(code << shift[None, :, None], axis=1) * digit
         digit *= NUMBERS
         if SUBTRACT:
-            _store(target + place, own - _value(code, scale, NUMBERS, MANTISSA), ok)
+            _store(target + place, own - value_of(code, scale, NUMBERS, MANTISSA), ok)
     byte = group[:, None] * (128 // PARTS) + tl.arange(0, 128 // PARTS)[None, :]
     tl.store(codes + byte, both.to(codes.dtype.element_ty), some[:, None])
 
 
 @triton.jit
 def _apply_difference_kernel(
-    scales, codes, base, numel, size, messages, distance, weight,
+    scales, codes, base, numel, size, messages, distance, weight, FRESH: tl.constexpr,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """base += codes · (scales · weight), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies."""
+    """base += codes · (scales · weight), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies.
+
+    If FRESH, what base contains counts as 0.
+    """
     group, some = _groups(numel, BLOCKS, GROUPS)
     copy = tl.program_id(1).to(tl.int64)
     # Elements of codes.
@@ -220,25 +173,30 @@ def _apply_difference_kernel(
     codes += copy * length
     byte = group[:, None] * (128 // PARTS) + tl.arange(0, 128 // PARTS)[None, :]
     shift = tl.arange(0, PARTS) * (8 // PARTS)
-    for message in range(messages):
-        if message > 0:
-            # Another thread may have stored what this one adds to.
-            tl.debug_barrier()
-        both = tl.load(codes + byte, some[:, None], 0).to(tl.int32)
-        for k in range(BLOCKS):
-            block = group * BLOCKS + k
+    digit = 1
+    for k in range(BLOCKS):
+        block = group * BLOCKS + k
+        place, ok, _ = _places(block, numel, PARTS)
+        # Unlike 0, it changes no number that is added.
+        x = tl.full([GROUPS, PARTS, 128 // PARTS], -0.0, tl.float32)
+        if not FRESH:
+            x = _finite(tl.load(base + place, ok, 0.0))
+        scale_pointers, code_pointers = scales + block, codes + byte
+        for _ in range(messages):
             scale = tl.full([GROUPS, 1, 1], 1.0, tl.float32)
             if MANTISSA != 7:
-                scale = from_bf16_bits(tl.load(scales + block, some, 0))[:, None, None]
-            code = both[:, None, :]
-            if MANTISSA == 0:
+                scale = from_bf16_bits(tl.load(scale_pointers, some, 0))[:, None, None]
+            code = tl.load(code_pointers, some[:, None], 0).to(tl.int32)[:, None, :]
+            if NUMBERS == 3:
+                # Divided by the digit: exact below 2¹⁶ / digit.
+                code = ((code * (65536 // digit + 1)) >> 16) % NUMBERS
+            elif MANTISSA == 0:
                 code = (code >> shift[None, :, None]) % NUMBERS
-                both = both // NUMBERS
-            place, ok, _ = _places(block, numel, PARTS)
-            x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale * weight, NUMBERS, MANTISSA)
-            _store(base + place, x, ok)
-        scales += size // 2
-        codes += length
+            x = _as_stored(x + value_of(code, scale * weight, NUMBERS, MANTISSA), base.dtype.element_ty)
+            scale_pointers += size // 2
+            code_pointers += length
+        _store(base + place, x, ok)
+        digit *= NUMBERS
 
 
 def _launch(kernel: Any, copies: int, numel: int, width: WireFormat, *arguments: Any, **constants: Any) -> None:
@@ -280,7 +238,12 @@ def encode_triton(
 
 
 def apply_triton(
-    content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
+    content: Tensor,
+    width: WireFormat,
+    base: Tensor,
+    weight: float = 1.0,
+    each: int | None = None,
+    fresh: bool = False,
 ) -> None:
     """base += codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
     copies, numel = base.shape
@@ -289,4 +252,4 @@ def apply_triton(
         # To rows that are the same memory, one program adds one message after the other.
         copies, messages = (copies, 1) if base.stride(0) else (1, copies)
         arguments = *_views(content, width, codes), base, numel, size, messages, base.stride(0), weight
-        _launch(_apply_difference_kernel, copies, numel, width, *arguments)
+        _launch(_apply_difference_kernel, copies, numel, width, *arguments, FRESH=fresh)

@@ -12,6 +12,7 @@ format's levels, in ternary codes the mean magnitude of the elements that are no
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -19,9 +20,12 @@ from torch import Tensor
 from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
 from powersgd_triton.ops.orthogonalize import mix
+from powersgd_triton.ops.reference import on_host
 
 SPAN = 160 * 5 * BLOCK
 """Elements that a thread of the CPU works on at a time, so that they stay in its cache. Whole groups of blocks."""
+ORDINARY = 2.0**-100
+"""Scales above are normal numbers."""
 
 
 def encode_reference(
@@ -87,21 +91,35 @@ def _encode_part(
 
 
 def apply_reference(
-    content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
+    content: Tensor,
+    width: WireFormat,
+    base: Tensor,
+    weight: float = 1.0,
+    each: int | None = None,
+    fresh: bool = False,
 ) -> None:
     """base ← base + codes · (scales · weight), computed in fp32 and rounded once to the dtype of ``base``.
 
-    Elements of ``base`` that are not finite count as 0. Messages of several workers are added to one tensor, in their
-    order, if all rows of ``base`` are the same memory (``expand``).
+    Elements of ``base`` that are not finite count as 0. If it is ``fresh``, all do, whatever it contains. Messages
+    of several workers are added to one tensor, in their order, if all rows of ``base`` are the same memory
+    (``expand``). A message that is not finite is added as it is.
 
     ``content`` is uint8 [copies, bytes], what ``encode_reference`` wrote for each contiguous row of ``base`` [copies,
     numel], of any float dtype. It was written for messages of ``each`` elements, of which the rows may have fewer.
     Weight −1 takes back what was encoded.
     """
-    for row, target in zip(content, base, strict=True):
-        for own, scales, codes in _spans(target, row, width, each or len(target)):
-            added = _unpack(codes, width).mul_(weight if scales is None else scales.float() * weight)
-            own.copy_(_finite(own).add_(added.view(-1)[: len(own)]))
+    shared = len(base) > 1 and base.stride(0) == 0
+    for target, rows in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
+        for messages in zip(*(_spans(target, row, width, each or len(target)) for row in rows), strict=True):
+            # All messages of a span while it is in the cache.
+            own = messages[0][0]
+            total = None if fresh else _finite(own)
+            for _, scales, codes in messages:
+                added = _unpack(codes, width).mul_(weight if scales is None else scales.float() * weight)
+                total = added.view(-1)[: len(own)] if total is None else total.add_(added.view(-1)[: len(own)])
+                # Each sum is rounded to the dtype of the base.
+                total = total.to(own.dtype).float()
+            own.copy_(total)
 
 
 def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None) -> Tensor:
@@ -114,18 +132,18 @@ def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | 
     if width.ternary:
         size, values = _ternary(difference, numel)
     else:
-        # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
         size = torch.maximum(difference.amax(1, keepdim=True), -difference.amin(1, keepdim=True)).abs_()
-        size = size / torch.full_like(size, width.levels)
-    finite = size.isfinite()
+        # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
+        size = size / torch.full((), width.levels, dtype=size.dtype, device=size.device)
+    scale = scales.copy_(size if noise is None else _up(size)).float()
     # On other devices the host would have to wait to know.
-    spoiled = size.device.type != "cpu" or not finite.all()
-    if noise is not None:
-        size = size.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
-    scales.copy_(size)
-    if spoiled:
-        # One of the many NaNs, so that all backends write the same bytes.
-        scales.view(torch.int16).masked_fill_(~finite, BF16_NAN)
+    if on_host(size):
+        least, most = map(float, torch.aminmax(size))
+        if not width.ternary and width.bits > 2 and least > ORDINARY and most < math.inf:
+            return _rounded(difference / scale, width, noise)
+    finite = size.isfinite()
+    # One of the many NaNs, so that all backends write the same bytes.
+    scales.view(torch.int16).masked_fill_(~finite, BF16_NAN)
     scale = scales.float()
     if width.bits == 2:
         values = difference.clone().ge_(-2 * scale)
@@ -135,14 +153,11 @@ def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | 
     elif not width.ternary:
         # Differences in a block with scale 0, or with scale NaN, get the code 0.
         values = difference / torch.where(scale > 0, scale, torch.inf)
-        if spoiled:
-            values.nan_to_num_()
-        values = _rounded(values, width, noise)
-    if spoiled:
-        # All backends write the same bytes of a block whose scale is NaN, too.
-        lowest = 0 if width.mantissa else -3 if width.bits == 2 else -(width.numbers // 2)
-        values = torch.where(finite, values, lowest)
-    return values
+        # Scales below bf16's normal numbers are rounded coarsely: a quotient may exceed the levels.
+        values = _rounded(values.nan_to_num_().clamp_(-width.levels, width.levels), width, noise)
+    # All backends write the same bytes of a block whose scale is NaN.
+    lowest = 0 if width.mantissa else -3 if width.bits == 2 else -(width.numbers // 2)
+    return torch.where(finite, values, lowest)
 
 
 def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
@@ -152,12 +167,10 @@ def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
     """
     if not width.scaled:
         rounded = values.bfloat16().float() if noise is None else _cut(values.view(torch.int32).add(noise), width)
-        if values.device.type != "cpu" or not max(map(abs, torch.aminmax(values))) <= LARGEST_BF16:
+        if not on_host(values) or not max(map(abs, torch.aminmax(values))) <= LARGEST_BF16:
             # What rounds to an infinity is as near to the largest number.
             rounded = torch.where(values.isfinite(), rounded.clamp_(-LARGEST_BF16, LARGEST_BF16), torch.nan)
         return rounded
-    # Scales below bf16's normal numbers are rounded coarsely: a quotient may exceed the levels.
-    values.clamp_(-width.levels, width.levels)
     if not width.mantissa:
         # 0 in the place of −0.
         return values.round_().add_(0.0) if noise is None else values.add_(noise).floor_().sub_(128)
@@ -170,6 +183,11 @@ def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
     # counts as 0.
     bits = values.add_(0.0).mul_(E4M3_SHIFT).view(torch.int32).add_(noise, alpha=16)
     return _cut(bits, width).mul_(1 / E4M3_SHIFT)
+
+
+def _up(size: Tensor) -> Tensor:
+    """Return fp32 numbers rounded up to bf16, so that no element is larger than a scale's levels."""
+    return size.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 
 def _cut(bits: Tensor, width: WireFormat) -> Tensor:
@@ -190,12 +208,12 @@ def _pack(values: Tensor, width: WireFormat, codes: Tensor) -> None:
         codes.bitwise_xor_(128)
     else:
         # Byte j holds elements j, j + 32, j + 64 and j + 96 of a block in 2 bits, j and j + 64 in 4 bits, and in
-        # ternary codes the elements j of five blocks. All numbers are below 256, so they are exact.
-        numbers = (values + 3) * 0.5 if width.bits == 2 else values + width.numbers // 2
+        # ternary codes the elements j of five blocks. All sums are below 256, and int8 has the same bits.
+        numbers = ((values + 3) * 0.5 if width.bits == 2 else values + width.numbers // 2).to(torch.int8)
         *others, total = numbers.view(len(codes), width.together, codes.shape[1]).unbind(1)
         for digits in reversed(others):
             total = torch.add(digits, total, alpha=width.numbers)
-        codes.copy_(total)
+        codes.view(torch.int8).copy_(total)
 
 
 def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
@@ -208,12 +226,15 @@ def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
         return codes.view(torch.bfloat16).float().view(-1, BLOCK)
     if width.bits == 8 and not width.ternary:
         return codes.bitwise_xor(128).view(torch.int8).float().view(-1, BLOCK)
+    if not width.ternary:
+        parts = [codes.bitwise_right_shift(k * width.bits) for k in range(width.together)]
+        numbers = torch.stack(parts, 1).bitwise_and_(width.numbers - 1).view(torch.int8).float().view(-1, BLOCK)
+        return numbers.mul_(2).sub_(3) if width.bits == 2 else numbers.sub_(width.numbers // 2)
     # One more than the codes in a byte, since a code is what is left of its quotient by the next one.
     shares = (float(width.numbers) ** -torch.arange(width.together + 1, device=codes.device)).unsqueeze(1)
     # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
     quotients = (codes.float().add_(0.5).unsqueeze(1) * shares).floor_()
-    numbers = torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK)
-    return numbers.mul_(2).sub_(3) if width.bits == 2 else numbers.sub_(width.numbers // 2)
+    return torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK).sub_(1)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ def explores(config: PowerSGDConfig, repetition: int) -> bool:
     The alternating algorithm does not explore. It projects from both sides, so what waits always reaches both bases.
     """
     warm = config.algorithm == "standard" and config.warm_start
-    return warm and config.error_feedback and config.explore_every > 0 and repetition == 0
+    return warm and bool(config.error_feedback) and config.explore_every > 0 and repetition == 0
 
 
 def explore_reference(bucket: Bucket, step: int | Tensor, *, where: bool | Tensor) -> None:

@@ -47,6 +47,7 @@ class RankReport:
         budget: Bytes that a step may send. None without a budget.
         max_rank: Largest rank that may be planned. None without a budget.
         quantize: Format of whole tensors, if they are quantized. Their rank is 0.
+        error_bytes: Bytes of the errors that a worker keeps between steps.
         every: Steps from one exchange to the next. With local steps, bytes are those of an exchange.
         zeroed: Columns of bases, over all steps of the buckets in force, that were set to 0 because they would not have
             been orthonormal. The error keeps what they would have sent. More than 0 shows a fault: please report it.
@@ -59,6 +60,7 @@ class RankReport:
     budget: float | None = None
     max_rank: int | None = None
     quantize: str | None = None
+    error_bytes: float = 0.0
     every: int = 1
     zeroed: int = 0
 
@@ -70,7 +72,13 @@ class RankReport:
             share = spectra[s.name].share if s.rank and s.name in spectra else None
             rows.append(ReportedTensor(s.name, s.shape, s.rank, tensor_bytes(s.shape, s.rank, config), share))
         further["budget"] = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
-        return cls(tuple(rows), max_rank=config.max_rank, quantize=config.quantize, **further)
+        kept = layout.segments if config.quantize is not None else layout.compressed
+        itemsize = 2 if config.error_dtype == "bfloat16" else 4
+        errors = (
+            itemsize * sum(s.numel for s in kept) / further.get("node_workers", 1) if config.error_feedback else 0.0
+        )
+        further |= {"max_rank": config.max_rank, "quantize": config.quantize, "error_bytes": errors}
+        return cls(tuple(rows), **further)
 
     @property
     def bytes_per_step(self) -> float:
@@ -119,6 +127,7 @@ class RankReport:
             kinds = ", ".join(f"{count} by {kind}" for kind, count in self.exchanges.items())
             nodes = "" if self.node_workers == 1 else f"; the {self.node_workers} workers of a node share them"
             lines.append(f"Messages in a step: {kinds}{nodes}")
+        lines.append(f"Errors take {self.error_bytes:,.0f} bytes on each worker between steps")
         if self.zeroed:
             lines.append(f"{self.zeroed} columns of bases were not orthonormal. The error keeps what they did not send")
         if self.whole_step is not None:

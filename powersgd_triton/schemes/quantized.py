@@ -1,103 +1,275 @@
-"""Quantized averages: whole tensors in a few bits an element, with error feedback."""
+"""Quantized averages: whole tensors in a few bits an element, with error feedback or stochastic rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Generator, Mapping
 
 import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.comm.exchange import flat, flat_view
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.core.scheme import FlatAverage, Scheme, Task
-from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES
+from powersgd_triton.core.scheme import FlatAverage, Ranges, Scheme, Task
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED
 from powersgd_triton.ops.backends import difference_codec
+from powersgd_triton.ops.reference import note_overflow
 
 Mean = Generator[Work, None, Tensor]
 """Yields each collective that it starts, and returns the average."""
+INFINITE_BF16 = 0x7F80
+"""Bits of the smallest positive bf16 number that is not finite."""
+Shards = list[list[slice]]
+"""The elements of a bucket whose averages each worker needs."""
 
 
 class Quantized(Scheme):
-    """The scheme of ``PowerSGDConfig(codes=…)``: whole tensors, in codes with a scale for each block."""
+    """The scheme of ``PowerSGDConfig(quantize=…)``: whole tensors, with a scale for each block.
 
-    def prepare(self, task: Task) -> None:
-        """Note the tensors. Nothing stays between steps but the residuals."""
+    Without error feedback, nothing stays between steps. Random numbers are a function of the configuration's seed, the
+    step, the worker and the bucket.
+    """
+
+    def prepare(self, task: Task) -> list[Shards | None]:
+        """Note the tensors. The first step adds which worker needs which averages, or None if all need all."""
         task.residuals.enter(task.layout, task.device)
+        return [] if task.memory is None else task.memory
 
-    def average(self, task: Task) -> Generator[Work, None, FlatAverage]:
-        M = task.residuals.compensated(task.layout, task.gradients, task.step)
-        mean = yield from quantized_mean(M, task.config, task.communicator)
-        task.residuals.keep(task.layout, M, task.step)
-        return FlatAverage(task.layout, mean)
+    def average(self, task: Task) -> Generator[Work, None, FlatAverage | QuantizedAverage]:
+        layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
+        if not task.memory:
+            task.memory.append(_shards(task))
+        (shards,) = task.memory
+        seed = None
+        if config.error_feedback:
+            M = task.residuals.compensated(layout, task.gradients, step)
+        else:
+            M = flat(layout, task.gradients)
+            own = f"{config.seed} {step.iteration} {communicator.index} {layout.segments[0].name}"
+            seed = zlib.crc32(own.encode())
+        average: FlatAverage | QuantizedAverage
+        if shards is None:
+            messages = yield from _summed(M, config, communicator, seed)
+            step.verdict(M.device).mul_(messages.finite)
+            average = QuantizedAverage(layout, messages)
+        else:
+            mean = yield from scattered_mean(M, shards, config, communicator, seed)
+            note_overflow(mean, step.verdict(M.device))
+            # Each worker has looked at its own part.
+            step.uneven = True
+            average = FlatAverage(layout, mean)
+        task.residuals.keep(layout, M, step)
+        return average
 
 
-def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Mean:
-    """Return the mean of all workers' M. M keeps what this worker has not sent yet.
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """The mean of flat fp32 tensors, in the form in which it has arrived.
+
+    Attributes:
+        numel: Its elements.
+        content: uint8 [workers, bytes]: the whole tensors of workers to be averaged, or the sums of all parts of
+            ``each`` elements. In fp32 [numel] it is the mean itself.
+    """
+
+    numel: int
+    content: Tensor
+    each: int
+    config: PowerSGDConfig
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether the mean is finite, a bool on its device."""
+        content = self.content
+        if content.dtype == torch.uint8:
+            width = QUANTIZED[self.config.quantize or ""]
+            # Codes are finite where their scales are.
+            end = width.difference_bytes(self.each)[0] if width.scaled else content.shape[1]
+            # Bits of bf16 numbers without their signs.
+            return (content[:, :end].view(torch.int16) & 0x7FFF).amax() < INFINITE_BF16
+        return content.isfinite().all()
+
+    def write(self, out: Tensor) -> Tensor:
+        """Write the mean to ``out`` [numel], fp32 and contiguous, and return it."""
+        if self.content.dtype != torch.uint8:
+            return out.copy_(self.content)
+        width, (_, apply) = QUANTIZED[self.config.quantize or ""], difference_codec(self.config, out.device, out.dtype)
+        workers = len(self.content)
+        if self.each >= self.numel:
+            apply(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True)
+            return out
+        full = self.numel // self.each
+        apply(self.content[:full], width, out[: full * self.each].view(full, self.each), 1 / workers, fresh=True)
+        if full * self.each < self.numel:
+            apply(
+                self.content[full : full + 1], width, out[full * self.each :][None], 1 / workers, self.each, fresh=True
+            )
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedAverage:
+    """An average that is decoded where it is written."""
+
+    layout: Layout
+    messages: Messages
+
+    def reconstruct(self, out: Mapping[str, Tensor], overflow: Tensor | None) -> None:
+        whole = flat_view(self.layout, out) if len(out) == len(self.layout.segments) else None
+        if whole is None or whole.dtype != torch.float32:
+            self._decoded().reconstruct(out, overflow)
+        else:
+            self.messages.write(whole)
+
+    def reconstruct_ranges(self, out: Ranges, overflow: Tensor | None) -> None:
+        self._decoded().reconstruct_ranges(out, overflow)
+
+    def _decoded(self) -> FlatAverage:
+        content = self.messages.content
+        return FlatAverage(self.layout, self.messages.write(torch.empty(self.messages.numel, device=content.device)))
+
+
+def _shards(task: Task) -> Shards | None:
+    """Return which averages each worker needs, or None if not each is needed by one worker. Collective."""
+    layout, communicator = task.layout, task.communicator
+    if task.ranges is None or communicator.world_size == 1 or communicator.inside is not None:
+        return None
+    own = torch.zeros(len(layout.segments), 2, dtype=torch.int64)
+    for row, segment in zip(own, layout.segments, strict=True):
+        if segment.name in task.ranges:
+            start, target = task.ranges[segment.name]
+            row += segment.offset + start
+            row[1] += target.numel()
+    places = communicator.gather(own, task.device).tolist()
+    found = [[slice(*place) for place in worker if place[0] < place[1]] for worker in places]
+    return found if sum(part.stop - part.start for part in itertools.chain(*found)) <= layout.numel else None
+
+
+def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None = None) -> Mean:
+    """Return the mean of all workers' M in fp32. With error feedback, M keeps what this worker has not sent yet.
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
-    Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding. M is fp32 [numel], contiguous, and as long on all workers.
+    Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding. Without error feedback M stays as it is, and a ``seed``
+    below 2³² makes rounding stochastic. M is [numel], contiguous, as long on all workers, and fp32 with error feedback.
     In a hierarchy, workers sum M within the node first, and each averages its own part of the sum over the nodes.
     """
+    messages = yield from _summed(M, config, communicator, seed)
+    return messages.write(torch.empty(len(M), device=M.device))
+
+
+def _summed(
+    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+) -> Generator[Work, None, Messages]:
     inside = communicator.inside
     if inside is None:
-        return (yield from _average(M, config, communicator))
+        return (yield from _sum_of_workers(M, config, communicator, seed))
     # Rows of equal length, one for each worker, with zeros at the end.
     each = -(-len(M) // inside.world_size)
     rows = torch.nn.functional.pad(M, (0, inside.world_size * each - len(M))).view(inside.world_size, each)
     received = torch.empty_like(rows)
     yield inside.all_to_all(received, rows)
-    own = received.sum(0)
-    mean = yield from _average(own, config, communicator.across)
-    mean /= inside.world_size
-    yield inside.all_gather(rows, mean)
-    # What is left of the node's sum lies with the worker that has sent this part.
-    first = inside.index * each
-    M.zero_()
-    M[first : first + each] = own[: max(0, len(M) - first)]
-    return rows.view(-1)[: len(M)]
+    own = received.sum(0, dtype=torch.float32)
+    messages = yield from _sum_of_workers(own, config, communicator.across, seed)
+    mean = messages.write(torch.empty_like(own)).div_(inside.world_size)
+    whole = mean.new_empty(inside.world_size, each)
+    yield inside.all_gather(whole, mean)
+    if config.error_feedback:
+        # What is left of the node's sum lies with the worker that has sent this part.
+        first = inside.index * each
+        M.zero_()
+        M[first : first + each] = own[: max(0, len(M) - first)]
+    return Messages(len(M), whole.view(-1)[: len(M)], len(M), config)
 
 
-def _average(M: Tensor, config: PowerSGDConfig, communicator: Communicator) -> Mean:
+def _sum_of_workers(
+    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+) -> Generator[Work, None, Messages]:
     """Do the same on one level.
 
     Both of two workers receive what the other one has sent, so that nothing is rounded a second time. With more, each
-    worker owns a part of M: it receives this part from all workers, sums it, and sends the sum to all, in codes again.
+    worker owns a part of M: it receives this part from all workers, sums it, and sends the sum to all, quantized again.
     Either way, a worker sends and receives less than twice the bytes of its codes, however many workers there are.
     """
-    workers, worker = communicator.world_size, communicator.index
-    if workers == 1 or not M.numel():
-        mean = M.clone()
-        M.zero_()
-        return mean
-    assert config.codes is not None
-    width, (encode, apply) = DIFFERENCES[config.codes], difference_codec(config, M.device, M.dtype)
-
-    def new(*rows: int) -> Tensor:
-        # Not empty: the end of a shorter part is sent too, and adds nothing.
-        return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
-
+    workers, worker, keeps, numel = communicator.world_size, communicator.index, bool(config.error_feedback), len(M)
+    if workers == 1 or not numel:
+        mean = M.to(torch.float32, copy=True)
+        if keeps:
+            M.zero_()
+        return Messages(numel, mean, numel, config)
+    width, (encode, _) = QUANTIZED[config.quantize or ""], difference_codec(config, M.device, M.dtype)
     if workers == 2:
-        _, size = width.difference_bytes(len(M))
-        gathered, sent = new(workers), new()
-        encode(M, None, width, sent, True)
+        sent = _bytes(M, numel, config)
+        gathered = _bytes(M, numel, config, workers)
+        encode(M, None, width, sent, keeps, seed=seed)
         yield communicator.all_gather(gathered, sent)
-        mean = torch.zeros_like(M)
-        apply(gathered, width, mean.expand(workers, -1), 1 / workers)
-        return mean
+        return Messages(numel, gathered, numel, config)
     # Parts of equal length, but for the last ones, in whole groups of blocks that share bytes.
     unit = BLOCK * width.blocks
-    each = -(-len(M) // (workers * unit)) * unit
-    first, behind = worker * each, (worker + 1) * each
-    _, size = width.difference_bytes(each)
-    sent, received, mine, gathered = new(workers), new(workers), new(), new(workers)
-    # Not the own part, which is not sent and so not rounded.
-    encode(M[:first], None, width, sent[:worker], True, each)
-    encode(M[behind:], None, width, sent[worker + 1 :], True, each)
-    yield communicator.all_to_all(received, sent)
-    own = M[first:behind]
-    apply(received, width, own.expand(workers, -1), 1.0, each)
-    encode(own, None, width, mine[None], True, each)
+    each = -(-numel // (workers * unit)) * unit
+    own = M[worker * each : (worker + 1) * each]
+    own = own if keeps else own.to(torch.float32, copy=True)
+    yield from _sum_part(M, own, each, config, communicator, seed)
+    mine, gathered = _bytes(M, each, config), _bytes(M, each, config, workers)
+    encode(own, None, width, mine[None], keeps, each, _other(seed, 2))
     yield communicator.all_gather(gathered, mine)
-    mean = M.new_zeros(workers, each)
-    apply(gathered, width, mean, 1 / workers)
-    return mean.view(-1)[: len(M)]
+    return Messages(numel, gathered, each, config)
+
+
+def _sum_part(
+    M: Tensor, own: Tensor, each: int, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+) -> Generator[Work, None, None]:
+    """Send each worker its part of M, ``each`` elements. Add the parts that the others send to ``own``, in fp32."""
+    workers, worker, keeps = communicator.world_size, communicator.index, bool(config.error_feedback)
+    width, (encode, apply) = QUANTIZED[config.quantize or ""], difference_codec(config, M.device, M.dtype)
+    sent, received = _bytes(M, each, config, workers), _bytes(M, each, config, workers)
+    # Not the own part, which is not sent and so not rounded.
+    encode(M[: worker * each], None, width, sent[:worker], keeps, each, seed)
+    encode(M[(worker + 1) * each :], None, width, sent[worker + 1 :], keeps, each, _other(seed, 1))
+    yield communicator.all_to_all(received, sent)
+    apply(received, width, own.expand(workers, -1), 1.0, each)
+
+
+def scattered_mean(
+    M: Tensor, shards: Shards, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+) -> Mean:
+    """Return the mean of all workers' M as ``quantized_mean`` does, but only this worker's shard; the rest is 0.
+
+    A worker sends half as many bytes, and rounds no sum.
+    """
+    unit = BLOCK * QUANTIZED[config.quantize or ""].blocks
+    each = max(sum(part.stop - part.start for part in parts) for parts in shards)
+    each = -(-each // unit) * unit
+    rows = M.new_zeros(communicator.world_size, each)
+    places = [
+        (row[end - (part.stop - part.start) : end], M[part])
+        for row, parts in zip(rows, shards, strict=True)
+        for part, end in zip(parts, itertools.accumulate(part.stop - part.start for part in parts), strict=True)
+    ]
+    torch._foreach_copy_([place for place, _ in places], [part for _, part in places])
+    own = rows[communicator.index].float()
+    yield from _sum_part(rows.view(-1), own, each, config, communicator, seed)
+    mean, first = torch.zeros(len(M), device=M.device), 0
+    own /= communicator.world_size
+    for part in shards[communicator.index]:
+        mean[part] = own[first : first + part.stop - part.start]
+        first += part.stop - part.start
+    if config.error_feedback:
+        rows[communicator.index] = 0
+        M.zero_()
+        torch._foreach_copy_([part for _, part in places], [place for place, _ in places])
+    return mean
+
+
+def _bytes(M: Tensor, numel: int, config: PowerSGDConfig, *rows: int) -> Tensor:
+    """Return memory for messages. It is zero: the end of a shorter part is sent too, and adds nothing."""
+    _, size = QUANTIZED[config.quantize or ""].difference_bytes(numel)
+    return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
+
+
+def _other(seed: int | None, number: int) -> int | None:
+    """Return the seed of another message of the step."""
+    return None if seed is None else (seed + number * 0x9E3779B9) % 2**32

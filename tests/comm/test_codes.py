@@ -1,23 +1,29 @@
-"""Averages of whole tensors in codes: nothing is lost, and all workers get the same bits."""
+"""Averages of quantized tensors: nothing is lost or they are unbiased, and all workers get the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.network.stand_ins import CountedWorker
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.config import QUANTIZED
-from powersgd_triton.schemes.quantized import quantized_mean
+from powersgd_triton.demo.measure import Call
+from powersgd_triton.layout import wire_format
+from powersgd_triton.schemes.quantized import Shards, quantized_mean, scattered_mean
 from tests.support.lockstep import Line, communicate
 from tests.support.thinned import thinned
 
+CLUSTERS = ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3))
+"""Workers, and those of a node."""
 
-def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[list[Tensor], list[Tensor]]:
-    """Each worker's average, and what is left of its tensor."""
-    workers, config = len(given), PowerSGDConfig(codes=codes)
+
+def in_lockstep(run: Callable[[int, Line], Iterator[Any]], workers: int, node_size: int = 1) -> None:
+    """Run what each worker does, one collective at a time."""
     lines = [Line(index, workers) for index in range(workers)]
     groups: list[list[Line]] = [lines]
     if node_size > 1:
@@ -28,30 +34,141 @@ def average(given: Sequence[Tensor], codes: str, node_size: int = 1) -> tuple[li
             node, index = divmod(worker, node_size)
             line.inside, line.across = insides[node][index], across[index][node]
         groups = [*insides, *across]
-    left, means = [tensor.clone() for tensor in given], [torch.empty(0)] * workers
-
-    def run(worker: int) -> Iterator[Any]:
-        means[worker] = yield from quantized_mean(left[worker], config, lines[worker])
-
-    running = [run(worker) for worker in range(workers)]
+    running = [run(worker, line) for worker, line in enumerate(lines)]
     while running:
         running = [schedule for schedule in running if next(schedule, "done") != "done"]
         for group in groups:
             communicate(group)
+
+
+def average(
+    given: Sequence[Tensor],
+    codes: str,
+    node_size: int = 1,
+    shards: Shards | None = None,
+    seed: int | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each worker's average, and what is left of its tensor. With a seed, without error feedback."""
+    workers, config = len(given), PowerSGDConfig(quantize=codes, error_feedback=seed is None)
+    left, means = [tensor.clone() for tensor in given], [torch.empty(0)] * workers
+
+    def run(worker: int, line: Line) -> Iterator[Any]:
+        own = None if seed is None else seed + worker
+        if shards is None:
+            means[worker] = yield from quantized_mean(left[worker], config, line, own)
+        else:
+            means[worker] = yield from scattered_mean(left[worker], shards, config, line, own)
+
+    in_lockstep(run, workers, node_size)
     return means, left
 
 
-@thinned(
-    "numel, cluster, codes", (0, 1, 127, 641, 5000), ((1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 3)), tuple(QUANTIZED)
-)
+def tensors(numel: int, workers: int) -> list[Tensor]:
+    torch.manual_seed(numel + workers)
+    return [torch.randn(numel) * 10 ** torch.empty(numel).uniform_(-3, 1) for _ in range(workers)]
+
+
+def dealt(numel: int, workers: int) -> Shards:
+    """Parts of unequal lengths, by turns; the last elements are nobody's, and with 3 workers one has none."""
+    cuts = [0, *torch.linspace(0, numel - numel // 50, 3 * workers).long().tolist()[1:]]
+    parts = [slice(first, end) for first, end in itertools.pairwise(cuts) if first < end]
+    turns = workers - (workers == 3)
+    return [parts[worker::turns] if worker < turns else [] for worker in range(workers)]
+
+
+@thinned("numel, cluster, codes", (0, 1, 127, 641, 768, 5000), CLUSTERS, tuple(QUANTIZED))
 def test_nothing_is_lost(numel: int, cluster: tuple[int, int], codes: str):
     workers, node_size = cluster
-    torch.manual_seed(numel + workers)
-    given = [torch.randn(numel) * 10 ** torch.empty(numel).uniform_(-3, 1) for _ in range(workers)]
+    given = tensors(numel, workers)
     means, left = average(given, codes, node_size)
     for mean in means[1:]:
         assert torch.equal(mean, means[0])
-    total = torch.stack(given).double().sum(0)
-    kept = torch.stack(left).double().sum(0) + workers * means[0].double()
-    assert ((kept - total).abs() <= 1e-6 * workers * total.abs().max() if numel else kept == total).all()
+    check_sum(given, left, means[0])
     assert workers > 1 or torch.equal(means[0], given[0])
+
+
+def check_sum(given: Sequence[Tensor], left: Sequence[Tensor], mean: Tensor) -> None:
+    total = torch.stack(list(given)).double().sum(0)
+    kept = torch.stack(list(left)).double().sum(0) + len(given) * mean.double()
+    assert ((kept - total).abs() <= 1e-6 * len(given) * total.abs().max() if len(total) else kept == total).all()
+
+
+@thinned("numel, workers, codes", (30, 641, 5000), (2, 3, 8), tuple(QUANTIZED))
+def test_shards_lose_nothing(numel: int, workers: int, codes: str):
+    """Each worker has the average of its own shard, and what is in none stays where it was."""
+    given, shards = tensors(numel, workers), dealt(numel, workers)
+    means, left = average(given, codes, shards=shards)
+    sums = torch.stack(means)
+    for worker, parts in enumerate(shards):
+        for part in parts:
+            assert not sums[[other for other in range(workers) if other != worker], part].any()
+    check_sum(
+        [tensor[: numel - numel // 50] for tensor in given],
+        [t[: numel - numel // 50] for t in left],
+        sums.sum(0)[: numel - numel // 50],
+    )
+
+
+STOCHASTIC = [name for name, width in wire_format.QUANTIZED.items() if width.stochastic]
+
+
+CASES = [*((*cluster, False) for cluster in CLUSTERS[1:]), (2, 1, True), (3, 1, True), (8, 1, True)]
+
+
+@thinned("codes, case", STOCHASTIC, CASES)
+def test_unbiased_without_errors(codes: str, case: tuple[int, int, bool]):
+    """Gradients stay as they are, a seed gives the same bits, and the mean over seeds is the mean of the gradients."""
+    (workers, node_size, sharded), numel = case, 3000
+    given, seeds = tensors(numel, workers), 40
+    shards = dealt(numel, workers) if sharded else None
+    cut = numel - numel // 50 if sharded else numel
+    exact = torch.stack(given).double().mean(0)[:cut]
+    found = []
+    for seed in range(seeds):
+        means, left = average(given, codes, node_size, shards, 1000 * seed)
+        assert all(torch.equal(one, other) for one, other in zip(left, given, strict=True))
+        assert sharded or all(torch.equal(mean, means[0]) for mean in means[1:])
+        found.append((torch.stack(means).sum(0) if sharded else means[0]).double()[:cut] - exact)
+    again, _ = average(given, codes, node_size, shards, 1000 * (seeds - 1))
+    assert torch.equal(torch.stack(again), torch.stack(means))
+    single = torch.stack(found).square().mean(0).sum().sqrt()
+    bias = torch.stack(found).mean(0).norm()
+    assert 0 < bias <= 1.2 * single / seeds**0.5
+
+
+@thinned("codes, case, value", tuple(QUANTIZED), CASES, (float("nan"), float("-inf")))
+def test_what_is_not_finite_arrives(codes: str, case: tuple[int, int, bool], value: float):
+    """Whoever needs the average of a block in which one worker has a NaN gets one."""
+    (workers, node_size, sharded), numel = case, 3000
+    for seed in (None, 3):
+        given, shards = tensors(numel, workers), dealt(numel, workers) if sharded else None
+        given[-1][7] = value
+        means, _ = average(given, codes, node_size, shards, seed)
+        assert not all(mean[7].isfinite() for mean in means)
+        assert sharded or not any(mean[7].isfinite() for mean in means)
+        assert all(mean[2000:].isfinite().all() for mean in means)
+
+
+FEWER = {"bf16": 2.0, "fp8": 3.9, "int8": 3.9, "int4": 7.7, "int2": 15, "ternary": 18}
+"""How many times fewer bytes than an all-reduce in fp32, which does not depend on the workers."""
+
+
+@thinned("codes, workers", tuple(FEWER), (2, 3, 8, 64))
+def test_bytes_of_a_worker(codes: str, workers: int):
+    """As many as an all-reduce of the quantized tensors, and half of that where each worker needs a shard."""
+    numel, config = 640 * 640, PowerSGDConfig(quantize=codes)
+    whole: list[tuple[bool, Call]] = []
+    halves: list[tuple[bool, Call]] = []
+    for _ in quantized_mean(torch.randn(numel), config, CountedWorker(0, workers, whole)):
+        pass
+    each = numel // workers
+    shards = [[slice(index * each, (index + 1) * each)] for index in range(workers)]
+    for _ in scattered_mean(torch.randn(numel), shards, config, CountedWorker(0, workers, halves), None):
+        pass
+    sent, scattered = (sum(call.sent for _, call in calls) for calls in (whole, halves))
+    exact = 2 * (workers - 1) / workers * 4 * numel
+    # Parts end with whole blocks.
+    assert exact / sent >= 0.99 * FEWER[codes]
+    assert sent / 2 <= scattered <= 1.05 * sent / 2 or workers == 2
+    assert len(whole) == 2 - (workers == 2)
+    assert len(halves) == 1

@@ -102,6 +102,7 @@ def cells() -> list[Cell]:
         for _, source in (pair for pair in SOURCES if pair[0] == name):
             add(properties.taken_over, 4, turn=WRAPPERS[source].thin, folder=True, options=(("source", source),))
         add(properties.budget, folder=True)
+        add(properties.stateless, folder=True, turn=index % 3)
         for check in ALWAYS:
             add(check)
         for workers in {2, 3, 4} - {few} if few == 2 else ():

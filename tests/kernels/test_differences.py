@@ -89,12 +89,31 @@ def test_same_bits_in_parts_of_several_spans(width: str, seed: int | None, devic
         content = Bytes((2, form.difference_bytes(each)[1]), where)
         left, total = target.clone().to(where), torch.zeros(1, each, device=where)
         encode(left, None, form, content.view, True, each, seed)
-        # Both messages are added to the same tensor.
-        apply(content.view, form, total[:, :5000].expand(2, -1), 0.5, each)
+        # Both messages are added to the same tensor, to what it contains and not.
+        apply(content.view, form, total[:, :2500].expand(2, -1), 0.3, each)
+        fresh = torch.full((1, 2500), NAN, dtype=torch.bfloat16, device=where)
+        apply(content.view, form, fresh.expand(2, -1), 0.3, each, fresh=True)
         assert content.guarded()
-        results.append((content.view.cpu(), left.cpu(), total.cpu()))
+        results.append((content.view.cpu(), left.cpu(), total.view(torch.int32).cpu(), fresh.view(torch.int16).cpu()))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@thinned("width, fresh", list(QUANTIZED), [True, False], together=1)
+def test_a_message_that_is_not_finite_spoils_the_sum(width: str, fresh: bool, device: torch.device):
+    """Also if other messages are added behind it; what the tensor had that was not finite does not."""
+    form, numel = QUANTIZED[width], 6 * BLOCK
+    results = []
+    for (encode, apply), where in zip(CODECS, (device, torch.device("cpu")), strict=True):
+        content = torch.zeros(3, form.difference_bytes(numel)[1], dtype=torch.uint8, device=where)
+        total = torch.full((1, numel), NAN, device=where)
+        for number, row in enumerate(content):
+            target = torch.ones(numel, device=where)
+            target[number * BLOCK : (number + 1) * BLOCK] = NAN
+            encode(target, None, form, row)
+        apply(content, form, total.expand(3, -1), 1 / 3, fresh=fresh)
+        results.append(total[0].isnan().cpu())
+    assert all(torch.equal(spoiled, torch.arange(numel) < 3 * BLOCK) for spoiled in results)
 
 
 def heavy_tailed(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -369,6 +369,7 @@ FORMATS = {
         for wire in ("bf16", "fp16", "int8", "int4")
         for algorithm in ("standard", "alternating")
     },
+    "quantized": PowerSGDConfig(quantize="int4"),
 }
 """Of what is compressed and sent, beside the standard algorithm in fp32."""
 
@@ -402,10 +403,14 @@ LOOP = {
 ALTERNATING = {
     "full_rank": "one product with a basis is not exact at any rank",
     **dict.fromkeys(FORMATS, "it has one algorithm, in fp32"),
-    "budget": "it has ranks only",
+    **dict.fromkeys(("budget", "stateless"), "it has ranks only"),
     "void": "the error is in the gradient, so that of an element that is not finite goes with it",
 }
-LOCAL = {"void": "a worker that is not finite contributes nothing", "damaged": "it saves a part of each worker"}
+LOCAL = {
+    "void": "a worker that is not finite contributes nothing",
+    "damaged": "it saves a part of each worker",
+    "stateless": "it always keeps what is left",
+}
 # What it owes there is not saved, and decays.
 PADDED = {"resume alternating": "the first left basis is not zero in the rows that pad a shard"}
 PARTS = {
@@ -413,6 +418,7 @@ PARTS = {
     **dict.fromkeys(("frozen", "checkpointing", "unused"), "its model has other layers"),
     "clipping": "torch has no norm of tensors on several meshes",
     "attached": "it is attached as without it",
+    **dict.fromkeys(("quantized", "stateless"), "it is refused, since a scale is for several tensors"),
     # Then their copies drift apart.
     "void": "of a matrix that is not split, one worker of a pair may keep the error where the other one carries it",
 }

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from powersgd_triton import Compressor, PowerSGDConfig
-from powersgd_triton.integrations.ddp import PowerSGDState
+from powersgd_triton import PowerSGDConfig
 from powersgd_triton.integrations.local_steps import LocalSteps
 from powersgd_triton.ops.step import HostCopy
 from tests.support.distributed import make_test
@@ -88,6 +87,9 @@ def reads_once(worker: int, _world_size: int) -> None:
 
             copies = mock.Mock(side_effect=tolist)
             with (
+                # As on a GPU, where nothing is decided on the host.
+                mock.patch("powersgd_triton.ops.differences.on_host", return_value=False),
+                mock.patch("powersgd_triton.ops.reference.on_host", return_value=False),
                 # What the workers compare lies on the host, and what was copied in an earlier step.
                 mock.patch.object(sync, "_compare", functools.partial(on_host, compare)),
                 mock.patch.object(HostCopy, "numbers", lambda copy: on_host(numbers, copy)),
@@ -124,7 +126,10 @@ REFUSED: list[tuple[Callable[[bool], dict[str, Any]], str]] = [
     (lambda first: {"every": 5 if first else 4}, "DisagreementError.*every: (5 instead of 4|4 instead of 5)"),
     (lambda _: {"delay": 4}, "ValueError.*delay must be below every=4"),
     (lambda first: {"outer": (lambda _: 3) if first else None}, "must return a torch.optim.Optimizer; got int"),
-    (lambda first: {"config": PowerSGDConfig(codes="int4") if first else TERNARY}, "DisagreementError.*config.codes"),
+    (
+        lambda first: {"config": PowerSGDConfig(codes="int4") if first else TERNARY},
+        "DisagreementError.*config.quantize",
+    ),
     (lambda _: {"config": PowerSGDConfig(compression="auto")}, "ValueError.*compression='auto' compares a step"),
     (lambda _: {"config": PowerSGDConfig(compression=20, max_overhead=0.1)}, "max_overhead is a share of a step"),
     (lambda first: {"model": nn.Linear(2, 3 if first else 4)}, "DisagreementError.*shape of 'bias'"),
@@ -269,17 +274,3 @@ def test_one_worker() -> None:
         training.sync.finish()
     assert ["not finite" in text for text in warnings(messages)] == [True]
     assert flat(training.net).isfinite().all()
-
-
-def test_codes_are_for_local_steps_only_and_stand_alone() -> None:
-    refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: Compressor(TERNARY, {"w": (4, 4)}), "codes are for local steps"),
-        (lambda: PowerSGDState(TERNARY, process_group=None), "codes are for local steps"),
-        (lambda: PowerSGDConfig(codes="int3"), "codes must be None or one of ternary, int2, int4, int8; got 'int3'"),
-    ]
-    for field in ({"rank": 4}, {"compression": 20}, {"bytes_per_step": 1000}, {"wire_dtype": "int4"}):
-        said = f"{next(iter(field))} has no use beside them"
-        refused.append((functools.partial(PowerSGDConfig, codes="int4", **field), said))
-    for make, said in refused:
-        with pytest.raises(ValueError, match=said):
-            make()
