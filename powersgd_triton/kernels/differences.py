@@ -195,7 +195,7 @@ def _apply_difference_kernel(
             x = _as_stored(x + value_of(code, scale * weight, NUMBERS, MANTISSA), base.dtype.element_ty)
             scale_pointers += size // 2
             code_pointers += length
-        _store(base + place, x, ok)
+        tl.store(base + place, x.to(base.dtype.element_ty), ok)
         digit *= NUMBERS
 
 
