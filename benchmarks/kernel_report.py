@@ -43,7 +43,7 @@ from powersgd_triton.kernels import (
 from powersgd_triton.kernels.configurations import Configuration, select_configuration
 from powersgd_triton.kernels.table import BucketTable, Matrix
 from powersgd_triton.kernels.wire import TritonWire
-from powersgd_triton.layout.wire_format import DIFFERENCES, FORMATS, WirePlan
+from powersgd_triton.layout.wire_format import FORMATS, QUANTIZED, WirePlan
 
 RANKS = (4, 16, 32, 64)
 BUCKET_RANKS = (4, 16, 32)
@@ -72,8 +72,10 @@ def variants(arch: str, ranks: Sequence[int] = RANKS) -> Iterator[Variant]:
             yield from _launches(select_configuration(arch, rank), rank, G, M, factors_too)
         for width in WIDTHS:
             yield from _wire_launches(select_configuration(arch, rank), rank, width)
-    for name, dtype, aligned in itertools.product(DIFFERENCES, DTYPES, (True, False)):
+    for name, dtype, aligned in itertools.product(QUANTIZED, DTYPES, (True, False)):
         yield from _difference_launches(name, dtype, aligned)
+        if QUANTIZED[name].stochastic:
+            yield from _difference_launches(name, dtype, aligned, seed=2**32 - 1)
 
 
 def _launches(
@@ -145,21 +147,26 @@ def _wire_launches(launches: Configuration, rank: int, width: str) -> Iterator[V
         yield from _different(recorded, label)
 
 
-def _difference_launches(name: str, dtype: torch.dtype, aligned: bool) -> Iterator[Variant]:
+def _difference_launches(name: str, dtype: torch.dtype, aligned: bool, seed: int | None = None) -> Iterator[Variant]:
     """Launch the coding of differences between fp32 and copies, and of whole copies, which keep what is not sent.
 
-    Rows with an odd number of elements are unaligned.
+    Rows with an odd number of elements are unaligned. With a seed, what is sent is rounded stochastically.
     """
-    width, numel = DIFFERENCES[name], 4096 if aligned else 4097
+    width, numel = QUANTIZED[name], 4096 if aligned else 4097
     target, copies = torch.zeros(numel), torch.zeros(2, numel, dtype=dtype)
     content = torch.zeros(2, width.difference_bytes(numel)[1], dtype=torch.uint8)
     with recording(run=False) as recorded:
         # The second of two unaligned rows starts at an odd element.
         copy = copies[0 if aligned else 1]
-        differences.encode_triton(target, copy, width, content[0])
-        differences.encode_triton(copy, None, width, content[0], subtract=True)
-        differences.apply_triton(content, width, copies)
-    label = f"differences {name}, {str(dtype).removeprefix('torch.')}{'' if aligned else ', unaligned'}"
+        differences.encode_triton(target, copy, width, content[0], seed=seed)
+        differences.encode_triton(copy, None, width, content[0], subtract=True, seed=seed)
+        if seed is None:
+            differences.apply_triton(content, width, copies)
+            differences.apply_triton(content, width, copies[:1].expand(2, -1), fresh=True)
+        else:
+            differences.encode_triton(copy, None, width, content[0], seed=seed)
+    kind = f"differences {name}" if seed is None else f"stochastic differences {name}"
+    label = f"{kind}, {str(dtype).removeprefix('torch.')}{'' if aligned else ', unaligned'}"
     yield from _different(recorded, label)
 
 

@@ -14,13 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from powersgd_triton.kernels.configurations import NUMERICS
-from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code
+from powersgd_triton.kernels.rounding_device import noise_of, rounded_code, value_of
+from powersgd_triton.kernels.wire_device import BF16_NAN, bf16_bits, from_bf16_bits, nearest_code, quotient
+from powersgd_triton.layout import constants
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO, WireFormat
 
 GROUPS = 16
 WARPS = 4
 LARGEST = tl.constexpr(LARGEST_BF16)
 ZERO = tl.constexpr(TERNARY_ZERO * BLOCK)
+PERIOD = tl.constexpr(constants.PERIOD)
 
 
 @triton.jit
@@ -31,9 +34,9 @@ def _groups(numel, BLOCKS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _places(block, numel, BITS: tl.constexpr):
-    """Places of the blocks' elements [GROUPS, PARTS, BLOCK // PARTS], which of them exist, and how many [GROUPS]."""
-    element = tl.arange(0, 8 // BITS)[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
+def _places(block, numel, PARTS: tl.constexpr):
+    """Places of the blocks' elements [GROUPS, PARTS, 128 // PARTS], which of them exist, and how many [GROUPS]."""
+    element = tl.arange(0, PARTS)[:, None] * (128 // PARTS) + tl.arange(0, 128 // PARTS)[None, :]
     # In 32 bits: masks of 64-bit places take many registers.
     counts = tl.minimum(numel - block * 128, 128).to(tl.int32)
     return block[:, None, None] * 128 + element[None, :, :], element[None, :, :] < counts[:, None, None], counts
@@ -68,16 +71,6 @@ def _ternary(x, counts, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _value(code, scale, NUMBERS: tl.constexpr):
-    """What codes stand for."""
-    if NUMBERS == 4:
-        code = 2 * code - 3
-    else:
-        code = code - NUMBERS // 2
-    return code.to(tl.float32) * scale
-
-
-@triton.jit
 def _store(pointers, x, ok):
     """Store fp32 values, rounded to nearest."""
     if pointers.dtype.element_ty == tl.bfloat16:
@@ -87,9 +80,17 @@ def _store(pointers, x, ok):
 
 
 @triton.jit
+def _as_stored(x, dtype: tl.constexpr):
+    """fp32 values, rounded to what a dtype has."""
+    if dtype == tl.bfloat16:
+        x = from_bf16_bits(bf16_bits(x))
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["seed"])
 def _encode_difference_kernel(
-    target, base, scales, codes, numel, each, distance, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
-    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    target, base, scales, codes, numel, each, distance, seed, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
+    PARTS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Scales and codes of target − base; target −= what they stand for, if SUBTRACT.
 
@@ -100,106 +101,155 @@ def _encode_difference_kernel(
     if base is not None:
         base += part * each
     scales += part * (distance // 2)
-    codes += part * distance
+    codes += part * (distance // (2 if MANTISSA == 7 else 1))
     numel = tl.minimum(numel - part * each, each)
     group, some = _groups(numel, BLOCKS, GROUPS)
-    shift = tl.arange(0, 8 // BITS) * BITS
-    both = tl.zeros([GROUPS, 16 * BITS], tl.int32)
+    shift = tl.arange(0, PARTS) * (8 // PARTS)
+    both = tl.zeros([GROUPS, 128 // PARTS], tl.int32)
     digit = 1
     # Not unrolled: that takes up to three times as many registers.
     for k in range(BLOCKS):
         block = group * BLOCKS + k
-        place, ok, counts = _places(block, numel, BITS)
+        place, ok, counts = _places(block, numel, PARTS)
         own = tl.load(target + place, ok, 0.0).to(tl.float32)
         x = own
         if base is not None:
             x -= _finite(tl.load(base + place, ok, 0.0))
-        if NUMBERS == 3:
-            # Padding must not lower the mean.
-            size, zero = _ternary(x, tl.maximum(counts, 1).to(tl.float32), GROUPS)
-        else:
-            size = tl.abs(x)
-            size = tl.max(tl.max(tl.where(size < float("inf"), size, float("inf")), axis=2), axis=1)
-            size = tl.div_rn(size, tl.full([GROUPS], LEVELS, tl.float32))
-        bits = tl.where(size < float("inf"), bf16_bits(size), BF16_NAN).to(tl.int16)
-        tl.store(scales + block, bits, some)
-        # The scale as it is stored, since that is what the codes are multiplied by.
-        scale = from_bf16_bits(bits)[:, None, None]
+        noise = seed
+        if seed is not None:
+            # Programs divide spans.
+            noise = noise_of(place, tl.program_id(0) * (GROUPS * 128) // PERIOD, part, seed)
+        scale = tl.full([GROUPS, 1, 1], 1.0, tl.float32)
+        if MANTISSA != 7:
+            if NUMBERS == 3:
+                # Padding must not lower the mean.
+                size, zero = _ternary(x, tl.maximum(counts, 1).to(tl.float32), GROUPS)
+            else:
+                size = tl.abs(x)
+                size = tl.max(tl.max(tl.where(size < float("inf"), size, float("inf")), axis=2), axis=1)
+                size = tl.div_rn(size, tl.full([GROUPS], LEVELS, tl.float32))
+            bits = bf16_bits(size)
+            if seed is not None:
+                # Up, so that no quotient exceeds the levels.
+                bits = (size.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+            bits = tl.where(size < float("inf"), bits, BF16_NAN).to(tl.int16)
+            tl.store(scales + block, bits, some)
+            # The scale as it is stored, since that is what the codes are multiplied by.
+            scale = from_bf16_bits(bits)[:, None, None]
         if NUMBERS == 3:
             code = (x >= -zero).to(tl.int32) + (x > zero).to(tl.int32)
-        elif BITS == 2:
+        elif NUMBERS == 4:
             code = (x >= -2 * scale).to(tl.int32) + (x >= 0).to(tl.int32) + (x >= 2 * scale).to(tl.int32)
+        elif MANTISSA == 7:
+            code = rounded_code(x, noise, LEVELS, NUMBERS, MANTISSA)
+        elif MANTISSA == 3 or seed is not None:
+            code = rounded_code(quotient(x, scale), noise, LEVELS, NUMBERS, MANTISSA)
         else:
             code = nearest_code(x, scale, LEVELS).to(tl.int32) + NUMBERS // 2
         code = tl.where(scale == scale, code, 0)
         both += tl.sum(code << shift[None, :, None], axis=1) * digit
         digit *= NUMBERS
         if SUBTRACT:
-            _store(target + place, own - _value(code, scale, NUMBERS), ok)
-    byte = group[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
-    tl.store(codes + byte, both.to(tl.uint8), some[:, None])
+            _store(target + place, own - value_of(code, scale, NUMBERS, MANTISSA), ok)
+    byte = group[:, None] * (128 // PARTS) + tl.arange(0, 128 // PARTS)[None, :]
+    tl.store(codes + byte, both.to(codes.dtype.element_ty), some[:, None])
 
 
 @triton.jit
 def _apply_difference_kernel(
-    scales, codes, base, numel, size, messages, distance, weight,
-    BITS: tl.constexpr, NUMBERS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    scales, codes, base, numel, size, messages, distance, weight, FRESH: tl.constexpr,
+    PARTS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """base += codes · (scales · weight), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies."""
+    """base += codes · (scales · weight), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies.
+
+    If FRESH, what base contains counts as 0.
+    """
     group, some = _groups(numel, BLOCKS, GROUPS)
     copy = tl.program_id(1).to(tl.int64)
+    # Elements of codes.
+    length = size // (2 if MANTISSA == 7 else 1)
     base += copy * distance
     scales += copy * (size // 2)
-    codes += copy * size
-    byte = group[:, None] * (16 * BITS) + tl.arange(0, 16 * BITS)[None, :]
-    shift = tl.arange(0, 8 // BITS) * BITS
-    for message in range(messages):
-        if message > 0:
-            # Another thread may have stored what this one adds to.
-            tl.debug_barrier()
-        both = tl.load(codes + byte, some[:, None], 0).to(tl.int32)
-        for k in range(BLOCKS):
-            block = group * BLOCKS + k
-            scale = from_bf16_bits(tl.load(scales + block, some, 0))[:, None, None]
-            code = (both[:, None, :] >> shift[None, :, None]) % NUMBERS
-            both = both // NUMBERS
-            place, ok, _ = _places(block, numel, BITS)
-            x = _finite(tl.load(base + place, ok, 0.0)) + _value(code, scale * weight, NUMBERS)
-            _store(base + place, x, ok)
-        scales += size // 2
-        codes += size
+    codes += copy * length
+    byte = group[:, None] * (128 // PARTS) + tl.arange(0, 128 // PARTS)[None, :]
+    shift = tl.arange(0, PARTS) * (8 // PARTS)
+    digit = 1
+    for k in range(BLOCKS):
+        block = group * BLOCKS + k
+        place, ok, _ = _places(block, numel, PARTS)
+        # Unlike 0, it changes no number that is added.
+        x = tl.full([GROUPS, PARTS, 128 // PARTS], -0.0, tl.float32)
+        if not FRESH:
+            x = _finite(tl.load(base + place, ok, 0.0))
+        scale_pointers, code_pointers = scales + block, codes + byte
+        for _ in range(messages):
+            scale = tl.full([GROUPS, 1, 1], 1.0, tl.float32)
+            if MANTISSA != 7:
+                scale = from_bf16_bits(tl.load(scale_pointers, some, 0))[:, None, None]
+            code = tl.load(code_pointers, some[:, None], 0).to(tl.int32)[:, None, :]
+            if NUMBERS == 3:
+                # Divided by the digit: exact below 2¹⁶ / digit.
+                code = ((code * (65536 // digit + 1)) >> 16) % NUMBERS
+            elif MANTISSA == 0:
+                code = (code >> shift[None, :, None]) % NUMBERS
+            x = _as_stored(x + value_of(code, scale * weight, NUMBERS, MANTISSA), base.dtype.element_ty)
+            scale_pointers += size // 2
+            code_pointers += length
+        tl.store(base + place, x.to(base.dtype.element_ty), ok)
+        digit *= NUMBERS
 
 
 def _launch(kernel: Any, copies: int, numel: int, width: WireFormat, *arguments: Any, **constants: Any) -> None:
     """Launch one of the kernels for copies of so many elements."""
     programs = triton.cdiv(width.difference_blocks(numel), width.blocks * GROUPS)
-    constants |= {"BITS": width.bits, "NUMBERS": width.numbers, "BLOCKS": width.blocks, "GROUPS": GROUPS}
-    kernel[(programs, copies)](*arguments, **constants, num_warps=WARPS, **NUMERICS)
+    constants |= {"PARTS": max(1, 8 // width.bits), "NUMBERS": width.numbers, "MANTISSA": width.mantissa}
+    kernel[(programs, copies)](
+        *arguments, **constants, BLOCKS=width.blocks, GROUPS=GROUPS, num_warps=WARPS, **NUMERICS
+    )  # fmt: skip
+
+
+def _views(content: Tensor, width: WireFormat, offset: int) -> tuple[Tensor, Tensor]:
+    """Messages as bits of scales, and as codes from an offset in bytes on."""
+    flat = content.view(-1)
+    codes = flat[offset:]
+    return flat.view(torch.int16), codes if width.bits <= 8 else codes.view(torch.int16)
 
 
 def encode_triton(
-    target: Tensor, base: Tensor | None, width: WireFormat, out: Tensor, subtract: bool = False, each: int | None = None
+    target: Tensor,
+    base: Tensor | None,
+    width: WireFormat,
+    out: Tensor,
+    subtract: bool = False,
+    each: int | None = None,
+    seed: int | None = None,
 ) -> None:
     """out = scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
     numel = target.numel()
     each = each or numel
     codes, size = width.difference_bytes(each)
     if numel:
-        flat = out.view(-1)
-        arguments = target, base, flat.view(torch.int16), flat[codes:], numel, each, size
+        if seed is not None:
+            # As an int32, which has the same bits.
+            seed = (seed ^ 1 << 31) - (1 << 31) if width.stochastic else None
+        arguments = target, base, *_views(out, width, codes), numel, each, size, seed
         constants = {"SUBTRACT": subtract, "LEVELS": width.levels}
         _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)
 
 
 def apply_triton(
-    content: Tensor, width: WireFormat, base: Tensor, weight: float = 1.0, each: int | None = None
+    content: Tensor,
+    width: WireFormat,
+    base: Tensor,
+    weight: float = 1.0,
+    each: int | None = None,
+    fresh: bool = False,
 ) -> None:
     """base += codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
     copies, numel = base.shape
     codes, size = width.difference_bytes(each or numel)
     if numel:
-        flat = content.view(-1)
         # To rows that are the same memory, one program adds one message after the other.
         copies, messages = (copies, 1) if base.stride(0) else (1, copies)
-        arguments = flat.view(torch.int16), flat[codes:], base, numel, size, messages, base.stride(0), weight
-        _launch(_apply_difference_kernel, copies, numel, width, *arguments)
+        arguments = *_views(content, width, codes), base, numel, size, messages, base.stride(0), weight
+        _launch(_apply_difference_kernel, copies, numel, width, *arguments, FRESH=fresh)

@@ -11,7 +11,7 @@ be multiplied with the other columns. Which rows they are is random."""
 
 
 @triton.jit
-def _mix(x):
+def mix(x):
     """A bijection of uint32 in which every input bit changes about half of the output bits."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -21,7 +21,7 @@ def _mix(x):
 @triton.jit
 def stream_of(key, step):
     """The stream of random values of a matrix's key, uint32, in a step: all workers draw the same."""
-    return _mix(_mix(key) ^ (step * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32))
+    return mix(mix(key) ^ (step * 0x9E3779B9 + 0x85EBCA6B).to(tl.uint32))
 
 
 @triton.jit
@@ -40,4 +40,4 @@ def window_of(n, stream):
 @triton.jit
 def random_values(within, stream):
     """fp32 values from [−1, 1), which depend only on an element's number ``within`` the factor and on the stream."""
-    return (_mix(_mix(within.to(tl.uint32)) ^ stream) >> 8).to(tl.float32) * 2.0**-23 - 1.0
+    return (mix(mix(within.to(tl.uint32)) ^ stream) >> 8).to(tl.float32) * 2.0**-23 - 1.0

@@ -10,6 +10,18 @@ the sum over 256 columns is a quarter: no average is enlarged by more than that.
 BF16_NAN = 0x7FC0
 """Bits of the NaN that is written as the scale of a block with an element that is not finite."""
 
+PERIOD = 1 << 16
+"""Adjacent elements of a tensor that are rounded with different random numbers, which have 16 bits."""
+
+E4M3_SHIFT = 2.0**-120
+"""Factor that gives E4M3's numbers the bits of their exponents in fp32, also its subnormal ones."""
+
+E4M3_EXPONENT = (127 - 6) << 23
+"""Bits of the exponent of E4M3's smallest normal number, 2⁻⁶, in fp32."""
+
+E4M3_MULTIPLES = (20 << 23) + (1 << 22)
+"""Added to the bits of the exponent of a number with a mantissa of 3 bits: makes 1.5 · 2²³ units in its last place."""
+
 HEADROOM = 2.0**-18
 """Share of the largest number that an error may keep after a step that was not finite, since products of larger errors
 could make every later step overflow. It is 2¹¹⁰ in fp32. A product of such an n × m error with orthonormal columns is

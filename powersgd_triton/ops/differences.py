@@ -17,20 +17,15 @@ import math
 import torch
 from torch import Tensor
 
-from powersgd_triton.layout.constants import BF16_NAN
+from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
 from powersgd_triton.ops.orthogonalize import mix
 from powersgd_triton.ops.reference import on_host
 
 SPAN = 160 * 5 * BLOCK
 """Elements that a thread of the CPU works on at a time, so that they stay in its cache. Whole groups of blocks."""
-PERIOD = 1 << 16
-"""Elements that are rounded with different random numbers."""
-DTYPES = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 ORDINARY = 2.0**-100
 """Scales above are normal numbers."""
-SUBNORMAL = 2.0**-120
-"""Factor that gives E4M3's numbers the bits of their exponents in fp32, also its subnormal ones."""
 
 
 def encode_reference(
@@ -49,7 +44,7 @@ def encode_reference(
     mean magnitude is the scale. With a ``seed`` below 2³², formats of 4 bits and more round stochastically instead: to
     the number above with the probability of its share, so that the mean is exact. Scales are then rounded up.
     An element of ``base`` that is not finite counts as 0, so that it recovers. If a difference is not finite, the scale
-    of its block is NaN.
+    of its block is NaN; bf16 has NaN for this one alone, and for larger numbers its largest.
 
     ``target`` [numel] is fp32 or narrower, ``base`` [numel] of any float dtype, or None for zeros, and ``out`` uint8
     [bytes], as many as ``width.difference_bytes`` says. With ``each``, it is uint8 [parts, bytes]: a message for every
@@ -79,15 +74,14 @@ def _encode_part(
     starts = [0] * len(spans)
     if seed is not None:
         # A pseudo-random part of the same numbers for each span.
-        starts = (mix(mix(torch.arange(len(spans)) + (part << 20)) ^ seed) % PERIOD).tolist()
+        starts = (mix(mix(torch.arange(len(spans)) + (part % 4096 << 20)) ^ seed) % PERIOD).tolist()
     for (own, scales, codes), copy, start in zip(spans, copies, starts, strict=True):
         difference = own.float() if copy is None else own.float() - _finite(copy)
         if padding := len(codes) * width.blocks * BLOCK - len(own):
             difference = torch.nn.functional.pad(difference, (0, padding))
         noise = None
         if seed is not None:
-            table = _noise(own.device, torch.int32 if width.mantissa else torch.float32)
-            noise = table[start : start + len(difference)].view(-1, BLOCK)
+            noise = _noise(own.device, bool(width.mantissa))[start : start + len(difference)].view(-1, BLOCK)
         values = _encode(difference.view(-1, BLOCK), len(own), width, scales, noise)
         _pack(values, width, codes)
         if subtract:
@@ -131,8 +125,7 @@ def apply_reference(
 def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None) -> Tensor:
     """Write the scales of blocks [blocks, 128]. Return the codes as numbers, in units of the scales, in fp32.
 
-    They are made in fp32, since torch on the CPU is slow with bools. ``noise`` are random numbers: int32 below
-    2¹⁶ for floating-point codes, fp32 below 1 for others.
+    They are made in fp32, since torch on the CPU is slow with bools. ``noise`` is of ``_noise``.
     """
     if scales is None:
         return _rounded(difference, width, noise)
@@ -142,9 +135,7 @@ def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | 
         size = torch.maximum(difference.amax(1, keepdim=True), -difference.amin(1, keepdim=True)).abs_()
         # Not by a number: torch on CUDA would multiply by its reciprocal, which has other bits.
         size = size / torch.full((), width.levels, dtype=size.dtype, device=size.device)
-    if noise is not None:
-        size = size.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
-    scale = scales.copy_(size).float()
+    scale = scales.copy_(size if noise is None else _up(size)).float()
     # On other devices the host would have to wait to know.
     if on_host(size):
         least, most = map(float, torch.aminmax(size))
@@ -153,6 +144,7 @@ def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | 
     finite = size.isfinite()
     # One of the many NaNs, so that all backends write the same bytes.
     scales.view(torch.int16).masked_fill_(~finite, BF16_NAN)
+    scale = scales.float()
     if width.bits == 2:
         values = difference.clone().ge_(-2 * scale)
         for border in (torch.zeros_like(scale), 2 * scale):
@@ -161,39 +153,55 @@ def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | 
     elif not width.ternary:
         # Differences in a block with scale 0, or with scale NaN, get the code 0.
         values = difference / torch.where(scale > 0, scale, torch.inf)
-        values = _rounded(values.nan_to_num_(), width, noise)
+        # Scales below bf16's normal numbers are rounded coarsely: a quotient may exceed the levels.
+        values = _rounded(values.nan_to_num_().clamp_(-width.levels, width.levels), width, noise)
     # All backends write the same bytes of a block whose scale is NaN.
     lowest = 0 if width.mantissa else -3 if width.bits == 2 else -(width.numbers // 2)
     return torch.where(finite, values, lowest)
 
 
 def _rounded(values: Tensor, width: WireFormat, noise: Tensor | None) -> Tensor:
-    """Return values that the format has: the nearest, or with random numbers one of both neighbours. May overwrite."""
+    """Return values that the format has: the nearest, or with random numbers one of both neighbours.
+
+    It may overwrite values in units of a scale. bf16 has NaN for what is not finite.
+    """
+    if not width.scaled:
+        rounded = values.bfloat16().float() if noise is None else _cut(values.view(torch.int32).add(noise), width)
+        if not on_host(values) or not max(map(abs, torch.aminmax(values))) <= LARGEST_BF16:
+            # What rounds to an infinity is as near to the largest number.
+            rounded = torch.where(values.isfinite(), rounded.clamp_(-LARGEST_BF16, LARGEST_BF16), torch.nan)
+        return rounded
     if not width.mantissa:
-        if noise is not None:
-            return values.add_(noise).floor_()
         # 0 in the place of −0.
-        return values.round_().clamp_(-width.levels, width.levels).add_(0.0)
+        return values.round_().add_(0.0) if noise is None else values.add_(noise).floor_().sub_(128)
     if noise is None:
-        return _unpack(values.to(DTYPES[width.name]).view(torch.uint8), width)
-    # Random bits are added to those that the format lacks. Its subnormal numbers become those of fp32.
-    shift = SUBNORMAL if width.scaled else 1.0
-    dropped = 23 - width.mantissa
-    scaled = values * shift if width.scaled else values
-    bits = scaled.view(torch.int32).add(noise, alpha=1 << (dropped - 16)).bitwise_and_(-1 << dropped)
-    rounded = bits.view(torch.float32)
-    if width.scaled:
-        return rounded.mul_(1 / shift)
-    if not on_host(values) or not max(map(abs, torch.aminmax(values))) <= LARGEST_BF16:
-        largest = torch.where(values.isfinite(), values.clamp(-LARGEST_BF16, LARGEST_BF16), values)
-        rounded = torch.where(values.abs() <= LARGEST_BF16, rounded, largest)
-    return rounded
+        # A number of 1.5 · 2²³ units in the last place of the format: only its multiples remain in the sum.
+        exponent = values.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=E4M3_EXPONENT)
+        unit = exponent.add_(E4M3_MULTIPLES).view(torch.float32)
+        return values.add_(unit).sub_(unit)
+    # Random bits are added to those that the format lacks. Its subnormal numbers become those of fp32. A difference −0
+    # counts as 0.
+    bits = values.add_(0.0).mul_(E4M3_SHIFT).view(torch.int32).add_(noise, alpha=16)
+    return _cut(bits, width).mul_(1 / E4M3_SHIFT)
+
+
+def _up(size: Tensor) -> Tensor:
+    """Return fp32 numbers rounded up to bf16, so that no element is larger than a scale's levels."""
+    return size.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
+
+
+def _cut(bits: Tensor, width: WireFormat) -> Tensor:
+    """Return fp32 numbers without the bits of the mantissa that the format lacks. Overwrites."""
+    return bits.bitwise_and_(-1 << (23 - width.mantissa)).view(torch.float32)
 
 
 def _pack(values: Tensor, width: WireFormat, codes: Tensor) -> None:
     """Write the bytes [blocks that share them, bytes] of codes that are given as numbers, which it may overwrite."""
-    if width.mantissa:
-        codes.view(DTYPES[width.name]).copy_(values.view(len(codes), -1))
+    if width.name == "fp8":
+        codes.view(torch.float8_e4m3fn).copy_(values.view(codes.shape))
+    elif width.mantissa:
+        # Not by a conversion, which would write various NaNs.
+        codes.view(torch.int16).copy_(values.view(torch.int32).bitwise_right_shift(16).view(len(codes), -1))
     elif width.bits == 8 and not width.ternary:
         codes.view(torch.int8).copy_(values.view(codes.shape))
         # From 0 on, as the others.
@@ -213,9 +221,9 @@ def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
     if width.name == "fp8":
         # Exponent and mantissa in their places in fp32, since torch on the CPU is slow with fp8.
         bits = codes.view(torch.int8).int().bitwise_left_shift_(20).bitwise_and_(-0x78100000)
-        return bits.view(torch.float32).mul_(1 / SUBNORMAL).view(-1, BLOCK)
+        return bits.view(torch.float32).mul_(1 / E4M3_SHIFT).view(-1, BLOCK)
     if width.mantissa:
-        return codes.view(DTYPES[width.name]).float().view(-1, BLOCK)
+        return codes.view(torch.bfloat16).float().view(-1, BLOCK)
     if width.bits == 8 and not width.ternary:
         return codes.bitwise_xor(128).view(torch.int8).float().view(-1, BLOCK)
     if not width.ternary:
@@ -230,14 +238,15 @@ def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
 
 
 @functools.cache
-def _noise(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32, or 2¹⁶ths of them in fp32."""
+def _noise(device: torch.device, mantissa: bool) -> Tensor:
+    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32; or 2⁻¹⁶ times them from 128 on, fp32."""
     x = torch.arange(PERIOD, dtype=torch.int32)
     # A permutation: each operation is one to one on 16 bits.
     for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
         x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFF)
     x = torch.cat([x, x]).to(device)
-    return x if dtype == torch.int32 else x * 2.0**-16
+    # Sums with codes have 16 bits behind the point: quotients are rounded to these, not cut.
+    return x if mantissa else x * 2.0**-16 + 128
 
 
 def _ternary(difference: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -7,20 +7,28 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.kernels.differences import apply_triton, encode_triton
-from powersgd_triton.layout.wire_format import BLOCK, DIFFERENCES, WireFormat
+from powersgd_triton.layout.constants import PERIOD
+from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, WireFormat
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, Bytes, Memory
 from tests.support.thinned import thinned
 
 CODECS = (encode_triton, apply_triton), (encode_reference, apply_reference)
 COPIES = 3
+SEEDS = [None, 2**32 - 5]
 # Within a block and one more; five blocks, which share ternary codes' bytes; whole programs of 16 blocks, and one
 # element more; more than a program of ternary codes.
 SIZES = [1, 127, 128, 129, 639, 640, 641, 2048, 2049, 5121]
 
 
 def assert_same(
-    target: Tensor, values: Tensor, width: WireFormat, dtype: torch.dtype, device: torch.device, aligned: bool = True
+    target: Tensor,
+    values: Tensor,
+    width: WireFormat,
+    seed: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: bool = True,
 ) -> None:
     """Kernels and reference write the same bytes, and make the same copies of them; but a NaN is a NaN.
 
@@ -34,13 +42,13 @@ def assert_same(
         copies = memory.flat.as_strided((COPIES, numel), (numel + gap, 1), memory.flat.storage_offset())
         content, whole = Bytes((COPIES, size), where), Bytes((1, size), where)
         for out, copy in zip(content.view, copies, strict=True):
-            encode(given.views[1], copy, width, out)
+            encode(given.views[1], copy, width, out, seed=seed)
         sent = content.view.cpu().clone()
         apply(content.view, width, copies)
         assert torch.equal(content.view.cpu(), sent)
         left = Memory([numel], dtype if aligned else torch.float32, where).fill([target])
         total = Memory([numel], torch.float32, where).fill([torch.linspace(-1, 1, numel)])
-        encode(left.views[0], None, width, whole.view[0], subtract=True)
+        encode(left.views[0], None, width, whole.view[0], subtract=True, seed=seed)
         apply(whole.view, width, total.views[0][None], 1 / 3)
         assert all(used.guarded() for used in (given, memory, content, whole, left, total))
         results.append(((sent, whole.view.cpu()), (copies, left.views[0], total.views[0])))
@@ -58,16 +66,54 @@ def random(numel: int) -> tuple[Tensor, Tensor]:
     return torch.randn(numel, generator=generator), torch.randn(COPIES, numel, generator=generator)
 
 
-@thinned("width, dtype, aligned", list(DIFFERENCES), GRADIENTS, [True, False])
-def test_same_bits_as_the_reference(width: str, dtype: torch.dtype, aligned: bool, device: torch.device):
+@thinned("width, seed, dtype, aligned", list(QUANTIZED), SEEDS, GRADIENTS, [True, False])
+def test_same_bits_as_the_reference(
+    width: str, seed: int | None, dtype: torch.dtype, aligned: bool, device: torch.device
+):
     for numel in SIZES:
-        assert_same(*random(numel), DIFFERENCES[width], dtype, device, aligned)
-    assert DIFFERENCES[width].difference_bytes(0) == (0, 0)
+        assert_same(*random(numel), QUANTIZED[width], seed, dtype, device, aligned)
+    assert QUANTIZED[width].difference_bytes(0) == (0, 0)
     empty, content = torch.zeros(1, 0, device=device), torch.zeros(1, 0, dtype=torch.uint8, device=device)
     for encode, apply in CODECS:
-        encode(empty[0], empty[0], DIFFERENCES[width], content[0])
-        encode(empty[0], None, DIFFERENCES[width], content[0], subtract=True)
-        apply(content, DIFFERENCES[width], empty)
+        encode(empty[0], empty[0], QUANTIZED[width], content[0])
+        encode(empty[0], None, QUANTIZED[width], content[0], subtract=True, seed=seed)
+        apply(content, QUANTIZED[width], empty)
+
+
+@thinned("width, seed", list(QUANTIZED), SEEDS, together=1)
+def test_same_bits_in_parts_of_several_spans(width: str, seed: int | None, device: torch.device):
+    """Random numbers depend on an element's part and on its span of 2¹⁶ elements; the last part is short."""
+    form, each, target = QUANTIZED[width], PERIOD + 3000, random(PERIOD + 9000)[0]
+    results = []
+    for (encode, apply), where in zip(CODECS, (device, torch.device("cpu")), strict=True):
+        content = Bytes((2, form.difference_bytes(each)[1]), where)
+        left, total = target.clone().to(where), torch.zeros(1, each, device=where)
+        encode(left, None, form, content.view, True, each, seed)
+        # Both messages are added to the same tensor, to what it contains and not.
+        apply(content.view, form, total[:, :2500].expand(2, -1), 0.3, each)
+        fresh = torch.full((1, 2500), NAN, dtype=torch.bfloat16, device=where)
+        apply(content.view, form, fresh.expand(2, -1), 0.3, each, fresh=True)
+        assert content.guarded()
+        results.append((content.view.cpu(), left.cpu(), total.view(torch.int32).cpu(), fresh.view(torch.int16).cpu()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@thinned("width, fresh", list(QUANTIZED), [True, False], together=1)
+def test_a_message_that_is_not_finite_spoils_the_sum(width: str, fresh: bool, device: torch.device):
+    """Also if other messages are added behind it; what the tensor had that was not finite does not."""
+    form, numel = QUANTIZED[width], 6 * BLOCK
+    results = []
+    for (encode, apply), where in zip(CODECS, (device, torch.device("cpu")), strict=True):
+        content = torch.zeros(3, form.difference_bytes(numel)[1], dtype=torch.uint8, device=where)
+        total = torch.full((1, numel), NAN, device=where)
+        for number, row in enumerate(content):
+            target = torch.ones(numel, device=where)
+            target[number * BLOCK : (number + 1) * BLOCK] = NAN
+            encode(target, None, form, row)
+        apply(content, form, total.expand(3, -1), 1 / 3, fresh=fresh)
+        results.append(total[0].isnan().cpu())
+    assert all(torch.equal(spoiled, torch.arange(numel) < 3 * BLOCK) for spoiled in results)
 
 
 def heavy_tailed(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Tensor]:
@@ -111,6 +157,8 @@ def not_finite(target: Tensor, copies: Tensor, levels: int) -> tuple[Tensor, Ten
     target[5], target[BLOCK + 1], target[-1] = NAN, INF, -INF
     copies[0, 5], copies[1, BLOCK + 1], copies[2, 2 * BLOCK] = NAN, INF, -INF
     copies[1, 3 * BLOCK : 4 * BLOCK] = NAN
+    # Both NaNs that become numbers or infinities if anything is added to their bits.
+    target.view(torch.int32)[4 * BLOCK], target.view(torch.int32)[5 * BLOCK] = 0x7FFFFFFF, -1
     return target, copies
 
 
@@ -118,7 +166,9 @@ VALUES = {values.__name__: values for values in (heavy_tailed, equal, ties, deno
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-@thinned("width, dtype, values", list(DIFFERENCES), GRADIENTS, list(VALUES), together=1)
-def test_same_bits_of_all_kinds_of_values(width: str, dtype: torch.dtype, values: str, device: torch.device):
-    target, copies = VALUES[values](*random(29 * BLOCK + 3), DIFFERENCES[width].levels)
-    assert_same(target, copies, DIFFERENCES[width], dtype, device, aligned=False)
+@thinned("width, seed, dtype, values", list(QUANTIZED), SEEDS, GRADIENTS, list(VALUES), together=1)
+def test_same_bits_of_all_kinds_of_values(
+    width: str, seed: int | None, dtype: torch.dtype, values: str, device: torch.device
+):
+    target, copies = VALUES[values](*random(29 * BLOCK + 3), QUANTIZED[width].levels)
+    assert_same(target, copies, QUANTIZED[width], seed, dtype, device, aligned=False)
