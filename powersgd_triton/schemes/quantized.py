@@ -152,7 +152,7 @@ def _shards(task: Task) -> Shards | None:
 
 
 def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None = None) -> Mean:
-    """Return the mean of all workers' M in fp32, of one worker in fp64 if M is. With error feedback, M keeps what this worker has not sent yet.
+    """Return the mean of all workers' M in fp32. With error feedback, M keeps what this worker has not sent yet.
 
     What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
     Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding. Without error feedback M stays as it is, and a ``seed``
