@@ -3,6 +3,7 @@
 Each worker owns a part of a message. It receives this part from all workers, sums it in the message's dtype, rounds the
 sum and sends it to all workers. The contribution of a worker is its factors after rounding. The part's owner subtracts
 the rounding error of the sum from its own contribution. So the contributions of all workers add up to what arrives.
+Both of two workers receive both messages as a whole instead, and add them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOGETHER = 4 << 20
 
 
 class Wire(Protocol):
-    """Encodes and decodes one kind of message of one bucket. Bytes are uint8 [workers, plan.size]."""
+    """Encodes and decodes one kind of message of one bucket. Bytes are uint8 [chunks, plan.size]."""
 
     plan: WirePlan
 
@@ -36,7 +37,7 @@ class Wire(Protocol):
         """Write the rounded sum of the parts that ``worker`` owns to ``out`` [plan.size]. own −= sum − rounded sum."""
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
-        """Write the message of all rounded sums to ``out``."""
+        """Write the message of all rounded sums to ``out``, or the sum of messages [messages · chunks, plan.size]."""
 
 
 class TorchWire:
@@ -70,27 +71,39 @@ class TorchWire:
 
     def reduce(self, received: Tensor, own: Tensor | None, worker: int, *, out: Tensor) -> None:
         chunk, runs = self.plan.chunks[worker], self._runs[worker]
-        exact = self._exact(out, chunk).zero_()
-        for content in received:
-            exact += self._exact(content, chunk)
+        total = self._total[: _numel(chunk)]
+        self._sum(received, runs, chunk, exact=self._exact(out, chunk), factors=total)
         if not runs:
             return
-        total = self._total[: _numel(chunk)].zero_()
-        for contents in received.split(len(self._decoded)):
-            decoded = self._decoded[: len(contents), : len(total)]
-            self._decode(contents, runs, chunk, out=decoded)
-            for part in decoded:
-                total += part
         rounded = None if own is None else self._decoded[0, : len(total)]
         self._encode(total, runs, out, chunk, own=rounded)
         if own is not None and rounded is not None:
             own[_factors(chunk)].sub_(total.sub_(rounded))
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
-        for chunk, runs, content in zip(self.plan.chunks, self._runs, gathered, strict=True):
-            out[chunk.bypass : chunk.bypass + chunk.bypass_numel].copy_(self._exact(content, chunk))
+        chunks = self.plan.chunks
+        messages = gathered.view(-1, len(chunks), gathered.shape[-1])
+        for chunk, runs, contents in zip(chunks, self._runs, messages.unbind(1), strict=True):
+            exact = out[chunk.bypass : chunk.bypass + chunk.bypass_numel]
+            factors = out[_factors(chunk)] if runs else out[:0]
+            if len(contents) > 1:
+                self._sum(contents, runs, chunk, exact=exact, factors=factors)
+                continue
+            exact.copy_(self._exact(contents[0], chunk))
             if runs:
-                self._decode(content, runs, chunk, out=out[_factors(chunk)])
+                self._decode(contents[0], runs, chunk, out=factors)
+
+    def _sum(self, contents: Tensor, runs: Sequence[Run], chunk: Chunk, *, exact: Tensor, factors: Tensor) -> None:
+        """Write the sums of the same chunk of several workers, in their order."""
+        exact.zero_()
+        for content in contents:
+            exact += self._exact(content, chunk)
+        factors.zero_()
+        for some in contents.split(len(self._decoded)) if runs else ():
+            decoded = self._decoded[: len(some), : len(factors)]
+            self._decode(some, runs, chunk, out=decoded)
+            for part in decoded:
+                factors += part
 
     def _exact(self, content: Tensor, chunk: Chunk) -> Tensor:
         return content[: chunk.bypass_numel * self._dtype.itemsize].view(self._dtype)
