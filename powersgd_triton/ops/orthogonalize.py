@@ -193,9 +193,9 @@ def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, T
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
     multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Smaller ones are in the corners of larger ones. Then how large the
-    terms of a new column are, relative to its norm, two numbers for each matrix: their sum, and the root of their
-    squares. They are infinite if a share of at most ``threshold`` is left of a column, the second also if a norm is
-    not one for fp32. Rounding errors grow by them.
+    terms of a new column are at most, relative to its norm, two numbers for each matrix: a bound of their sum, and the
+    root of their squares. They are infinite if a share of at most ``threshold`` is left of a column, the second also if
+    a norm is not one for fp32. Rounding errors grow by them.
     """
     counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
     width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
@@ -211,12 +211,10 @@ def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, T
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L, identity, upper=False).transpose(1, 2)
     terms = norms.unsqueeze(2) * inverse
-    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0)
+    roots = terms.square_().sum(1).amax(1).sqrt_()
+    # Comparisons are False for NaN.
+    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0) & (roots < math.inf)
     ordinary = ((norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)).all(dim=1)
-    growths = []
-    roots = torch.linalg.vector_norm(terms, dim=1)
-    for growth, good in ((terms.abs_().sum(1), alive), (roots, alive & ordinary)):
-        largest = growth.amax(1)
-        # Comparisons are False for NaN.
-        growths.append(largest.masked_fill_(~(good & (largest < math.inf)), math.inf))
-    return inverse, growths[0], growths[1]
+    # A sum of as many terms as columns is at most this.
+    sums = torch.where(alive, roots * math.sqrt(width), math.inf)
+    return inverse, sums, torch.where(alive & ordinary, roots, math.inf)
