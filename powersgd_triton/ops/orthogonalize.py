@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,17 +121,27 @@ def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns:
     They are a function of (key, step, row, column) on any device: no generator's state changes, and all workers draw
     the same.
     """
-    columns = torch.arange(r, device=keys.device) if columns is None else columns
-    counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
+    if columns is None:
+        counter = torch.arange(n * r, device=keys.device).view(1, n, r)
+    else:
+        counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
     # Keys are mixed separately from counters, so that no key's stream is a shifted copy of another key's stream.
-    stream = _mix(_mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
-    return ((_mix(_mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
+    salt = (step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF
+    if keys.device.type == "cpu" and isinstance(salt, int):
+        # On few numbers, calls take longer than Python.
+        stream = torch.tensor([_mix(_mix(key & 0xFFFFFFFF) ^ salt) for key in keys.tolist()], dtype=torch.int64)
+    else:
+        stream = _mix(_mix(keys & 0xFFFFFFFF) ^ salt)
+    numbers: Tensor = _mix(_mix(counter) ^ stream.view(-1, 1, 1))
+    return ((numbers >> 8).float() * 2.0**-23).sub_(1.0)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """Map 32-bit integers one to one. Every input bit changes about half of the output bits."""
+def _mix(x: Any) -> Any:
+    """Map 32-bit integers, or tensors of them, one to one. Every input bit changes about half of the output bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)
+        x = x ^ (x >> shift)
+        x *= factor
+        x &= 0xFFFFFFFF
     return x
 
 
