@@ -109,22 +109,22 @@ def exchange_parts(
 ) -> Collectives:
     """Write the sum of all workers' ``content`` to ``target``, with rounded factors, and what was sent to ``own``.
 
-    A part's owner sums it in the message's dtype and rounds the sum. (What an all-reduce in 16 bits loses in its
+    Both of two workers receive both messages and add them in the same order, so nothing is rounded a second time. With
+    more, a part's owner sums it in the message's dtype and rounds the sum. (What an all-reduce in 16 bits loses in its
     partial sums would be in no worker's error.)
     """
     owners, size, workers = len(wire.plan.chunks), wire.plan.size, communicator.world_size
     sent = torch.empty(owners, size, dtype=torch.uint8, device=content.device)
     received = torch.empty(workers, size, dtype=torch.uint8, device=content.device)
     wire.encode(content, own, out=sent)
-    yield communicator.all_gather(received, sent) if owners == 1 else communicator.all_to_all(received, sent)
-    sums = torch.empty_like(sent)
     if owners == 1:
-        # All compute the same. The first one keeps what rounding the sum loses.
-        wire.reduce(received, own if communicator.index == 0 else None, 0, out=sums[0])
-    else:
-        mine = torch.empty_like(sums[0])
-        wire.reduce(received, own, communicator.index, out=mine)
-        yield communicator.all_gather(sums, mine)
+        yield communicator.all_gather(received, sent)
+        wire.decode(received, out=target)
+        return
+    yield communicator.all_to_all(received, sent)
+    sums, mine = torch.empty_like(sent), torch.empty_like(sent[0])
+    wire.reduce(received, own, communicator.index, out=mine)
+    yield communicator.all_gather(sums, mine)
     wire.decode(sums, out=target)
 
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from powersgd_triton.kernels.configurations import Launch
 from powersgd_triton.kernels.launcher import run
 from powersgd_triton.kernels.table import COPY_BLOCK, on_host
-from powersgd_triton.kernels.table_device import WireRow, known_multiple
+from powersgd_triton.kernels.table_device import WireRow
 from powersgd_triton.kernels.wire_device import (
     EXACT_BYTES,
     WIRE,
     WIRE_COLUMNS,
+    add_tiles,
     exact_slice,
     load_tile,
-    read_tile,
     store_tile,
     tile_is_aligned,
     views_of,
@@ -81,9 +81,7 @@ def _reduce_kernel(
             total += tl.load(one + place, ok, 0.0)
         tl.store(exact + place, total, ok)
     elif tile_is_aligned(entry, size, BITS):
-        _reduce_tile(
-            received, own, scales, codes, entry, known_multiple(size, 4), workers, has_own, 4, BITS, LEVELS, C, HALF
-        )
+        _reduce_tile(received, own, scales, codes, entry, size, workers, has_own, 4, BITS, LEVELS, C, HALF)
     else:
         _reduce_tile(received, own, scales, codes, entry, size, workers, has_own, 1, BITS, LEVELS, C, HALF)
 
@@ -94,14 +92,7 @@ def _reduce_tile(
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     element, scale, code, tile = wire_tile(entry, 0, VEC, BITS, C, HALF)
-    low_sum = tl.zeros([HALF, C], tl.float32)
-    high_sum = tl.zeros([HALF, C], tl.float32)
-    # In the order of the workers, as in the reference: the same bits.
-    for worker in range(workers):
-        views = views_of(received + worker * size, BITS, LEVELS)
-        low, high = read_tile(views[1] + scale, views[2] + code, tile, BITS, LEVELS, C)
-        low_sum += low
-        high_sum += high
+    low_sum, high_sum = add_tiles(received, size, workers, scale, code, tile, VEC, BITS, LEVELS, C, HALF)
     low, high = write_tile(low_sum, high_sum, scales + scale, codes + code, tile, BITS, LEVELS, C)
     if has_own > 0:
         # This worker counts what rounding the sum lost as not contributed by itself, so it stays in its error buffer.
@@ -114,30 +105,35 @@ def _reduce_tile(
         tl.store(own + distance + offsets, high_own - (high_sum - high), high_ok)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size", "chunks", "messages"])
 def _decode_kernel(
-    content, out, table, size: tl.int64, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
+    content, out, table, size: tl.int64, chunks, messages, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile, or copy exact elements. Grid: tiles and slices of all chunks."""
+    """Decode a tile of all messages and add them up, or exact elements. Grid: tiles and slices of all chunks."""
     entry, chunk, element = wire_entry(table, tl.program_id(0), size)
-    exact, scales, codes = views_of(content, BITS, LEVELS)
+    # From a chunk of a message to the same one of the next message.
+    stride = chunks * size
     if tl.load(entry + WIRE_COLUMNS) == 0:
         i, place, ok = exact_slice(entry, chunk, COPY)
-        tl.store(out + element + i, tl.load(exact + place, ok, 0.0), ok)
-    elif tile_is_aligned(entry, chunk, BITS):
-        _decode_tile(scales, codes, out, entry, chunk, 4, BITS, LEVELS, C, HALF)
+        total = tl.zeros([COPY], tl.float32)
+        for message in range(messages):
+            one = (content + message * stride).to(tl.pointer_type(tl.float32))
+            total += tl.load(one + place, ok, 0.0)
+        tl.store(out + element + i, total, ok)
+    elif tile_is_aligned(entry, chunk | stride, BITS):
+        _decode_tile(content, out, entry, chunk, stride, messages, 4, BITS, LEVELS, C, HALF)
     else:
-        _decode_tile(scales, codes, out, entry, chunk, 1, BITS, LEVELS, C, HALF)
+        _decode_tile(content, out, entry, chunk, stride, messages, 1, BITS, LEVELS, C, HALF)
 
 
 @triton.jit
 def _decode_tile(
-    scales, codes, out, entry, chunk,
+    content, out, entry, chunk, stride, messages,
     VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     element, scale, code, tile = wire_tile(entry, chunk, VEC, BITS, C, HALF)
-    low, high = read_tile(scales + scale, codes + code, tile, BITS, LEVELS, C)
+    low, high = add_tiles(content, stride, messages, scale, code, tile, VEC, BITS, LEVELS, C, HALF)
     store_tile(out + element, low, high, tile)
 
 
@@ -167,7 +163,9 @@ class TritonWire:
         self._run(_reduce_kernel, end - first, *arguments)
 
     def decode(self, gathered: Tensor, *, out: Tensor) -> None:
-        self._run(_decode_kernel, len(self._table), gathered, out, self._table, self.plan.size)
+        chunks = len(self.plan.chunks)
+        arguments = gathered, out, self._table, self.plan.size, chunks, len(gathered) // chunks
+        self._run(_decode_kernel, len(self._table), *arguments)
 
     def _run(self, kernel: Any, programs: int, *arguments: Any) -> None:
         if programs:

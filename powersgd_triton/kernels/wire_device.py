@@ -189,3 +189,21 @@ def read_tile(scales, codes, tile, BITS: tl.constexpr, LEVELS: tl.constexpr, C: 
         scale = from_bf16_bits(tl.load(scales + tl.arange(0, C), col_ok, 0))[None, :]
         low, high = low_codes.to(tl.float32) * scale, high_codes.to(tl.float32) * scale
     return low, high
+
+
+@triton.jit
+def add_tiles(
+    content, stride, workers, scale, code, tile,
+    VEC: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the sum of a tile of several workers, whose bytes are ``stride`` apart."""
+    low_sum = tl.zeros([HALF, C], tl.float32)
+    high_sum = tl.zeros([HALF, C], tl.float32)
+    stride = known_multiple(stride, VEC * bytes_of_code(BITS))
+    # In the order of the workers, as in the reference: the same bits.
+    for worker in range(workers):
+        _, scales, codes = views_of(content + worker * stride, BITS, LEVELS)
+        low, high = read_tile(scales + scale, codes + code, tile, BITS, LEVELS, C)
+        low_sum += low
+        high_sum += high
+    return low_sum, high_sum

@@ -20,6 +20,8 @@ CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 DEVICE_BLOCK_BYTES = 64 << 20
 MANY_COLUMNS = 16
 """Columns that fill registers. Libraries take several times as long for a product with few, transposed or not."""
+VECTOR = 8
+"""Columns of which libraries compute several at once. For a product with a rest they take up to twice as long."""
 FEWEST_ROWS = 64
 """Rows of a block of wide matrices. With fewer, the bases are a large share of what a product reads."""
 
@@ -141,7 +143,7 @@ def add_product(out: Tensor, A: Tensor, B: Tensor, *, alpha: float = 1) -> None:
 
 def project(block: Tensor, Q: Tensor, out: Tensor) -> None:
     """Compute out = block · Q, for a block [b, rows, m], Q [b, m, r] and out [b, rows, r]."""
-    if Q.shape[-1] >= MANY_COLUMNS:
+    if Q.shape[-1] >= MANY_COLUMNS and Q.shape[-1] % VECTOR == 0:
         multiply(block, Q, out=out)
         return
     parts = _parts(block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,17 +121,27 @@ def random_directions(keys: Tensor, step: int | Tensor, n: int, r: int, columns:
     They are a function of (key, step, row, column) on any device: no generator's state changes, and all workers draw
     the same.
     """
-    columns = torch.arange(r, device=keys.device) if columns is None else columns
-    counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
+    if columns is None:
+        counter = torch.arange(n * r, device=keys.device).view(1, n, r)
+    else:
+        counter = torch.arange(0, n * r, r, device=keys.device).view(1, n, 1) + columns
     # Keys are mixed separately from counters, so that no key's stream is a shifted copy of another key's stream.
-    stream = mix(mix(keys & 0xFFFFFFFF) ^ ((step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF)).view(-1, 1, 1)
-    return ((mix(mix(counter) ^ stream) >> 8).float() * 2.0**-23).sub_(1.0)
+    salt = (step * 0x9E3779B9 + 0x85EBCA6B) & 0xFFFFFFFF
+    if keys.device.type == "cpu" and isinstance(salt, int):
+        # On few numbers, calls take longer than Python.
+        stream = torch.tensor([mix(mix(key & 0xFFFFFFFF) ^ salt) for key in keys.tolist()], dtype=torch.int64)
+    else:
+        stream = mix(mix(keys & 0xFFFFFFFF) ^ salt)
+    numbers: Tensor = mix(mix(counter) ^ stream.view(-1, 1, 1))
+    return ((numbers >> 8).float() * 2.0**-23).sub_(1.0)
 
 
-def mix(x: Tensor) -> Tensor:
-    """Map 32-bit integers one to one. Every input bit changes about half of the output bits."""
+def mix(x: Any) -> Any:
+    """Map 32-bit integers, or tensors of them, one to one. Every input bit changes about half of the output bits."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFFFFFF)
+        x = x ^ (x >> shift)
+        x *= factor
+        x &= 0xFFFFFFFF
     return x
 
 
@@ -193,9 +204,9 @@ def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, T
 
     (Yamazaki, Tomov, Dongarra: "Mixed-precision Cholesky QR factorization and its case studies on multicore CPU with
     multiple GPUs", SIAM J. Sci. Comput. 37, 2015.) Smaller ones are in the corners of larger ones. Then how large the
-    terms of a new column are, relative to its norm, two numbers for each matrix: their sum, and the root of their
-    squares. They are infinite if a share of at most ``threshold`` is left of a column, the second also if a norm is
-    not one for fp32. Rounding errors grow by them.
+    terms of a new column are at most, relative to its norm, two numbers for each matrix: a bound of their sum, and the
+    root of their squares. They are infinite if a share of at most ``threshold`` is left of a column, the second also if
+    a norm is not one for fp32. Rounding errors grow by them.
     """
     counts, ranks = [len(X) for X in Xs], [X.shape[-1] for X in Xs]
     width, grams = max(ranks), [torch.bmm(X.transpose(1, 2), X) for X in Xs]
@@ -211,12 +222,10 @@ def _inverses(Xs: Sequence[Tensor], threshold: float) -> tuple[Tensor, Tensor, T
     L, failed = torch.linalg.cholesky_ex(gram)
     inverse = torch.linalg.solve_triangular(L, identity, upper=False).transpose(1, 2)
     terms = norms.unsqueeze(2) * inverse
-    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0)
+    roots = terms.square_().sum(1).amax(1).sqrt_()
+    # Comparisons are False for NaN.
+    alive = (L.diagonal(dim1=1, dim2=2) > threshold * norms).all(dim=1) & (failed == 0) & (roots < math.inf)
     ordinary = ((norms > 1 / NARROW_NORM) & (norms < NARROW_NORM)).all(dim=1)
-    growths = []
-    roots = torch.linalg.vector_norm(terms, dim=1)
-    for growth, good in ((terms.abs_().sum(1), alive), (roots, alive & ordinary)):
-        largest = growth.amax(1)
-        # Comparisons are False for NaN.
-        growths.append(largest.masked_fill_(~(good & (largest < math.inf)), math.inf))
-    return inverse, growths[0], growths[1]
+    # A sum of as many terms as columns is at most this.
+    sums = torch.where(alive, roots * math.sqrt(width), math.inf)
+    return inverse, sums, torch.where(alive & ordinary, roots, math.inf)

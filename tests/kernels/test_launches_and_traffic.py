@@ -32,8 +32,9 @@ MOST_LAUNCHES = 13
 MORE_UNITS = 0.4
 LEAST_UNITS = {"standard": 5, "alternating": 4}
 
-# Three launches a message, and a tenth of what the rest of a step moves.
+# Three launches a message, two between two workers, and a tenth of what the rest of a step moves.
 WIRE_LAUNCHES = ["_encode_kernel", "_reduce_kernel", "_decode_kernel"]
+LAUNCHES_OF_TWO = ["_encode_kernel", "_decode_kernel"]
 MOST_OF_A_STEP = 0.1
 WORKERS = 4
 
@@ -164,15 +165,16 @@ def test_a_step_moves_little_more_than_the_gradients_must(shape: tuple[int, int]
 
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "float16", "int8", "int4"])
 @pytest.mark.parametrize("algorithm", ["standard", "alternating"])
-def test_three_launches_a_narrow_message(algorithm: str, wire_dtype: str):
+@pytest.mark.parametrize(("workers", "launches"), [(WORKERS, WIRE_LAUNCHES), (2, LAUNCHES_OF_TWO)], ids=["4", "2"])
+def test_launches_of_a_narrow_message(workers: int, launches: list[str], algorithm: str, wire_dtype: str):
     """Of a worker that owns something; the messages are large enough for that."""
     fields: dict[str, Any] = {"algorithm": algorithm, "wire_dtype": wire_dtype, "run_kernels": False}
     alone = steps([(1100, 1050), (7,)], 4, algorithm=algorithm, run_kernels=False)[-1]
     messages = 2 if algorithm == "standard" else 1
     for shapes in ([(1100, 1050), (7,)], [(1100 + i % 3, 1050 - i % 2) for i in range(6)] + [(7,)] * 6):
-        activity = steps(shapes, 4, communicator=Among(), **fields)[-1]
+        activity = steps(shapes, 4, communicator=Among(workers), **fields)[-1]
         of_wire = [kernel for kernel in activity.kernels if kernel in WIRE_LAUNCHES]
-        assert of_wire == WIRE_LAUNCHES * messages
+        assert of_wire == launches * messages
         assert [kernel for kernel in activity.kernels if kernel not in WIRE_LAUNCHES] == alone.kernels
         assert activity.operations == []
 

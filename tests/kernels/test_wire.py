@@ -16,6 +16,7 @@ from powersgd_triton.layout.wire_format import FORMATS, Chunk, Piece, WirePlan
 from powersgd_triton.ops.wire import TorchWire
 from tests.support.kernel_cases import INF, NAN
 from tests.support.kernel_checks import exchange
+from tests.support.thinned import thinned
 
 WIDTHS = ("bfloat16", "float16", "int8", "int4")
 CPU = torch.device("cpu")
@@ -52,17 +53,22 @@ def one_nan(content: Tensor, plan: WirePlan) -> Tensor:
     return content
 
 
-def assert_same(case: str, width: str, values: Values, device: torch.device, own: bool = True) -> None:
-    """Kernels and reference give the same bits, and write all of them; but a NaN is a NaN."""
+def assert_same(
+    case: str, width: str, values: Values, device: torch.device, own: bool = True, whole: bool = False
+) -> None:
+    """Kernels and reference give the same bits, and write all of them; but a NaN is a NaN.
+
+    ``whole`` adds whole messages, without owners of parts.
+    """
     factors, bypass, workers = CASES[case]
-    plan = WirePlan.build(FORMATS[width], factors, bypass, 4, workers)
+    plan = WirePlan.build(FORMATS[width], factors, bypass, 4, 1 if whole else workers)
     numel, rank = sum(map(math.prod, factors)), max((rank for _, _, rank in factors), default=1)
     generator = torch.Generator().manual_seed(0)
     messages = [values(torch.randn(numel + bypass, generator=generator)) for _ in range(workers)]
     kernels = TritonWire(plan, select_configuration(architecture(device), rank).wire, rank, device)
     expected = exchange(TorchWire(plan, torch.float32, CPU), messages, numel, CPU, own)
     got = exchange(kernels, messages, numel, device, own)
-    for name in ("sent", "sums"):
+    for name in ("sent",) if whole else ("sent", "sums"):
         assert torch.equal(one_nan(getattr(got, name), plan), one_nan(getattr(expected, name), plan))
     for name in ("own", "out"):
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
@@ -88,6 +94,11 @@ VALUES: dict[str, Values] = {
 @pytest.mark.parametrize("width", WIDTHS)
 def test_same_bits_as_the_reference(width: str, case: str, device: torch.device):
     assert_same(case, width, lambda x: x, device)
+
+
+@thinned("width, case", WIDTHS, [case for case, (_, _, workers) in CASES.items() if workers > 1], together=1)
+def test_same_bits_where_whole_messages_are_added(width: str, case: str, device: torch.device):
+    assert_same(case, width, lambda x: x, device, whole=True)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -56,10 +56,10 @@ def column_blocks(flat: Tensor, plan: WirePlan) -> list[Tensor]:
 
 
 def exchanged(
-    name: str, workers: int, messages: list[Tensor], factors: list[tuple[int, int, int]] = FACTORS
+    name: str, owners: int, messages: list[Tensor], factors: list[tuple[int, int, int]] = FACTORS
 ) -> tuple[Tensor, Tensor]:
     """What arrives of one message of each worker, and what each contributed [workers, numel]."""
-    wire = TorchWire(plan_of(name, workers, messages, factors), messages[0].dtype, torch.device("cpu"))
+    wire = TorchWire(plan_of(name, owners, messages, factors), messages[0].dtype, torch.device("cpu"))
     result = exchange(wire, messages, numel(factors), torch.device("cpu"))
     return result.out, result.own
 
@@ -82,6 +82,18 @@ def test_what_arrives_is_near_the_sum_and_all_of_it_was_contributed(name: str, w
     # The owner's correction is exact but for the subtraction from its own part, which is rounded once.
     slack = 4 * workers * unit * (arrived[:many].double().abs() + contributed.double().abs().sum(dim=0))
     assert ((contributed.double().sum(dim=0) - arrived[:many].double()).abs() <= slack).all()
+
+
+@thinned("name, dtype, together", NARROW, [torch.float32, torch.float64], [True, False], together=2)
+def test_whole_messages_are_added_without_a_second_rounding(
+    name: str, dtype: torch.dtype, together: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Whether they are decoded together or, since they are large, one after the other."""
+    monkeypatch.setattr("powersgd_triton.ops.wire.TOGETHER", 1 << 20 if together else 1)
+    messages = random_messages(2, dtype)
+    arrived, contributed = exchanged(name, 1, messages)
+    assert torch.equal(arrived[: numel(FACTORS)], contributed[0] + contributed[1])
+    assert torch.equal(arrived[numel(FACTORS) :], (messages[0] + messages[1])[numel(FACTORS) :])
 
 
 @pytest.mark.parametrize("name", NARROW)

@@ -123,7 +123,7 @@ def check_backproject(bucket: Bucket, workers: int = 3) -> None:
 
 
 class Exchanged(NamedTuple):
-    """What went over the wire, on the CPU: [workers, workers, size], [workers, numel], [workers, size], [numel]."""
+    """What went over the wire, on the CPU: [workers, owners, size], [workers, numel], [workers, size], [numel]."""
 
     sent: Tensor
     own: Tensor
@@ -132,15 +132,22 @@ class Exchanged(NamedTuple):
 
 
 def exchange(wire: Wire, messages: Sequence[Tensor], numel: int, device: torch.device, own: bool = True) -> Exchanged:
-    """All workers' messages through a wire, in guarded memory; of each message the first ``numel`` are factors."""
+    """All workers' messages through a wire, in guarded memory; of each message the first ``numel`` are factors.
+
+    If several workers have one chunk, what they send is added up as it is, and is in the place of sums.
+    """
     workers, size, dtype = len(messages), wire.plan.size, messages[0].dtype
     memory = [Memory([len(message)], dtype, device).fill([message]) for message in messages]
     owns = [Memory([numel], dtype, device) for _ in messages]
-    sent = [Bytes((workers, size), device) for _ in messages]
+    owners = len(wire.plan.chunks)
+    sent = [Bytes((owners, size), device) for _ in messages]
     for given, mine, content in zip(memory, owns, sent, strict=True):
         wire.encode(given.views[0], mine.views[0] if own else None, out=content.view)
     sums = Bytes((workers, size), device)
     for worker, mine in enumerate(owns):
+        if owners < workers:
+            sums.view[worker] = sent[worker].view[0]
+            continue
         received = torch.stack([content.view[worker] for content in sent])
         wire.reduce(received, mine.views[0] if own else None, worker, out=sums.view[worker])
     out = Memory([len(messages[0])], dtype, device)
