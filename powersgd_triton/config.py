@@ -72,7 +72,8 @@ class PowerSGDConfig:
             Default: 4, or planned ranks if a budget is given.
         compression: A byte budget in place of a rank: how many times fewer bytes than fp32 gradients a step sends,
             counting all tensors of the model. Ranks are planned for each matrix. "auto" measures step and network
-            during the first steps, which are exact, and chooses a budget and ``wire_dtype``, or no compression.
+            during the first steps, which are exact, and chooses ``quantize``, a budget and ``wire_dtype``, or no
+            compression.
         bytes_per_step: The same budget as a number of bytes, counted so that an all-reduce of B bytes counts B. Both
             budgets count 4 bytes for an element that is averaged exactly, and each compression of the gradients as
             one step.
@@ -267,6 +268,12 @@ UNSAID = PowerSGDConfig(rank=32, wire_dtype="int4")
 
 A budget loses still less, but some models, such as those of vectors only, cannot keep it.
 """
+
+
+def quantized(config: PowerSGDConfig, **fields: Any) -> PowerSGDConfig:
+    """Return a configuration with ``quantize`` and possibly other fields in place of those of factors."""
+    of_factors: dict[str, Any] = dict.fromkeys((*NOT_WITH_QUANTIZE, *RANK_LIMITS, "error_feedback"))
+    return dataclasses.replace(config, **(of_factors | fields))
 
 
 def unlike(ours: PowerSGDConfig, theirs: PowerSGDConfig) -> tuple[str, str]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import AUTO, PowerSGDConfig
 from powersgd_triton.layout.layout import Layout, Tensors
 from powersgd_triton.planning import cost
 from powersgd_triton.planning.cost import TOLERANCE, WIDTHS, ComputeTime, Job, Network, Prediction
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"--{name} must be a positive number; got {value}")
         tensors, step = load(arguments.model, arguments.step_ms, device)
-        config = PowerSGDConfig(compression=1, max_overhead=arguments.max_overhead)
+        config = PowerSGDConfig(compression=AUTO, max_overhead=arguments.max_overhead)
         ds_config = None if arguments.write is None else json.loads(arguments.write.read_text())
         if not isinstance(ds_config, dict | None):
             raise ValueError(f"{arguments.write} must contain an object; got a {type(ds_config).__name__}")
@@ -218,21 +218,23 @@ def cap_table(job: Job, config: PowerSGDConfig) -> str:
 def predictions(job: Job, config: PowerSGDConfig, device: torch.device | str) -> tuple[Rows, Prediction]:
     """Return named predictions, and the recommended one. Compression is timed on a device, or predicted for a GPU."""
     rows: Rows = [("all-reduce, fp32", job.exact(4)), ("all-reduce, bf16", job.exact(2))]
-    times: dict[str, ComputeTime] = {}
-    for width in WIDTHS:
+    times: dict[PowerSGDConfig, ComputeTime] = {}
+    for kind in cost.kinds(config):
         if isinstance(device, str):
-            times[width] = cost.predicted_compute(device, job.tensors)
+            times[kind] = cost.predicted_compute(device, job.tensors, kind)
         else:
-            print(f"timing compression with factors in {width} …", file=sys.stderr, flush=True)
-            times[width] = time_compute(PowerSGDConfig(rank=4, wire_dtype=width), job.buckets, device)
+            what = f"factors in {kind.wire_dtype}" if kind.quantize is None else f"gradients in {kind.quantize}"
+            print(f"timing compression with {what} …", file=sys.stderr, flush=True)
+            times[kind] = time_compute(kind, job.buckets, device)
+    found = cost.options(job, times, config.max_overhead)
+    rows += [(f"quantize={row.config.quantize}", row) for row in found if row.config and row.config.quantize]
     for rank, width in FIXED:
-        fixed = PowerSGDConfig(rank=rank, wire_dtype=width)
-        rows.append((f"rank {rank}, {width}", job.compressed(fixed, times[width])))
-    found = cost.budgets(job, config, times)
+        time = next(time for kind, time in times.items() if kind.wire_dtype == width)
+        rows.append((f"rank {rank}, {width}", job.compressed(PowerSGDConfig(rank=rank, wire_dtype=width), time)))
     chosen = cost.choose(min((row for _, row in rows[:2]), key=lambda row: row.seconds), found)
     # Few rows: factors in fp32 send more for the same loss, and pay only where the width costs compute.
     for row in found:
-        if row.config is not None and (row is chosen or row.config.wire_dtype == WIDTHS[0]):
+        if row.config and row.config.planned and (row is chosen or row.config.wire_dtype == WIDTHS[0]):
             rows.append((f"compression={row.config.compression:g}, {row.config.wire_dtype}", row))
     return rows, chosen
 
@@ -264,9 +266,7 @@ def milliseconds(seconds: float) -> str:
 def recommendation(rows: Rows, chosen: Prediction) -> str:
     """Return one or two sentences."""
     if chosen.config is None:
-        return (
-            f"Recommended: do not compress. No budget is more than {TOLERANCE:.0%} faster than the all-reduce in bf16."
-        )
+        return f"Recommended: do not compress. Nothing is more than {TOLERANCE:.0%} faster than the all-reduce in bf16."
     options = ", ".join(f"{key}={value!r}" for key, value in section(chosen.config).items())
     exact, half = (row.seconds / chosen.seconds for _, row in rows[:2])
     return (
@@ -276,10 +276,11 @@ def recommendation(rows: Rows, chosen: Prediction) -> str:
 
 
 def section(config: PowerSGDConfig) -> dict[str, Any]:
-    """Return the fields of a budget that differ from the defaults."""
-    default = PowerSGDConfig(compression=config.compression).to_dict()
-    changed = {name: value for name, value in config.to_dict().items() if value != default[name]}
-    return {"compression": config.compression, **changed}
+    """Return the fields of a budget, or of quantized gradients, that differ from the defaults."""
+    key = "compression" if config.quantize is None else "quantize"
+    given = {key: getattr(config, key)}
+    default = PowerSGDConfig(**given).to_dict()
+    return given | {name: value for name, value in config.to_dict().items() if value != default[name]}
 
 
 def positive(text: str) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from powersgd_triton import PowerSGDConfig, plan
 from powersgd_triton.__main__ import main
-from powersgd_triton.planning.cost import ComputeTime, Job, Network, predicted_compute
+from powersgd_triton.planning.cost import FORMATS, ComputeTime, Job, Network, predicted_compute
 from powersgd_triton.planning.trial import sample, time_compute
 from powersgd_triton.shapes import MODELS
 from tests.support.distributed import on_workers
@@ -74,10 +74,27 @@ def test_a_fast_network_or_costly_compression_is_recommended_an_all_reduce(
     # Faster than an all-reduce in fp32, and slower than one in bf16.
     monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.3, 0.4, 0.5)))
     assert "Recommended: do not compress" in output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", "10")
-    monkeypatch.setattr(plan, "time_compute", lambda *_: ComputeTime((0.02, 0.05, 0.2)))
+    factors, whole = ComputeTime((0.02, 0.05, 0.2)), ComputeTime((1.0, 1.0, 1.0))
+    monkeypatch.setattr(plan, "time_compute", lambda kind, *_: whole if kind.quantize else factors)
     arguments = ("gpt2", "--step-ms", "100", "--bandwidth", "0.1")
     assert "Recommended: PowerSGDConfig" in output(capsys, *arguments)
     assert "do not compress" in output(capsys, *arguments, "--max-overhead", "0.01")
+
+
+@pytest.mark.parametrize(("bandwidth", "name"), [("3", "int4"), ("100", "int8")])
+def test_quantized_gradients_are_recommended_where_factors_cost_too_much(
+    bandwidth: str, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"powersgd": {"rank": 1}}))
+    monkeypatch.setattr(plan, "time_compute", lambda kind, *_: ComputeTime((1e-4 if kind.quantize else 1.0,) * 3))
+    text = output(capsys, "gpt2", "--step-ms", "100", "--bandwidth", bandwidth, "--write", str(file))
+    assert f"Recommended: PowerSGDConfig(quantize='{name}'). A step" in text
+    assert f"quantize={name} *" in text
+    assert json.loads(file.read_text()) == {"powersgd": {"quantize": name}}
+    for kept, bits in (("bf16", 16), ("int8", 8 + 16 / 128), ("int4", 4 + 16 / 128)):
+        (row,) = (line.replace(" *", "") for line in text.splitlines() if line.startswith(f"quantize={kept}"))
+        assert row.split()[1] == f"{124_439_808 * bits / 8:,.0f}"
 
 
 @pytest.mark.parametrize("arguments", [("gpt2", "--step-ms", "180"), ("llama-7b", "--step-ms", "2000")])
@@ -172,8 +189,10 @@ def test_without_a_gpu_the_times_of_one_are_predicted(
     text = capsys.readouterr().out
     assert "compression: predicted for h100" in text
     assert "Recommended: PowerSGDConfig(compression=" in text
-    slow, fast = (predicted_compute(gpu, {"": (1 << 20, 1 << 10)}) for gpu in ("rtx4090", "h100"))
-    assert 0.01 < fast(4) < slow(4) < slow(64) < 1
+    for config in (PowerSGDConfig(), PowerSGDConfig(quantize="int8")):
+        slow, fast = (predicted_compute(gpu, {"": (1 << 20, 1 << 10)}, config) for gpu in ("rtx4090", "h100"))
+        assert 0.01 < fast(4) < slow(4) < 1
+        assert (slow(64) == slow(4)) == (config.quantize is not None)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -193,9 +212,11 @@ def test_a_part_of_every_model_is_timed(name: str) -> None:
 def test_what_compression_computes_is_timed() -> None:
     shapes = {"weight": (64, 48), "narrow": (8, 100), "bias": (64,), "none": (0, 4)}
     before = torch.get_rng_state()
-    for config in (PowerSGDConfig(rank=4), PowerSGDConfig(compression=8, start_iter=5, wire_dtype="int8")):
+    whole = [PowerSGDConfig(quantize=name) for name in FORMATS]
+    for config in (PowerSGDConfig(rank=4), PowerSGDConfig(compression=8, start_iter=5, wire_dtype="int8"), *whole):
         time = time_compute(config, [shapes, {"next": (30, 30)}], CPU)
         assert all(0 < seconds < 10 for seconds in time.seconds)
+        assert config.quantize is None or time(4) == time(64)
     assert torch.equal(torch.get_rng_state(), before)
     assert time_compute(PowerSGDConfig(), [{"bias": (64,)}], CPU)(4) == 0
     assert time_compute(PowerSGDConfig(), [], CPU)(64) == 0

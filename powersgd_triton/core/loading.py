@@ -80,7 +80,7 @@ def checked(
     owner: tuple[int, int] | None = None,
 ) -> Loaded:
     """Check this worker's saved state. Return copies of the parts that fit."""
-    residuals, feedback = engine.residuals, bool(engine.config.error_feedback)
+    residuals, feedback = engine.residuals, bool(engine.plan.given.error_feedback)
     saved = SavedState.parse(state_dict, needs_errors=feedback, rename=rename)
     known = residuals.sizes if tensors is None else tensors
     report = saved.compare(known, complete=tensors is not None, strict=strict, feedback=feedback)

@@ -80,7 +80,7 @@ class SavedState:
             "fingerprint": sizes_digest(self.tensors),
             "tensors": {name: list(size) for name, size in sorted(self.tensors.items())},
             "matrices": self.matrices,
-            **({"plan": self.plan} if config.planned else {}),
+            **({"plan": self.plan} if self.plan else {}),
         }
 
     @classmethod

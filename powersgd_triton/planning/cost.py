@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, exchange_of, waits
-from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.config import PowerSGDConfig, quantized
 from powersgd_triton.layout.layout import Layout, Tensors, factors_sent
 from powersgd_triton.ranks.planner import Planner, mean_rank, sent_bytes
 
@@ -22,8 +22,12 @@ RANKS = (4, 16, 64)
 """Ranks at which the compute of compression is timed."""
 COMPRESSIONS = (10, 20, 40, 80, 160, 320, 640, 1280)
 WIDTHS = ("int4", "float32")
+FORMATS = ("bf16", "int8", "int4")
+"""Formats of quantized gradients, from the least loss on."""
 GPUS = {"h100": (122e-6, 139e-6, 334e-6), "a100": (154e-6, 176e-6, 456e-6), "rtx4090": (246e-6, 301e-6, 701e-6)}
 """Predicted seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``, by ``benchmarks/kernel_report.py --bucket``."""
+QUANTIZING = {"h100": 165e-6, "a100": 219e-6, "rtx4090": 358e-6}
+"""The same for int8, by the bandwidths of ``benchmarks/compiled.py``: 34 bytes an element, 18 launches of 4.5 µs."""
 GPU_NUMEL = 7_077_888
 TOLERANCE = 0.02
 """Share of a step's time that a choice may give away for more bytes, which mean less loss."""
@@ -100,10 +104,11 @@ class ComputeTime:
         return max(0.0, rising[low] + slope * (rank - RANKS[low]))
 
 
-def predicted_compute(gpu: str, tensors: Tensors) -> ComputeTime:
+def predicted_compute(gpu: str, tensors: Tensors, config: PowerSGDConfig) -> ComputeTime:
     """Return the compute that is predicted for a GPU, one of ``GPUS``. None has been compared with a GPU yet."""
     numel = sum(math.prod(shape) for shape in tensors.values() if len(shape) > 1)
-    return ComputeTime(tuple(seconds * numel / GPU_NUMEL for seconds in GPUS[gpu]))
+    bucket = GPUS[gpu] if config.quantize is None else (QUANTIZING[gpu],) * len(RANKS)
+    return ComputeTime(tuple(seconds * numel / GPU_NUMEL for seconds in bucket))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,10 +181,11 @@ class Job:
         return found
 
     def messages(self, layouts: Sequence[Layout], config: PowerSGDConfig) -> list[float]:
-        """Return the seconds in which the factors of each bucket travel. Those that are ``late`` count at the end."""
+        """Return the seconds in which the messages of each bucket travel. Those that are ``late`` count at the end."""
         together = self.joined_buckets(layouts, config) if self.joined else layouts
         seconds = [self._bucket_messages(layout, config) for layout in together]
-        if self.late and len(seconds) > 1 and config.algorithm == "standard":
+        single = self.network.workers == 2 if config.quantize else config.algorithm == "alternating"
+        if self.late and len(seconds) > 1 and not single:
             half = seconds[-2] / 2
             seconds[-2:] = [half, seconds[-1] + half]
         return seconds
@@ -187,7 +193,13 @@ class Job:
     def _bucket_messages(self, layout: Layout, config: PowerSGDConfig) -> float:
         network, times = self.network, factors_sent(config)
         across, node = network.across if self.two_levels else network, network.node
-        total = node.collective(ALL_TO_ALL, 4 * layout.numel * (1 - 1 / node.workers)) if self.two_levels else 0.0
+        ring = 4 * layout.numel * (1 - 1 / node.workers)
+        total = node.collective(ALL_TO_ALL, ring) if self.two_levels else 0.0
+        if config.quantize is not None:
+            size = 4 * layout.sent_numel(config, config.start_iter) / (network.node_size if self.two_levels else 1)
+            # Inside the node, gradients and averages travel in fp32.
+            total += node.collective(ALL_GATHER, ring) if self.two_levels else 0.0
+            return total + across.sum(ALL_GATHER if across.workers == 2 else ALL_TO_ALL, size)
         for left, numel in ((True, layout.p_numel), (False, layout.q_numel)):
             bypass = layout.bypass_numel if left or config.algorithm == "alternating" else 0
             size = 4.0 * (numel + bypass)
@@ -204,7 +216,7 @@ class Job:
         """Predict a step with a configuration and the time that it computes. ValueError: its budget is too small."""
         layouts = self.layouts(config)
         ranks = {segment.name: segment.rank for layout in layouts for segment in layout.compressed}
-        own = time(mean_rank(self.tensors, ranks)) if ranks else 0.0
+        own = time(mean_rank(self.tensors, ranks)) if ranks or config.quantize else 0.0
         seconds = step_seconds(self.compute, own, self.messages(layouts, config))
         return Prediction(config, ranks, sent_bytes(self.tensors, ranks, config), seconds, own / seconds)
 
@@ -230,27 +242,48 @@ def compute_of(seconds: float, messages: Sequence[float]) -> float:
     return max(0.0, min(rest, (rest - sum(early)) / (1 - BACKWARD)))
 
 
-def budgets(job: Job, config: PowerSGDConfig, times: Mapping[str, ComputeTime]) -> list[Prediction]:
-    """Predict steps with other budgets and widths than those of ``config``, within its ``max_overhead``."""
-    found: dict[tuple[str, frozenset[tuple[str, int]]], Prediction] = {}
-    for (width, time), compression in itertools.product(times.items(), COMPRESSIONS):
-        chosen = dataclasses.replace(config, compression=compression, bytes_per_step=None, wire_dtype=width)
-        try:
-            predicted = job.compressed(chosen, time)
-        except ValueError:
-            # The budget does not suffice for what is averaged exactly.
-            continue
-        # Where ``max_rank`` limits several budgets, the highest compression is nearest to what is sent.
-        found[width, frozenset(predicted.ranks.items())] = predicted
-    return [prediction for prediction in found.values() if prediction.overhead <= (config.max_overhead or 1.0)]
+def kinds(config: PowerSGDConfig, formats: Sequence[str] = FORMATS) -> list[PowerSGDConfig]:
+    """Return a configuration for each of these formats, and for each width of factors: each has its own compute."""
+    widths = WIDTHS if config.wire_dtype is None else (config.wire_dtype,)
+    factors = [dataclasses.replace(config, wire_dtype=width) for width in widths]
+    return [*(quantized(config, quantize=name) for name in formats), *factors]
+
+
+def variants(kind: PowerSGDConfig) -> list[PowerSGDConfig]:
+    """Return the configurations of a kind: with other budgets, or if gradients are quantized, itself."""
+    if kind.quantize is not None:
+        return [kind]
+    return [dataclasses.replace(kind, compression=each, bytes_per_step=None) for each in COMPRESSIONS]
+
+
+def options(job: Job, times: Mapping[PowerSGDConfig, ComputeTime], max_overhead: float | None) -> list[Prediction]:
+    """Predict steps with all variants of these kinds. ``max_overhead`` is the largest share that they may compute."""
+    found: dict[tuple[PowerSGDConfig, frozenset[tuple[str, int]]], Prediction] = {}
+    for kind, time in times.items():
+        for config in variants(kind):
+            try:
+                predicted = job.compressed(config, time)
+            except ValueError:
+                # The budget does not suffice for what is averaged exactly.
+                continue
+            # Where ``max_rank`` limits several budgets, the highest compression is nearest to what is sent.
+            found[kind, frozenset(predicted.ranks.items())] = predicted
+    return [prediction for prediction in found.values() if prediction.overhead <= (max_overhead or 1.0)]
 
 
 def choose(exact: Prediction, compressed: Iterable[Prediction]) -> Prediction:
     """Return the step with the highest quality among those that take about as long as the fastest.
 
-    An all-reduce has the highest, then the highest sum of ranks: all widths end at about the loss of their rank.
+    An all-reduce has the highest, then ``FORMATS`` in their order, then the highest sum of ranks: all widths end at
+    about the loss of their rank.
     """
     found = [exact, *compressed]
     fastest = min(prediction.seconds for prediction in found)
     good = [prediction for prediction in found if prediction.seconds <= (1 + TOLERANCE) * fastest]
-    return max(good, key=lambda p: (p.config is None, sum(p.ranks.values()), -p.seconds))
+    return max(good, key=_quality)
+
+
+def _quality(prediction: Prediction) -> tuple[float, ...]:
+    config = prediction.config
+    exactness = math.inf if config is None else -FORMATS.index(config.quantize) if config.quantize else -math.inf
+    return exactness, sum(prediction.ranks.values()), -prediction.seconds

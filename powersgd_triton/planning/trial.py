@@ -62,7 +62,8 @@ class StandIn(Communicator):
 def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: torch.device) -> ComputeTime:
     """Time the steps of an engine on this device, on random gradients in fp32. The host waits for the device.
 
-    The rank or budget of ``config`` does not matter. If the model is large, some matrices of it are timed.
+    The rank or budget of ``config`` does not matter. Quantization takes the same time at all ranks. If the model is
+    large, some matrices of it are timed.
     """
     matrices = [{name: tuple(s) for name, s in bucket.items() if len(s) > 1 and 0 not in s} for bucket in buckets]
     matrices = [bucket for bucket in matrices if bucket]
@@ -71,19 +72,20 @@ def time_compute(config: PowerSGDConfig, buckets: Sequence[Tensors], device: tor
     if not part:
         return ComputeTime((0.0,) * len(RANKS))
     options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    gradients = [
-        {name: torch.randn(*shape, dtype=torch.float32, **options) for name, shape in bucket.items()}
-        for bucket in (matrices if part == whole else [part])
-    ]
+    gradients = []
+    for bucket in matrices if part == whole else [part]:
+        # In one buffer, as DDP's.
+        pieces = torch.randn(_numel(bucket), dtype=torch.float32, **options).split([*map(math.prod, bucket.values())])
+        gradients.append({name: piece.view(bucket[name]) for name, piece in zip(bucket, pieces, strict=True)})
     scratch = torch.zeros(SCRATCH, dtype=torch.uint8, device=device)
     fields: dict[str, Any] = {"compression": None, "bytes_per_step": None, "max_rank": None, "max_overhead": None}
     fields |= {"start_iter": 0, "check_every": 0, "min_compression_rate": 0.0}
     seconds = []
-    for rank in RANKS:
+    for rank in RANKS if config.quantize is None else (None,):
         tried = new_engine(dataclasses.replace(config, rank=rank, **fields), StandIn(), lambda: part, device)
         rounds = [_time_steps(tried, gradients, device, scratch) for _ in range(1 + ROUNDS)]
         seconds.append(min(rounds[1:]) * _numel(whole) / _numel(part))
-    return ComputeTime(tuple(seconds))
+    return ComputeTime(tuple(seconds * (len(RANKS) // len(seconds))))
 
 
 def sample(matrices: Mapping[str, tuple[int, ...]], largest: int) -> Mapping[str, tuple[int, ...]]:

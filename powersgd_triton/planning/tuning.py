@@ -61,43 +61,48 @@ class Tuning(Listener):
         self._engine.buckets.invalidate()
 
     def _compression(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
-        """Choose a budget and a width, or no compression."""
+        """Choose a format for gradients, or a budget and a width, or no compression."""
         config, communicator, tensors = self._plan.config, self._engine.communicator, self._plan.tensors
         network = measure_network(communicator, device)
         # Ranks are planned for all tensors, also for those without a gradient.
         unseen = {name: shape for name, shape in tensors.items() if not any(name in bucket for bucket in buckets)}
         buckets = [bucket for bucket in (unseen, *buckets) if bucket]
-        widths = cost.WIDTHS if config.wire_dtype is None else (str(config.wire_dtype),)
-        times = {w: self._own(dataclasses.replace(config, wire_dtype=w), buckets, device) for w in widths}
+        # States of sharded models have errors of matrices only. Their buckets are not joined.
+        joined = not self._plan.buckets
+        kinds = cost.kinds(config, cost.FORMATS if joined else ())
+        own = [self._own(kind, buckets, device).seconds for kind in kinds]
         # The slowest worker and the slowest network count.
         worst: Sequence[float] = (1 / network.card, 1 / network.inside, network.latency, network.inside_latency)
-        (step,), worst, *seconds = self._agreed([[step], worst, *(time.seconds for time in times.values())], device)
+        (step,), worst, *seconds = self._agreed([[step], worst, *own], device)
         network = Network(network.nodes, network.node_size, 1 / worst[0], 1 / worst[1], *worst[2:])
-        times = {width: ComputeTime(found) for width, found in zip(widths, seconds, strict=True)}
-        options = communicator.inside is not None, not self._plan.buckets, device.type == "cpu"
+        options = communicator.inside is not None, joined, device.type == "cpu"
         job, itemsize = Job(buckets, step, network, *options), self._engine.itemsize
         job = dataclasses.replace(job, compute=cost.compute_of(step, job.exact_messages(itemsize)))
         exact = dataclasses.replace(job.exact(itemsize), seconds=step)
-        found = cost.budgets(job, config, times)
+        found = cost.options(job, dict(zip(kinds, map(ComputeTime, seconds), strict=True)), config.max_overhead)
         best = cost.choose(exact, found)
         # Workers with other shards may have chosen something else. The first of all choices is an all-reduce.
-        choices: list[tuple[Any, Any]] = [(None, None), *itertools.product(widths, cost.COMPRESSIONS)]
-        own = (None, None) if best.config is None else (best.config.wire_dtype, best.config.compression)
-        ((agreed,),) = self._agreed([[-choices.index(own)]], device)
-        width, compression = choices[-round(agreed)]
+        choices = [None, *itertools.chain.from_iterable(map(cost.variants, kinds))]
+        ((agreed,),) = self._agreed([[-choices.index(best.config)]], device)
+        chosen = choices[-round(agreed)]
         logger.info(
             "PowerSGD measured steps of %.4g s, of which %.4g s are compute, on a network of %.4g Gbit/s and %.3g ms",
             *(step, job.compute, network.card * 8e-9, network.latency * 1e3),
         )
-        if compression is None:
+        if chosen is None:
             fastest = min((prediction.seconds for prediction in found), default=step)
-            logger.info("PowerSGD does not compress: the fastest budget would take %.4g s a step", fastest)
+            logger.info("PowerSGD does not compress: the fastest compression would take %.4g s a step", fastest)
             return {"compression": None}
+        names = ("compression", "wire_dtype") if chosen.quantize is None else ("quantize",)
+        fields = {name: getattr(chosen, name) for name in names}
         logger.info(
-            "PowerSGD compresses %sx, with factors in %s: predicted %.4g s a step, %.0f%% of it compute of its own",
-            *(compression, width, best.seconds, 100 * best.overhead),
+            "PowerSGD compresses with %s: predicted %.4g s a step, %.0f%% of it compute of its own",
+            *(", ".join(f"{key}={value}" for key, value in fields.items()), best.seconds, 100 * best.overhead),
         )
-        return {"compression": compression, "wire_dtype": width}
+        if chosen.quantize and self._engine.residuals.has_errors(self._engine.step):
+            # Errors of a loaded state are added to gradients only with error feedback.
+            fields["error_feedback"] = True
+        return fields
 
     def _max_rank(self, step: float, buckets: list[Tensors], device: torch.device) -> dict[str, Any]:
         """Choose the largest rank whose compute is at most ``max_overhead`` of a step."""

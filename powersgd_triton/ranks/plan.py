@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
-from powersgd_triton.config import AUTO, PowerSGDConfig, logger
+from powersgd_triton.config import AUTO, PowerSGDConfig, logger, quantized
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import HostCopy
@@ -22,7 +22,10 @@ from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 Plan = dict[str, dict[str, Any]]
 """{"ranks": {name: rank}, "demands": {name: number}, "spectra", "pending": {name: [energy, energy of each column]}}."""
 Spectra = dict[str, Spectrum]
-CHOICES = ({"max_rank"}, {"compression"}, {"compression", "wire_dtype"})
+CHOICES = (
+    *({"max_rank"}, {"compression"}, {"compression", "wire_dtype"}),
+    *({"quantize"}, {"quantize", "error_feedback"}),
+)
 """The fields that are settled together."""
 
 
@@ -112,7 +115,8 @@ class RankPlan:
         Ranks above a new limit fall to it. ValueError: the budget is too small, and nothing was changed.
         """
         if fields.get("compression", 1) is not None:
-            config = dataclasses.replace(self.config, **fields, max_overhead=None)
+            changed = quantized if "quantize" in fields else dataclasses.replace
+            config = changed(self.config, **fields, max_overhead=None)
             planner = dataclasses.replace(self._planner(self.tensors), config=config)
             limited = {name: min(rank, planner.largest[name]) for name, rank in self.ranks.items()}
             self._adopt(planner.starting_ranks() if "compression" in fields else limited)
@@ -201,13 +205,13 @@ class RankPlan:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of ``state_dict``. What it lacks, or all if it exceeds the budget, starts anew."""
-        if not self.config.planned:
+        if not self.given.planned:
             return
         self.config, self.settled = self.given, None
         self.begin(self.tensors)
         settled = saved.get("settled") or {}
         # What another configuration has settled does not count.
-        if settled and self.given.measures and ("compression" in settled) == (not self.compresses):
+        if settled and self.given.measures and ("max_rank" in settled) == self.compresses:
             try:
                 self.settle(settled)
                 logger.info("PowerSGD goes on with what was chosen from measured times: %s", settled)
@@ -250,7 +254,7 @@ def _is_choice(settled: Mapping[str, Any]) -> bool:
     if settled.keys() not in CHOICES or None in settled.values():
         return settled == {"compression": None}
     try:
-        return PowerSGDConfig(**{"compression": 1, **settled}).compression != AUTO
+        return PowerSGDConfig(**{"compression": None if "quantize" in settled else 1, **settled}).compression != AUTO
     except (TypeError, ValueError):
         return False
 

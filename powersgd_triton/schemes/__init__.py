@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
-from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Average, Scheme, Task
 from powersgd_triton.ops.backends import select_backend
 from powersgd_triton.schemes.low_rank import LowRank
 from powersgd_triton.schemes.quantized import Quantized
+
+
+class Configured(Scheme):
+    """What the configuration in force asks for. With ``compression="auto"`` that is chosen after the first steps."""
+
+    def __init__(self) -> None:
+        self._low_rank, self._quantized = LowRank(), Quantized()
+
+    def _of(self, task: Task) -> Scheme:
+        return self._low_rank if task.config.quantize is None else self._quantized
+
+    def prepare(self, task: Task) -> Any:
+        return self._of(task).prepare(task)
+
+    def average(self, task: Task) -> Generator[Work, None, Average]:
+        return self._of(task).average(task)
 
 
 def new_engine(
@@ -21,7 +39,7 @@ def new_engine(
     device: torch.device | None = None,
     **options: Any,
 ) -> Engine:
-    """Return an engine with the scheme that a configuration asks for. The other arguments are those of ``Engine``.
+    """Return an engine with the scheme that its configuration asks for. The other arguments are those of ``Engine``.
 
     TypeError: ``config`` is not a configuration. ValueError: its budget is too small for the tensors, or its backend
     cannot be used on the device.
@@ -31,5 +49,4 @@ def new_engine(
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    scheme = LowRank() if config.quantize is None else Quantized()
-    return Engine(scheme, config, communicator, tensors, device, **options)
+    return Engine(Configured(), config, communicator, tensors, device, **options)

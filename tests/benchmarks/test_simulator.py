@@ -14,6 +14,7 @@ import torch.distributed as dist
 from benchmarks.buckets import ddp_buckets
 from benchmarks.network import two_levels
 from benchmarks.network.simulator import MODELS, RESULTS, exact, simulate
+from benchmarks.network.stand_ins import CountedWorker
 from benchmarks.network.traffic import Traffic
 from benchmarks.network.turns import Row
 from powersgd_triton import Compressor, PowerSGDConfig
@@ -21,11 +22,13 @@ from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.cost import Job, Network
+from powersgd_triton.schemes import new_engine
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import thinned
 
 RECORD = RESULTS / "two-levels.json"
+CPU = torch.device("cpu")
 SHAPES = {"a": (48, 70), "bias": (70,), "b": (48, 70), "c": (301, 20), "d": (129, 36), "norm": (5,)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"rank": 4},
@@ -118,3 +121,31 @@ def test_predicted_times_are_those_of_the_counted_collectives(
         predicted = sum(Job([], 0.0, network, two_levels).messages(layouts, config))
     # The prediction does not know where messages are cut.
     assert predicted == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize(("nodes", "node_size"), [(2, 1), (3, 1), (2, 2), (3, 2), (1, 2)])
+def test_predicted_times_of_quantized_gradients_are_those_of_the_counted_collectives(
+    nodes: int, node_size: int
+) -> None:
+    """Of fp32 gradients, some of which wait for the next bucket."""
+    buckets: list[dict[str, tuple[int, ...]]] = [
+        {"a": (480, 700), "bias": (480,)},
+        {"small": (30, 20)},
+        {"b": (2048, 128)},
+    ]
+    tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
+    config, network = PowerSGDConfig(quantize="int8"), Network(nodes, node_size, card=1e8, inside=1e9)
+    calls: list[tuple[bool, Call]] = []
+    communicator = CountedWorker(0, nodes * node_size, calls)
+    if two_levels := node_size > 1:
+        communicator.inside = CountedWorker(0, node_size, calls, inside=True)
+        communicator.across = CountedWorker(0, nodes, calls)
+    engine = new_engine(config, communicator, lambda: tensors)
+    for shapes in buckets:
+        bucket = engine.begin(id(shapes), lambda own=shapes: own, CPU, last=shapes is buckets[-1])  # type: ignore[misc]
+        engine.average(bucket, {name: torch.zeros(shape) for name, shape in shapes.items()}, join=True)
+    # All workers of a node send the same.
+    counted = Traffic(nodes, node_size, (tuple(calls),) * (node_size if two_levels else 1)).seconds(network)
+    job = Job(buckets, 0.0, network, two_levels)
+    # Whole blocks are sent, and by more than two workers in parts of equal length.
+    assert sum(job.messages(job.layouts(config), config)) == pytest.approx(counted, rel=0.02)

@@ -15,7 +15,7 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.ddp import PowerSGDState
 from powersgd_triton.planning import cost, tuning
-from powersgd_triton.planning.cost import ComputeTime, Job, Network, Prediction, budgets, choose, step_seconds
+from powersgd_triton.planning.cost import ComputeTime, Job, Network, Prediction, choose, kinds, options, step_seconds
 from powersgd_triton.planning.trial import measure_network
 from tests.support.checks import gradients as random_gradients
 from tests.support.checks import step as averaged
@@ -27,6 +27,8 @@ SHAPES = {"wide": (96, 400), "tall": (500, 64), "bias": (96,)}
 FIRST = tuning.WARM_UP + tuning.MEASURED + 1
 """Steps after which the choice is in force."""
 SLOW, FAST = Network(2, card=1e4), Network(2, card=1e12, latency=0.0)
+MIDDLE = Network(2, card=1e8)
+"""On which an all-reduce takes 2.8 ms."""
 AUTO = PowerSGDConfig(compression="auto")
 
 
@@ -48,13 +50,43 @@ def train(compressor: Compressor, worker: int, steps: range) -> list[bool]:
     return exact
 
 
+def cheap(*formats: str) -> Any:
+    """A trial that finds everything but these formats costly."""
+    return lambda kind, *_: ComputeTime((1e-5 if kind.quantize in formats else 1.0,) * 3)
+
+
+def quantized(worker: int, world_size: int) -> list[Any]:
+    """Gradients in the format that was chosen, also by a run that goes on."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "measure_network", lambda *_: MIDDLE)
+        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, 3e-3).__next__))
+        for name, errors in (("int8", []), ("int4", [*SHAPES])):
+            patch.setattr(tuning, "time_compute", cheap(name))
+            compressor, resumed = Compressor(AUTO, SHAPES), Compressor(AUTO, SHAPES)
+            exact = train(compressor, worker, range(FIRST + 4))
+            saved = compressor.state_dict()
+            resumed.load_state_dict(saved)
+            exact += train(resumed, worker, range(FIRST + 4, FIRST + 6))
+            assert exact == [True] * FIRST + [False] * 6
+            assert saved["plan"]["settled"] == resumed.state_dict()["plan"]["settled"] == {"quantize": name}
+            assert resumed.config.quantize == name
+            assert [*compressor.error()] == [*resumed.error()] == errors
+            assert str(resumed.report()).count(name) == len(SHAPES)
+            found.append(digest(averaged(resumed, gradients(worker, 0)).values()))
+            # What was chosen is given up with a state without a choice.
+            resumed.load_state_dict(saved_with({}))
+            assert (resumed.config, resumed._engine.plan.measures) == (AUTO, True)
+    return found
+
+
 def choices(worker: int, world_size: int) -> list[Any]:
     """What workers settle on networks and with trials that are given."""
     found: list[Any] = []
     # This worker's own times differ from those of the others.
     times = tuple((1 + worker) * 1e-5 * rank for rank in (4, 16, 64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "time_compute", lambda *_: ComputeTime(times))
+        patch.setattr(tuning, "time_compute", lambda kind, *_: ComputeTime((1e3,) * 3 if kind.quantize else times))
         for network, seconds in ((SLOW, 25.0), (FAST, 1e-3)):
             # The slowest network counts, which one of the workers has measured.
             patch.setattr(tuning, "measure_network", lambda *_, network=network: network if worker else FAST)
@@ -98,8 +130,8 @@ def ddp(worker: int, world_size: int) -> list[Any]:
 
 
 def test_all_workers_settle_the_same_and_lose_nothing() -> None:
-    results = run_cases([choices, ddp], 2)
-    for case in (choices, ddp):
+    results = run_cases([choices, quantized, ddp], 2)
+    for case in (choices, quantized, ddp):
         first, second = outcome(results, case)
         assert first == second
 
@@ -115,7 +147,8 @@ def saved_with(settled: dict[str, Any]) -> dict[str, Any]:
 def test_a_choice_that_cannot_be_is_refused() -> None:
     refused: list[dict[str, Any]] = [
         *({"max_rank": value} for value in ("wide", [1], 3.5, 0, None)), {"compression": 0.5}, {"compression": "auto"},
-        {"compression": None, "wire_dtype": None}, {"wire_dtype": "int4"}, {"rank": 3},
+        {"compression": None, "wire_dtype": None}, {"wire_dtype": "int4"}, {"rank": 3}, {"quantize": "int9"},
+        {"quantize": None}, {"quantize": "int8", "compression": 10}, {"quantize": "int8", "error_feedback": 1},
     ]  # fmt: skip
     for settled in refused:
         with pytest.raises(ValueError, match="expected a plan of ranks with ranks"):
@@ -128,14 +161,18 @@ def test_a_choice_that_cannot_be_is_refused() -> None:
         ({"compression": "auto"}, {"max_rank": 1}, False),
         ({"compression": "auto"}, {"compression": None}, True),
         ({"compression": "auto"}, {"compression": 10, "wire_dtype": "float32"}, True),
+        ({"compression": "auto"}, {"quantize": "int8"}, True),
+        ({"compression": "auto"}, {"quantize": "int8", "error_feedback": True}, True),
         # This budget is too small for the model: it is measured again.
         ({"compression": "auto"}, {"compression": 1e6, "wire_dtype": "int4"}, False),
         ({"compression": 4, "max_overhead": 0.5}, {"compression": 10, "wire_dtype": "float32"}, False),
         ({"compression": 4, "max_overhead": 0.5}, {"compression": None}, False),
+        ({"compression": 4, "max_overhead": 0.5}, {"quantize": "int8"}, False),
         ({"bytes_per_step": 40_000, "max_overhead": 0.5}, {"max_rank": 2}, True),
         # These have nothing to choose.
         ({"compression": 4}, {"max_rank": 7}, None),
         ({"compression": 4}, {"compression": None}, None),
+        ({"compression": 4}, {"quantize": "int8"}, None),
         ({"compression": 4}, {"compression": 20, "wire_dtype": "int4"}, None),
     ],
 )
@@ -148,6 +185,28 @@ def test_a_choice_belongs_to_what_was_to_be_chosen(given: Any, settled: dict[str
     assert compressor.state_dict()["plan"].get("settled") == (settled if used else None)
     # If it is not used, the first steps are measured again.
     assert compressor._engine.plan.measures is not used
+
+
+@pytest.mark.parametrize("name", cost.FORMATS)
+def test_errors_of_a_saved_state_are_sent_if_gradients_are_quantized(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in formats that need no error feedback."""
+    monkeypatch.setattr(tuning, "measure_network", lambda *_: MIDDLE)
+    monkeypatch.setattr(tuning, "time_compute", cheap(name))
+    monkeypatch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count(0.0, 3e-3).__next__))
+    before, compressor = Compressor(PowerSGDConfig(rank=2), SHAPES), Compressor(AUTO, SHAPES)
+    before.compress(gradients(0, 0))
+    compressor.load_state_dict(before.state_dict())
+    total = {shape: torch.zeros(SHAPES[shape]) for shape in SHAPES}
+    for number in range(1, FIRST + 4):
+        own = gradients(0, number)
+        for tensor, average in averaged(compressor, own).items():
+            total[tensor] += average - own[tensor]
+    assert compressor.config.quantize == name
+    for tensor, error in before.error().items():
+        assert error.norm() > 1
+        torch.testing.assert_close(total[tensor], error, rtol=1e-4, atol=1e-4)
 
 
 def test_errors_of_a_saved_state_are_sent_if_nothing_is_compressed() -> None:
@@ -213,7 +272,7 @@ def test_predicted_steps_have_the_bytes_and_ranks_of_their_plans():
     for megabits, compresses in ((10.0, True), (100.0, True), (1e5, False)):
         here = job_at(megabits)
         exact = here.exact()
-        chosen = choose(exact, budgets(here, CONFIG, {"int4": CHEAP, "float32": CHEAP}))
+        chosen = choose(exact, options(here, dict.fromkeys(kinds(CONFIG), CHEAP), None))
         assert (chosen.config is not None) == compresses
         assert chosen.seconds <= exact.seconds
 
@@ -229,8 +288,23 @@ def test_a_choice_gives_away_little_time_for_quality():
     assert choose(exact, []) is exact
 
 
+def test_quantized_gradients_lose_less_than_factors_and_more_than_an_all_reduce():
+    exact = Prediction(None, {}, 1e6, 1.0)
+    low_rank = Prediction(CONFIG, {"a": 64}, 1e5, 1.0)
+    formats = [Prediction(PowerSGDConfig(quantize=name), {}, 2e5, 1.0) for name in cost.FORMATS]
+    for number, best in enumerate(found := [exact, *formats, low_rank]):
+        assert choose(low_rank, found[number:][::-1]) is best
+    # The compute of factors, and then that of quantization, is more than may be.
+    times = {kind: ComputeTime((1e-3 if kind.quantize else 1.0,) * 3) for kind in kinds(CONFIG)}
+    half, *others = options(job_at(100.0), times, 0.5)
+    assert [p.config and p.config.quantize for p in (half, *others)] == [*cost.FORMATS]
+    assert half.seconds > others[0].seconds > others[1].seconds
+    assert half.bytes_per_step == job_at(100.0).exact(2).bytes_per_step
+    assert not options(job_at(100.0), times, 1e-3)
+
+
 def test_budgets_that_are_too_small_or_the_same_are_left_out():
-    found = budgets(job_at(100.0), CONFIG, {"int4": CHEAP})
+    found = options(job_at(100.0), dict.fromkeys(kinds(CONFIG, ()), CHEAP), None)
     compressions = [float(p.config.compression or 0) for p in found if p.config is not None]
     assert compressions == sorted(set(compressions))
     plans = [tuple(sorted(p.ranks.items())) for p in found]
