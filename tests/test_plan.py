@@ -119,6 +119,12 @@ def test_a_cap_is_a_choice_between_latency_and_waiting() -> None:
     late, early = (dataclasses.replace(job, late=late).compressed(config, free).seconds for late in (True, False))
     (*_, before, _) = dataclasses.replace(job, late=False).messages(job.layouts(config), config)
     assert late - early == pytest.approx(before / 2)
+    # Quantized gradients of two workers travel in one message.
+    whole = PowerSGDConfig(quantize="int8")
+    for workers, waits in ((2, False), (3, True)):
+        jobs = (dataclasses.replace(job, late=late, network=Network(workers)) for late in (True, False))
+        late, early = (one.compressed(whole, free).seconds for one in jobs)
+        assert (late > early) == waits
 
 
 MODULE = """

@@ -134,7 +134,7 @@ def test_predicted_times_of_quantized_gradients_are_those_of_the_counted_collect
         {"b": (2048, 128)},
     ]
     tensors = {name: shape for bucket in buckets for name, shape in bucket.items()}
-    config, network = PowerSGDConfig(quantize="int8"), Network(nodes, node_size, card=1e8, inside=1e9)
+    config, network = PowerSGDConfig(quantize="int8"), Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4)
     calls: list[tuple[bool, Call]] = []
     communicator = CountedWorker(0, nodes * node_size, calls)
     if two_levels := node_size > 1:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
+import types
 from typing import Any
 from unittest import mock
 
@@ -22,6 +25,8 @@ from powersgd_triton.integrations.fsdp1 import PowerSGDState, powerSGD_hook
 from powersgd_triton.integrations.fsdp2 import apply_powersgd, units
 from powersgd_triton.layout.layout import compressed_rank
 from powersgd_triton.planning import tuning
+from powersgd_triton.planning.cost import ComputeTime, Network
+from powersgd_triton.planning.trial import time_compute
 from tests.support import tensor_parallel
 from tests.support.checks import same_bits
 from tests.support.properties import check_close
@@ -240,6 +245,16 @@ def settled(worker: int, world_size: int) -> None:
             train(model, worker, 6)
             state.check_replicas()
             found[str(fields)] = state._engine.plan.settled
+        numel = sum(parameter.numel() for parameter in Net().parameters())
+        # Not quantized gradients, of which the states of shards could not keep all errors.
+        patch.setattr(tuning, "measure_network", lambda *_: Network(2, card=4.0 * numel))
+        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
+        patch.setattr(tuning, "time_compute", lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3))
+        model, state = hybrid(Net(), hybrid_mesh(2, 2), PowerSGDConfig(compression="auto"))
+        train(model, worker, 6)
+        assert state._engine.plan.settled == {"compression": None}
+        patch.setattr(tuning, "time_compute", time_compute)
+        patch.setattr(tuning, "time", time)
         # Two tensor-parallel workers have 17 and 16 rows of the embedding.
         patch.setattr(tensor_parallel, "TOKENS", 33)
         net = tensor_parallel.Net(0, 8)
