@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import pickle
 import types
 from typing import Any
 
@@ -74,6 +75,13 @@ def quantized(worker: int, world_size: int) -> list[Any]:
             assert [*compressor.error()] == [*resumed.error()] == errors
             assert str(resumed.report()).count(name) == len(SHAPES)
             found.append(digest(averaged(resumed, gradients(worker, 0)).values()))
+            model = stack()
+            state = PowerSGDState(AUTO, module=model)
+            step = backward(model, state)
+            for number in range(FIRST + 2):
+                step(number)
+            assert pickle.loads(pickle.dumps(state)).config == state.config == resumed.config
+            found.append(digest(gradients_of(model).values()))
             # What was chosen is given up with a state without a choice, whose errors are kept.
             assert not resumed.load_state_dict(saved_with({})).dropped
             assert (resumed.config, resumed._engine.plan.measures) == (AUTO, True)
