@@ -9,8 +9,10 @@ import torch
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
+from powersgd_triton.core.scheme import Scheme
 from powersgd_triton.ops.backends import select_backend
 from powersgd_triton.schemes.low_rank import LowRank
+from powersgd_triton.schemes.mixed import Mixed
 from powersgd_triton.schemes.quantized import Quantized
 
 
@@ -31,5 +33,5 @@ def new_engine(
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    scheme = LowRank() if config.quantize is None else Quantized()
+    scheme: Scheme = Quantized() if config.quantize is not None else Mixed(config) if config.bypass else LowRank()
     return Engine(scheme, config, communicator, tensors, device, **options)

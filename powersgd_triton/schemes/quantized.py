@@ -62,7 +62,8 @@ class Quantized(Scheme):
             # Each worker has looked at its own part.
             step.uneven = True
             average = FlatAverage(layout, mean)
-        task.residuals.keep(layout, M, step)
+        if config.error_feedback:
+            task.residuals.keep(layout, M, step)
         return average
 
 
