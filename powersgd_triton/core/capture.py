@@ -50,10 +50,9 @@ class Capture:
         config = self._plan.config
         obstacles = (
             (config.algorithm == "alternating", "the alternating algorithm does something else in every second step"),
-            (config.quantize is not None, "the host chooses the random numbers of quantized gradients; give a rank"),
+            (config.whole_format, "the host chooses the random numbers of quantized tensors; give a rank alone"),
             (config.planned and config.replan_every, "the host plans ranks; set replan_every=0"),
             (self._plan.exact, "compression='auto' chose an all-reduce; capture DDP's own"),
-            (config.bypass, "the host seeds the rounding of tensors without factors; set bypass=None"),
             (config.check_every, "the host compares workers; set check_every=0"),
             (self._step.loss_scale is not None, "the error follows a loss scale"),
             (self._step.iteration < config.start_iter, f"the first {config.start_iter} steps are exact"),
