@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.demo.measure import Call, counting
+from powersgd_triton.layout.layout import compressed_rank
 from tests.support.checks import everything, gradients, same_bits, step
 from tests.support.device import EMULATED, INTERPRETED
 from tests.support.distributed import on_workers
@@ -80,7 +82,7 @@ def test_nothing_of_matrices_is_lost(worker: int, world_size: int) -> None:
 @on_workers(2, 3)
 def test_bytes_and_collectives(worker: int, world_size: int) -> None:
     """As the statistics count them. Vectors take one all-gather, or two collectives; without any, there are none."""
-    for shapes in (SHAPES, VECTORS, {"weight": (24, 20), "empty": (0,)}):
+    for shapes in (SHAPES, VECTORS, {"weight": (24, 20), "empty": (0,)}, {"weight": (24, 20)}):
         counts = {}
         for bypass in (None, "int8"):
             compressor, calls = Compressor(everything(bypass=bypass, **FACTORS), shapes), list[Call]()
@@ -98,6 +100,13 @@ def test_bytes_and_collectives(worker: int, world_size: int) -> None:
         more = world_size - 1 if "bias" in shapes else 0
         exact = 0 if shapes is VECTORS else counts[None]
         assert counts["int8"] == exact + more, (shapes, counts)
+
+
+def test_matrices_have_factors_where_that_takes_fewer_bytes() -> None:
+    """Here 44 · 4 elements of 4 bytes, or 480 in fp32 or 8 bits."""
+    config = PowerSGDConfig(rank=4, min_compression_rate=1)
+    for bypass, rank in ((None, 4), ("bf16", 4), ("int8", 0)):
+        assert compressed_rank((24, 20), dataclasses.replace(config, bypass=bypass)) == rank
 
 
 @on_workers(2)
