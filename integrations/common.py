@@ -81,7 +81,7 @@ def describe(state: Handle) -> str:
     own = times if quantized and state._communicator.node_group is None else 1
     compression, count = report.compression * own / times, report.bytes_per_step / own
     sent, plain = describe_bytes(count), describe_bytes(count * compression)
-    if not quantized and not any(tensor.rank for tensor in report.tensors):
+    if report.quantize is None and not any(tensor.rank for tensor in report.tensors):
         return "powersgd: on, but no tensor takes fewer bytes as factors, so all are averaged exactly"
     return (
         f"powersgd: on, {describe_ranks(state.config)}; in a step each worker sends {sent} in place of {plain} in fp32 "

@@ -34,8 +34,8 @@ RANK_LIMITS = ("max_rank", "max_overhead")
 QUANTIZED = ("bf16", "fp8", "int8", "int4", "int2", "ternary")
 STATELESS = QUANTIZED[:3]
 """The formats that need no error feedback."""
-NOT_WITH_QUANTIZE = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_dtype")
-"""Fields that say how factors are made or sent, or how errors are kept. Quantized tensors have fp32 errors."""
+NOT_WITH_QUANTIZE = ("rank", "compression", "bytes_per_step", "wire_dtype", "error_dtype", "bypass")
+"""Fields of factors and of what is sent beside them, and how errors are kept. Quantized tensors have fp32 errors."""
 INTEGERS = {"start_iter": 0, "iterations": 1, "seed": 0, "check_every": 0, "replan_every": 0, "explore_every": 0}
 """The integer fields, with the smallest value of each."""
 
@@ -75,8 +75,8 @@ class PowerSGDConfig:
             during the first steps, which are exact, and chooses ``quantize``, a budget and ``wire_dtype``, or no
             compression.
         bytes_per_step: The same budget as a number of bytes, counted so that an all-reduce of B bytes counts B. Both
-            budgets count 4 bytes for an element that is averaged exactly, and each compression of the gradients as
-            one step.
+            budgets count 4 bytes for an element that is averaged exactly (see ``bypass``), and each compression of the
+            gradients as one step.
         quantize: Send whole tensors in few bits in place of factors, as "bf16", "fp8" (E4M3), "int8", "int4", "int2" or
             "ternary" (−s, 0 and s; 1.7 bits an element). All but "bf16" have one bf16 scale s for 128 elements. Sums
             are computed in fp32. Fields of factors and ranks then have no effect.
@@ -87,7 +87,7 @@ class PowerSGDConfig:
             measured, and ``max_rank`` is lowered if necessary. It then stays, also in saved states. Plans therefore
             depend on the machine.
         min_compression_rate: A matrix is compressed only if (n + m) · r · min_compression_rate < n · m (for factors
-            sent in fp32; for narrower ones their bytes are compared). 0 compresses every non-empty matrix.
+            sent in fp32 beside exact tensors; else their bytes are compared). 0 compresses every non-empty matrix.
         start_iter: Number of first steps that average gradients exactly. 0 compresses from the first step.
         error_feedback: Keep what a step did not send and add it to the next gradient (Vogels et al. 2019, Algorithm 2).
             False needs no memory. Quantization in 4 bits and more then rounds stochastically, so that averages are
@@ -107,6 +107,9 @@ class PowerSGDConfig:
             bf16, fp16, int8 or int4. Default: fp32, or int4 if ranks are planned. Narrower factors than fp32 are summed
             in fp32 by one worker, rounded, and sent back. fp16 and integers have one bf16 scale for each 128 entries of
             a column. What rounding loses stays in the error.
+        bypass: Send the tensors without factors, such as vectors, in few bits too, as "int8", "fp8" or "bf16" (see
+            ``quantize``), in messages of their own. They are rounded stochastically, so that averages are unbiased, and
+            have no errors between steps. Default: they are averaged exactly, in the messages of the factors.
         error_dtype: Dtype of the error buffer between steps, as a torch.dtype or its name. Default: fp32 (fp64 for fp64
             gradients). bf16 halves its memory.
         seed: Seed of the first Q and of replacement directions, used together with the parameter's name.
@@ -138,6 +141,7 @@ class PowerSGDConfig:
     iterations: int = 1
     orthogonalization_epsilon: float = 0.0
     wire_dtype: torch.dtype | str | None = None
+    bypass: str | None = None
     error_dtype: torch.dtype | str | None = None
     seed: int = 0
     batch_by_shape: bool = True
@@ -192,6 +196,8 @@ class PowerSGDConfig:
             self._set("quantize", codes)
         if self.quantize not in (None, *QUANTIZED):
             raise ValueError(f"quantize must be None or one of {', '.join(QUANTIZED)}; got {self.quantize!r}")
+        if self.bypass not in (None, *STATELESS):
+            raise ValueError(f"bypass must be None or one of {', '.join(STATELESS)}; got {self.bypass!r}")
         for name in NOT_WITH_QUANTIZE:
             if self.quantize is not None and getattr(self, name) is not None:
                 raise ValueError(
@@ -230,6 +236,11 @@ class PowerSGDConfig:
     def planned(self) -> bool:
         """Whether ranks are planned under a byte budget."""
         return self.rank is None and self.quantize is None
+
+    @property
+    def whole_format(self) -> str | None:
+        """Format of tensors that are sent whole. None if they are averaged exactly."""
+        return self.quantize or self.bypass
 
     @property
     def measures(self) -> bool:

@@ -73,6 +73,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "quantize must be None or one of bf16, fp8, int8, int4, int2, ternary; got 'int3'",
     ),
+    ({"bypass": "int4"}, ValueError, "bypass must be None or one of bf16, fp8, int8; got 'int4'"),
+    ({"bypass": 8}, ValueError, "bypass must be None or one of bf16, fp8, int8; got 8"),
+    ({"quantize": "int8", "bypass": "bf16"}, ValueError, "bypass has no use.*quantize='int8' and bypass='bf16'"),
     ({"quantize": "int4", "codes": "int8"}, ValueError, "codes is another name of quantize: give one"),
     *(
         ({"quantize": "int4", **field}, ValueError, f"{next(iter(field))} has no use beside it")

@@ -27,7 +27,7 @@ import torch
 from benchmarks.buckets import ddp_buckets
 from benchmarks.environment import commit
 from benchmarks.markdown import markdown_table
-from benchmarks.network.stand_ins import META, Counted, CountedWorker
+from benchmarks.network.stand_ins import META, CountedWorker, counted
 from benchmarks.network.traffic import Traffic
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
@@ -88,7 +88,7 @@ def _calls(
         communicator.across = CountedWorker(0, nodes, calls)
     numbered = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
     tensors = {name: shape for shapes in numbered for name, shape in shapes.items()}
-    engine = Engine(Counted(), config, communicator, lambda: tensors)
+    engine = Engine(counted(config), config, communicator, lambda: tensors)
     for shapes in numbered:
         bucket = engine.begin(id(shapes), lambda own=shapes: own, META, last=shapes is numbered[-1])  # type: ignore[misc]
         engine.average(bucket, {n: torch.empty(s, device=META) for n, s in shapes.items()}, join=True)

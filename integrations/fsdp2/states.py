@@ -60,10 +60,11 @@ def apply_powersgd(
         units = find_units(model, replicas)
         if replicas is not None:
             state: HybridShardState | FullShardState = HybridShardState(model, config, units, communicator)
-            if state.config.quantize and len(others) > (units[0].shard_group is not None):
+            if state.config.whole_format and len(others) > (units[0].shard_group is not None):
+                field = "quantize" if state.config.quantize else "bypass"
                 raise ValueError(
-                    "quantize does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
-                    "elements, also of several tensors, share a scale: give rank or compression"
+                    f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "
+                    "elements, also of several tensors, share a scale: give rank or compression alone"
                 )
             return state, {}, {}
         state = FullShardState(config, units, communicator)

@@ -55,6 +55,8 @@ def exchanges(buckets: Iterable[Bucket], config: PowerSGDConfig, communicator: C
         for message in [bucket.message_P] if alternating else [bucket.message_P, bucket.message_Q]:
             kind = exchange_of(message.nbytes, config, communicator.across.world_size)
             found[f"{kind} in fp32" if kind == ALL_REDUCE else kind] += config.iterations * bool(message.numel())
+        if bucket.layout.rounded.numel and communicator.across.world_size > 1:
+            found[ALL_GATHER if communicator.across.world_size == 2 else ALL_TO_ALL] += 1
     return dict(found)
 
 

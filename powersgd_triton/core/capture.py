@@ -50,7 +50,7 @@ class Capture:
         config = self._plan.config
         obstacles = (
             (config.algorithm == "alternating", "the alternating algorithm does something else in every second step"),
-            (config.quantize is not None, "the host chooses the random numbers of quantized gradients; give a rank"),
+            (config.whole_format, "the host chooses the random numbers of quantized tensors; give a rank alone"),
             (config.planned and config.replan_every, "the host plans ranks; set replan_every=0"),
             (self._plan.exact, "compression='auto' chose an all-reduce; capture DDP's own"),
             (config.check_every, "the host compares workers; set check_every=0"),

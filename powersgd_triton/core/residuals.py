@@ -92,7 +92,7 @@ class Residuals:
     def enter(self, layout: Layout, device: torch.device, *, factors: bool = False) -> None:
         """Note the sizes of a new bucket's tensors. Let the loaded errors of those without factors be added to them."""
         self.sizes |= {s.name: (s.n, s.m, s.rank if factors else 0) for s in layout.segments}
-        for segment in layout.bypass if factors else layout.segments:
+        for segment in [s for s in layout.segments if not (factors and s.rank)]:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
             later = factors and not self.plan.exact and compressed_rank(segment.shape, self.plan.config, segment.name)
             if segment.name in self.loaded.matrices and not later:
@@ -132,7 +132,7 @@ class Residuals:
         are added again in the next step.
         """
         waiting = self._remaining_errors(step).keys() - self._rest.keys()
-        names = [segment.name for segment in layout.bypass if segment.name in waiting] if waiting else []
+        names = [s.name for s in layout.segments if not s.rank and s.name in waiting] if waiting else []
         if not names:
             return gradients
         device = gradients[names[0]].device

@@ -47,6 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
     "bf16error": {"error_dtype": "bf16"},
     "noexplore": {"explore_every": 0},
     "errors": {"error_feedback": True},
+    "bypass8": {"bypass": "int8"},
     **{width: {"wire_dtype": width} for width in ("fp32", "bf16", "fp16", "int8", "int4")},
     "pairs": {"node_group": "pairs"},
 }

@@ -28,15 +28,16 @@ def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = ""
     """Return the rank r = min(rank, n, m) of a tensor's approximation, or 0 for a bypass tensor.
 
     A matrix is compressed only if the bytes of its factors in a step, scales included, times ``min_compression_rate``
-    are fewer than the 4 n m bytes of an fp32 tensor. If ranks are planned, the result is the largest rank that
-    qualifies. A rank function gets the tensor's ``name``; TypeError or ValueError: it returned no count.
+    are fewer than those of the whole tensor, 4 n m if it is averaged exactly. If ranks are planned, the result is the
+    largest rank that qualifies. A rank function gets the tensor's ``name``; TypeError or ValueError: it returned no
+    count.
     """
     if len(shape) < 2 or config.quantize is not None:
         return 0
     n, m = matrix_shape(shape)
 
     def is_worth_it(r: int) -> bool:
-        return tensor_bytes(shape, r, config) * config.min_compression_rate < 4 * n * m
+        return tensor_bytes(shape, r, config) * config.min_compression_rate < tensor_bytes(shape, 0, config)
 
     if config.planned:
         assert config.max_rank is not None
@@ -62,9 +63,9 @@ def tensor_bytes(shape: Sequence[int], rank: int, config: PowerSGDConfig) -> flo
     if rank:
         width = wire_format(config)
         return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
-    if config.quantize is None:
+    if config.whole_format is None:
         return 4 * n * m
-    width = QUANTIZED[config.quantize]
+    width = QUANTIZED[config.whole_format]
     return n * m * (width.bits / (8 * width.blocks) + (SCALE_BYTES / BLOCK if width.scaled else 0))
 
 
@@ -130,24 +131,26 @@ class Layout:
     """Tensors in the order of a flat buffer, and the offsets of their factors.
 
     The messages are [P of all groups | bypass tensors] and [Q of all groups]. A step of the alternating algorithm sends
-    one of them, followed by the bypass tensors. With ``batch_by_shape``, matrices of equal shape are one group.
+    one of them, followed by the bypass tensors. With ``batch_by_shape``, matrices of equal shape are one group. If it
+    ``rounds`` the tensors without factors, they are not in these messages: they are ``rounded`` and not ``bypass``.
     """
 
     segments: tuple[Segment, ...]
     batch_by_shape: bool = True
+    rounds: bool = False
 
     @classmethod
     def build(cls, shapes: Tensors, config: PowerSGDConfig, *, compress: bool = True) -> Layout:
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
         ranks = {name: compressed_rank(shape, config, name) if compress else 0 for name, shape in shapes.items()}
         segments = [Segment(name, tuple(shape), 0, ranks[name]) for name, shape in shapes.items()]
-        return cls(_contiguous(segments), config.batch_by_shape)
+        return cls(_contiguous(segments), config.batch_by_shape, rounds=compress and config.bypass is not None)
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:
         """Lay out the tensors of several layouts one after the other."""
         segments = [segment for layout in layouts for segment in layout.segments]
-        return cls(_contiguous(segments), layouts[0].batch_by_shape)
+        return cls(_contiguous(segments), layouts[0].batch_by_shape, layouts[0].rounds)
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
@@ -168,7 +171,13 @@ class Layout:
 
     @functools.cached_property
     def bypass(self) -> tuple[Segment, ...]:
-        return tuple(segment for segment in self.segments if not segment.rank)
+        return () if self.rounds else tuple(segment for segment in self.segments if not segment.rank)
+
+    @functools.cached_property
+    def rounded(self) -> Layout:
+        """The tensors without factors if they are quantized; see ``PowerSGDConfig.bypass``."""
+        found = [segment for segment in self.segments if self.rounds and not segment.rank]
+        return Layout(_contiguous(found), self.batch_by_shape)
 
     @functools.cached_property
     def groups(self) -> tuple[ShapeGroup, ...]:
@@ -207,7 +216,8 @@ class Layout:
             return -(-QUANTIZED[config.quantize].difference_bytes(self.numel)[1] // 4)
         left, right = (self.factor_bytes(config, left=left) for left in (True, False))
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
-        return -(-sum(P * left + Q * right for P, Q in sent) // 4) + self.bypass_numel
+        rounded = QUANTIZED[config.bypass].difference_bytes(self.rounded.numel)[1] if config.bypass else 0
+        return -(-(sum(P * left + Q * right for P, Q in sent) + rounded) // 4) + self.bypass_numel
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, rank) of the left or right factors of each group."""

@@ -102,12 +102,12 @@ class Planner:
         """
         if not self.fits(self._limited(1)):
             exact = {name: shape for name, shape in self.tensors.items() if name not in self.largest}
-            least, whole = self._sent(self._limited(1)), sent_bytes(self.tensors, {}, self.config)
+            least, whole = self._sent(self._limited(1)), 4 * sum(map(math.prod, self.tensors.values()))
             raise ValueError(
                 f"the budget is {budget(self.tensors, self.config):,.0f} bytes a step, but at rank 1 this model sends "
-                f"{least:,.0f}, {sent_bytes(exact, {}, self.config):,.0f} of them for tensors that are averaged "
-                f"exactly; expected bytes_per_step of at least that, or a compression of at most {whole / least:.1f}; "
-                "a narrower wire_dtype sends fewer bytes"
+                f"{least:,.0f}, {sent_bytes(exact, {}, self.config):,.0f} of them for tensors without "
+                f"factors; expected bytes_per_step of at least that, or a compression of at most {whole / least:.1f}; "
+                "a narrower wire_dtype, or bypass='int8', sends fewer bytes"
             )
         common = 1
         while common < max(self.largest.values(), default=1) and self.fits(self._limited(common + 1)):

@@ -19,8 +19,8 @@ class ReportedTensor:
     Attributes:
         name: Name of the parameter.
         shape: Shape of the tensor that is compressed; of this worker's shard if shards are compressed.
-        rank: Rank of its approximation; 0 if it is averaged exactly.
-        bytes_per_step: Bytes of its factors with their scales, or of the tensor itself if it is averaged exactly.
+        rank: Rank of its approximation; 0 if it is averaged exactly, or quantized.
+        bytes_per_step: Bytes of its factors with their scales, or of the tensor itself.
         energy_sent: Share of ‖M‖² that the factors contained in the step from which ranks were planned; None before.
     """
 
@@ -46,7 +46,7 @@ class RankReport:
         whole_step: Bytes that each worker sends in a whole step (without compression, with it), with DeepSpeed.
         budget: Bytes that a step may send. None without a budget.
         max_rank: Largest rank that may be planned. None without a budget.
-        quantize: Format of whole tensors, if they are quantized. Their rank is 0.
+        quantize: Format of the tensors of rank 0, if they are quantized.
         error_bytes: Bytes of the errors that a worker keeps between steps.
         every: Steps from one exchange to the next. With local steps, bytes are those of an exchange.
         zeroed: Columns of bases, over all steps of the buckets in force, that were set to 0 because they would not have
@@ -79,7 +79,7 @@ class RankReport:
         elif config.error_feedback:
             itemsize = 2 if config.error_dtype == "bfloat16" else 4
             errors = itemsize * sum(s.numel for s in layout.compressed) / further.get("node_workers", 1)
-        further |= {"max_rank": config.max_rank, "quantize": config.quantize, "error_bytes": errors}
+        further |= {"max_rank": config.max_rank, "quantize": config.whole_format, "error_bytes": errors}
         return cls(tuple(rows), **further)
 
     @property

@@ -13,17 +13,18 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Average, Scheme, Task
 from powersgd_triton.ops.backends import select_backend
 from powersgd_triton.schemes.low_rank import LowRank
+from powersgd_triton.schemes.mixed import Mixed
 from powersgd_triton.schemes.quantized import Quantized
 
 
 class Configured(Scheme):
     """What the configuration in force asks for. With ``compression="auto"`` that is chosen after the first steps."""
 
-    def __init__(self) -> None:
-        self._low_rank, self._quantized = LowRank(), Quantized()
+    def __init__(self, config: PowerSGDConfig) -> None:
+        self._factors, self._quantized = Mixed(config) if config.bypass else LowRank(), Quantized()
 
     def _of(self, task: Task) -> Scheme:
-        return self._low_rank if task.config.quantize is None else self._quantized
+        return self._factors if task.config.quantize is None else self._quantized
 
     def prepare(self, task: Task) -> Any:
         return self._of(task).prepare(task)
@@ -49,4 +50,4 @@ def new_engine(
     if device is not None:
         # Not only in the first step, after all have heard that compression is on.
         select_backend(config, device)
-    return Engine(Configured(), config, communicator, tensors, device, **options)
+    return Engine(Configured(config), config, communicator, tensors, device, **options)

@@ -62,7 +62,8 @@ class Quantized(Scheme):
             # Each worker has looked at its own part.
             step.uneven = True
             average = FlatAverage(layout, mean)
-        task.residuals.keep(layout, M, step)
+        if config.error_feedback:
+            task.residuals.keep(layout, M, step)
         return average
 
 
@@ -232,7 +233,10 @@ def _sum_part(
     encode(M[: worker * each], None, width, sent[:worker], keeps, each, seed)
     encode(M[(worker + 1) * each :], None, width, sent[worker + 1 :], keeps, each, _other(seed, 1))
     yield communicator.all_to_all(received, sent)
+    # NaN where the own part is not finite, which counts as 0 otherwise.
+    spoiled = own - own
     apply(received, width, own.expand(workers, -1), 1.0, each)
+    own += spoiled
 
 
 def scattered_mean(

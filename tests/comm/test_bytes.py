@@ -55,3 +55,16 @@ def test_a_budget_holds_for_any_number_of_workers(budgeted: tuple[str, float], n
             model, workers, rank=lambda tensor, _: ranks.get(tensor, 0), min_compression_rate=0, wire_dtype=name
         )
     assert found <= 1.02 * budget(tensors, config)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 64])
+def test_a_budget_that_exact_vectors_would_exceed(workers: int):
+    tensors = {f"{b}.{i}": shape for b, shapes in enumerate(buckets("demo")) for i, shape in enumerate(shapes)}
+    config = PowerSGDConfig(compression=200, bypass="int8")
+    with pytest.raises(ValueError, match="bypass='int8', sends fewer bytes"):
+        Planner(tensors, PowerSGDConfig(compression=200), workers).starting_ranks()
+    with latency_decides():
+        ranks = Planner(tensors, config, workers).starting_ranks()
+        sizes = {"rank": lambda tensor, _: ranks.get(tensor, 0), "min_compression_rate": 0, "wire_dtype": "int4"}
+        found = sent("demo", workers, bypass="int8", **sizes)
+    assert 0.9 * budget(tensors, config) <= found <= 1.02 * budget(tensors, config)

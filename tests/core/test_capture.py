@@ -263,8 +263,9 @@ def test_nothing_is_lost_by_a_capture_that_fails(device: torch.device):
         ({"start_iter": 3}, None, "first 3 steps are exact"),
         ({}, lambda engine: Handle(engine).telemetry(), "telemetry is on"),
         ({}, lambda engine: setattr(engine.step, "loss_scale", LossScale(lambda: 2.0)), "loss scale"),
+        ({"bypass": "int8"}, None, "random numbers of quantized tensors"),
     ],
-    ids=["alternating", "check_every", "start_iter", "telemetry", "loss scale"],
+    ids=["alternating", "check_every", "start_iter", "telemetry", "loss scale", "bypass"],
 )
 def test_what_cannot_be_captured(
     fields: dict[str, Any], prepare: Callable[[Engine], None] | None, match: str, device: torch.device

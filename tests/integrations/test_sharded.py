@@ -316,6 +316,10 @@ def wrong_use(worker: int, world_size: int) -> None:
     # One worker has another version of torch, so to speak.
     with mock.patch.object(units, "TORCH_VERSIONS", ((1, 0), (1, 9)) if worker == 1 else units.TORCH_VERSIONS):
         version = attempt(sharded(Net(), mesh), replicate_group=None)
+    split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), tensor_parallel.mesh_of(2, 1, 2))
+    for field in ("quantize", "bypass"):
+        said = complaint(apply_powersgd, split, PowerSGDConfig.from_dict({field: "int8"}))
+        check_said((said, f"ValueError: {field} does not keep tensors equal.*tensor parallelism"))
     failed = "^RuntimeError: " if worker == 1 else "DisagreementError: apply_powersgd failed on.*"
     wrong_group, before = "ValueError: replicate_group has the workers.*", "ValueError.*apply_powersgd called before"
     check_said(

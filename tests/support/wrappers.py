@@ -370,6 +370,7 @@ FORMATS = {
         for algorithm in ("standard", "alternating")
     },
     "quantized": PowerSGDConfig(quantize="int4"),
+    "bypass": dataclasses.replace(RANK_2, bypass="int8"),
 }
 """Of what is compressed and sent, beside the standard algorithm in fp32."""
 
@@ -418,7 +419,7 @@ PARTS = {
     **dict.fromkeys(("frozen", "checkpointing", "unused"), "its model has other layers"),
     "clipping": "torch has no norm of tensors on several meshes",
     "attached": "it is attached as without it",
-    **dict.fromkeys(("quantized", "stateless"), "it is refused, since a scale is for several tensors"),
+    **dict.fromkeys(("quantized", "stateless", "bypass"), "it is refused, since a scale is for several tensors"),
     # Then their copies drift apart.
     "void": "of a matrix that is not split, one worker of a pair may keep the error where the other one carries it",
 }

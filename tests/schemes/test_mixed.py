@@ -1,0 +1,170 @@
+"""Tensors without factors in few bits, beside factors: what they change, and what they leave as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.demo.measure import Call, counting
+from powersgd_triton.layout.layout import compressed_rank
+from tests.support.checks import everything, gradients, same_bits, step
+from tests.support.device import EMULATED, INTERPRETED
+from tests.support.distributed import on_workers
+from tests.support.training import relative
+
+SHAPES = {"weight": (24, 20), "twin": (24, 20), "conv": (8, 3, 3, 3), "bias": (300,), "empty": (0,), "scalar": ()}
+VECTORS = {"bias": (300,), "empty": (0,), "scalar": ()}
+ROUNDED = {"int8": 0.02, "bf16": 0.006}
+"""More than the relative error of an average, rounded once or twice."""
+FACTORS: dict[str, Any] = {"wire_dtype": "int4", "backend": "torch"}
+
+
+def means(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: Communicator().mean(tensor.double()) for name, tensor in tensors.items()}
+
+
+def check_same(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        for other in Communicator().gather(tensor):
+            assert torch.equal(tensor, other), name
+
+
+@pytest.mark.parametrize("bypass", list(ROUNDED))
+@on_workers(1, 2, 3)
+def test_matrices_as_ever_and_vectors_rounded(worker: int, world_size: int, bypass: str) -> None:
+    """At full rank matrices are exact. Averages of vectors are unbiased, and the same on all workers."""
+    compressor, found = Compressor(everything(999, bypass=bypass, backend="torch"), SHAPES), list[Tensor]()
+    given = gradients(worker, SHAPES)
+    exact = means(given)
+    for _ in range(24):
+        averages = step(compressor, given)
+        check_same(averages)
+        assert all(relative(averages[name], exact[name]) < 1e-5 for name in SHAPES.keys() - VECTORS.keys())
+        found.append(torch.cat([averages[name].view(-1) for name in VECTORS]).double())
+    expected = torch.cat([exact[name].view(-1) for name in VECTORS])
+    largest = max(relative(one, expected) for one in found)
+    assert largest < ROUNDED[bypass] if world_size > 1 else largest < 1e-6
+    if world_size > 1:
+        # By chance, the mean of 24 has a fifth of the error.
+        assert 0 < relative(torch.stack(found).mean(0), expected) < largest / 3
+    assert compressor.error().keys() == SHAPES.keys() - VECTORS.keys()
+
+
+@on_workers(2, 3)
+def test_nothing_of_matrices_is_lost(worker: int, world_size: int) -> None:
+    """Also in steps in which one worker's vector is not finite: they do not count, and are carried."""
+    compressor = Compressor(everything(bypass="int8", **FACTORS), SHAPES)
+    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    sent = {name: tensor.clone() for name, tensor in total.items()}
+    for number in range(6):
+        given, spoiled = gradients(10 * number + worker, SHAPES), 0 < number <= world_size
+        for name, mean in means(given).items():
+            total[name] += mean
+        if spoiled and number == worker + 1:
+            given["bias"][7] = torch.nan
+        compressed = compressor.compress(given)
+        averages = compressor.decompress(compressed)
+        assert isinstance(averages, dict)
+        assert bool(compressed.verdict) != spoiled
+        assert averages["bias"].isfinite().all() != spoiled
+        for name, average in averages.items():
+            sent[name] += 0 if spoiled else average
+    for name, error in means(compressor.error()).items():
+        assert relative(sent[name] + error, total[name]) < 1e-6, name
+
+
+@on_workers(2, 3)
+def test_bytes_and_collectives(worker: int, world_size: int) -> None:
+    """As the statistics count them. Vectors take one all-gather, or two collectives; without any, there are none."""
+    for shapes in (SHAPES, VECTORS, {"weight": (24, 20), "empty": (0,)}, {"weight": (24, 20)}):
+        counts = {}
+        for bypass in (None, "int8"):
+            compressor, calls = Compressor(everything(bypass=bypass, **FACTORS), shapes), list[Call]()
+            step(compressor, gradients(worker, shapes))
+            with counting(calls.append):
+                step(compressor, gradients(worker, shapes))
+            calls = [call for call in calls if call.sent]
+            counts[bypass] = len(calls)
+            found = sum(call.as_all_reduce for call in calls)
+            counted = 4 * compressor.compression_stats()[2] / 2
+            # Parts have whole blocks, and scales take a multiple of 16 bytes.
+            padding = 128 + 16
+            assert counted / 1.05 <= found <= counted + world_size * padding, (shapes, bypass, found, counted)
+            assert counted - padding <= compressor.report().bytes_per_step <= counted
+        more = world_size - 1 if "bias" in shapes else 0
+        exact = 0 if shapes is VECTORS else counts[None]
+        assert counts["int8"] == exact + more, (shapes, counts)
+
+
+def test_matrices_have_factors_where_that_takes_fewer_bytes() -> None:
+    """Here 44 · 4 elements of 4 bytes, or 480 in fp32 or 8 bits."""
+    config = PowerSGDConfig(rank=4, min_compression_rate=1)
+    for bypass, rank in ((None, 4), ("bf16", 4), ("int8", 0)):
+        assert compressed_rank((24, 20), dataclasses.replace(config, bypass=bypass)) == rank
+
+
+@on_workers(2)
+def test_a_budget_that_vectors_exceeded(worker: int, world_size: int) -> None:
+    shapes = {"weight": (256, 256), "bias": (1024,)}
+    with pytest.raises(ValueError, match=r"4,096 of them for tensors without factors.*bypass='int8'"):
+        Compressor(PowerSGDConfig(compression=80), shapes)
+    compressor, calls = Compressor(PowerSGDConfig(compression=80, bypass="int8"), shapes), list[Call]()
+    with counting(calls.append):
+        step(compressor, gradients(worker, shapes))
+    before, after = compressor.compression_stats()[1:]
+    assert compressor.report().compression >= 80 <= before / after
+    assert sum(call.as_all_reduce for call in calls) <= 4 * before / 80
+
+
+@on_workers(2)
+def test_a_saved_run_goes_on(worker: int, world_size: int) -> None:
+    config = everything(bypass="int8", **FACTORS)
+    first = Compressor(config, SHAPES)
+    for number in range(3):
+        step(first, gradients(10 * number + worker, SHAPES))
+    saved = first.state_dict()
+    runs = []
+    for _ in range(2):
+        other = Compressor(config, SHAPES)
+        other.load_state_dict(saved)
+        runs.append([step(other, gradients(10 * number + worker, SHAPES)) for number in range(3, 6)])
+    assert all(same_bits(one, other) for one, other in zip(*runs, strict=True))
+    check_same(runs[0][-1])
+
+
+def test_errors_of_what_has_no_factors_any_more() -> None:
+    """They are added once. One worker sends nothing, so that nothing is rounded."""
+    before = Compressor(everything(1), SHAPES)
+    after = Compressor(PowerSGDConfig(rank=lambda *_: 0, bypass="int8"), SHAPES)
+    step(before, gradients(0, SHAPES))
+    after.load_state_dict(before.state_dict())
+    errors, given = before.error(), gradients(1, SHAPES)
+    for extra in (1, 0):
+        for name, average in step(after, given).items():
+            expected = given[name] + extra * errors[name] if name in errors else given[name]
+            assert torch.allclose(average, expected, atol=1e-6), name
+
+
+@on_workers(2)
+def test_the_first_steps_are_exact(worker: int, world_size: int) -> None:
+    compressor = Compressor(everything(bypass="int8", start_iter=1, backend="torch"), SHAPES)
+    found = [relative(step(compressor, g)["bias"], means(g)["bias"]) for g in [gradients(worker, SHAPES)] * 2]
+    assert found[0] < 1e-6 < found[1]
+
+
+@pytest.mark.skipif(not (INTERPRETED or EMULATED), reason="kernels are compiled for the GPU")
+@pytest.mark.parametrize("shapes", [SHAPES, VECTORS], ids=["matrices", "vectors only"])
+@on_workers(2)
+def test_kernels_do_the_same(worker: int, world_size: int, shapes: dict[str, Any]) -> None:
+    """With the same bits of what is rounded."""
+    runs = [Compressor(everything(bypass="int8", backend=name), shapes) for name in ("triton", "torch")]
+    for number in range(2):
+        ours, reference = (step(run, gradients(10 * number + worker, shapes)) for run in runs)
+        assert all(torch.equal(ours[name], reference[name]) for name in VECTORS)
+        assert all(relative(ours[name], reference[name]) < 1e-4 for name in shapes)
