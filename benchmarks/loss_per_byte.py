@@ -94,21 +94,25 @@ COLOURS = {
     "fp16": "tab:olive",
     "int8": "tab:orange",
     "int4": "tab:red",
+    "fp8": "tab:purple",
 }
 STYLES: dict[str, dict[str, Any]] = {
     "rank": {"marker": "o", "linestyle": "-"},
     "budget": {"marker": "*", "linestyle": "--", "markersize": 10},
     "alternating": {"marker": "^", "linestyle": ":"},
+    "quantized": {"marker": "s", "linestyle": "none"},
 }
-LABELS = {"rank": (3, 4), "budget": (4, -11), "alternating": (-12, 4)}
+LABELS = {"rank": (3, 4), "budget": (4, -11), "alternating": (-12, 4), "quantized": (-6, 8)}
 """Where a label is, in points from its point."""
 
 
 def width(arm: str) -> str:
-    """What an arm's factors travel in; the method's name where they are not ours."""
+    """What an arm's factors or gradients travel in; the method's name where they are not ours."""
     one = Arm.parse(arm, DEFAULT_RANK)
     if one.method != "ours":
         return one.method
+    if one.quantize is not None:
+        return one.quantize
     default = "fp32" if one.compression is None else PLANNED_WIRE_DTYPE
     return next((mode for mode in one.modes if "wire_dtype" in MODES[mode]), default)
 
@@ -116,15 +120,17 @@ def width(arm: str) -> str:
 def kind(arm: str) -> str:
     """How an arm's ranks or factors come about, a key of ``STYLES``."""
     one = Arm.parse(arm, DEFAULT_RANK)
+    if one.quantize is not None:
+        return "quantized"
     return "budget" if one.compression is not None else "alternating" if "alternating" in one.modes else "rank"
 
 
 def label(arm: str) -> str:
-    """Rank or budget, as short as it can be; empty for all-reduce."""
+    """Rank, budget or format, as short as it can be; empty for all-reduce."""
     one = Arm.parse(arm, DEFAULT_RANK)
     if one.compression is not None:
         return f"{one.compression:g}×" if isinstance(one.compression, float) else one.compression
-    return "" if one.rank is None else str(one.rank)
+    return one.quantize or ("" if one.rank is None else str(one.rank))
 
 
 def draw(panels: Mapping[str, Sequence[Point]]) -> None:

@@ -65,7 +65,8 @@ EVERY = 10
 LOCAL = (f"local:ternary+every{EVERY}", *(f"local:ternary+every{EVERY}+delay{delay}" for delay in (1, 2)))
 """Local steps. An exchange begins and ends within a turn, since the warm-up takes some steps of a round."""
 SHARDED = [f"{parallelism} {arm}" for parallelism in ("hsdp", "zero1") for arm in (FP32, OURS)]
-ARMS = (ALONE, *TRAINED, AUTO, *SHARDED, *LOCAL)
+QUANTIZED = ("ours:bf16", "ours:int8", "ours:int4")
+ARMS = (ALONE, *TRAINED, *QUANTIZED, AUTO, *SHARDED, *LOCAL)
 """Arms of the demo, which train with DDP unless the demo's name of another parallelism comes first."""
 FEW_ARMS = (ALONE, FP32, BF16, OURS)
 RATES: dict[float | None, Sequence[str]] = {
@@ -148,7 +149,7 @@ def _config(arm: str) -> PowerSGDConfig | None:
 
 def _kind(config: PowerSGDConfig) -> tuple[str | None, str]:
     """Return what the time that compression computes depends on, but for the rank."""
-    return str(config.wire_dtype or "float32"), config.algorithm
+    return str(config.quantize or config.wire_dtype or "float32"), config.algorithm
 
 
 def _compute_times(width: int) -> dict[tuple[str | None, str], ComputeTime]:
