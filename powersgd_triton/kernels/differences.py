@@ -155,14 +155,14 @@ def _encode_difference_kernel(
     tl.store(codes + byte, both.to(codes.dtype.element_ty), some[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fresh"])
 def _apply_difference_kernel(
-    scales, codes, base, numel, size, messages, distance, weight, FRESH: tl.constexpr,
+    scales, codes, base, numel, size, messages, distance, weight, fresh,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """base += codes · (scales · weight), of all ``messages`` or of one a copy. Grid: sets of GROUPS groups × copies.
 
-    If FRESH, what base contains counts as 0.
+    If ``fresh``, what base contains counts as 0.
     """
     group, some = _groups(numel, BLOCKS, GROUPS)
     copy = tl.program_id(1).to(tl.int64)
@@ -177,24 +177,22 @@ def _apply_difference_kernel(
     for k in range(BLOCKS):
         block = group * BLOCKS + k
         place, ok, _ = _places(block, numel, PARTS)
-        # Unlike 0, it changes no number that is added.
-        x = tl.full([GROUPS, PARTS, 128 // PARTS], -0.0, tl.float32)
-        if not FRESH:
-            x = _finite(tl.load(base + place, ok, 0.0))
-        scale_pointers, code_pointers = scales + block, codes + byte
+        # Loaded in any case, so that what is added has the layout of base. −0 changes no number that is added.
+        x = _finite(tl.load(base + place, ok & (fresh == 0), -0.0))
+        message_scales, message_codes = scales, codes
         for _ in range(messages):
             scale = tl.full([GROUPS, 1, 1], 1.0, tl.float32)
             if MANTISSA != 7:
-                scale = from_bf16_bits(tl.load(scale_pointers, some, 0))[:, None, None]
-            code = tl.load(code_pointers, some[:, None], 0).to(tl.int32)[:, None, :]
+                scale = from_bf16_bits(tl.load(message_scales + block, some, 0))[:, None, None]
+            code = tl.load(message_codes + byte, some[:, None], 0).to(tl.int32)[:, None, :]
             if NUMBERS == 3:
                 # Divided by the digit: exact below 2¹⁶ / digit.
                 code = ((code * (65536 // digit + 1)) >> 16) % NUMBERS
             elif MANTISSA == 0:
                 code = (code >> shift[None, :, None]) % NUMBERS
+            message_scales += size // 2
+            message_codes += length
             x = _as_stored(x + value_of(code, scale * weight, NUMBERS, MANTISSA), base.dtype.element_ty)
-            scale_pointers += size // 2
-            code_pointers += length
         tl.store(base + place, x.to(base.dtype.element_ty), ok)
         digit *= NUMBERS
 
@@ -251,5 +249,5 @@ def apply_triton(
     if numel:
         # To rows that are the same memory, one program adds one message after the other.
         copies, messages = (copies, 1) if base.stride(0) else (1, copies)
-        arguments = *_views(content, width, codes), base, numel, size, messages, base.stride(0), weight
-        _launch(_apply_difference_kernel, copies, numel, width, *arguments, FRESH=fresh)
+        arguments = *_views(content, width, codes), base, numel, size, messages, base.stride(0), weight, int(fresh)
+        _launch(_apply_difference_kernel, copies, numel, width, *arguments)
