@@ -12,7 +12,7 @@ from powersgd_triton.layout.layout import Tensors, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when other messages are sent, or computed otherwise, for the same configuration."""
 
 
