@@ -38,8 +38,8 @@ class Mixed(Scheme):
         if layout.compressed or layout.bypass:
             parts.append((yield from self._factors.average(task)))
         if layout.rounded.segments:
-            # All workers need all of it: None in the place of shards.
-            rest = dataclasses.replace(task, layout=layout.rounded, config=self._config, memory=[None])
+            # All of it, also where workers need parts: it is small.
+            rest = dataclasses.replace(task, layout=layout.rounded, config=self._config, ranges=None)
             parts.append((yield from self._rest.average(rest)))
         return Both(backend.bucket, tuple(parts))
 

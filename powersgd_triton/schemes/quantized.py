@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 import zlib
 from collections.abc import Generator, Mapping
 
@@ -34,17 +35,19 @@ class Quantized(Scheme):
     step, the worker and the bucket.
     """
 
-    def prepare(self, task: Task) -> list[Shards | None]:
-        """Note the tensors. The first step adds which worker needs which averages, or None if all need all."""
+    def __init__(self) -> None:
+        # Of each bucket. They stay if a step is void, since only some workers may have noticed that.
+        self._shards: weakref.WeakKeyDictionary[Layout, Shards | None] = weakref.WeakKeyDictionary()
+
+    def prepare(self, task: Task) -> None:
+        """Note the tensors."""
         task.residuals.enter(task.layout, task.device)
-        return [] if task.memory is None else task.memory
 
     def average(self, task: Task) -> Generator[Work, None, FlatAverage | QuantizedAverage]:
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
-        if not task.memory:
-            task.memory.append(_shards(task))
-        (shards,) = task.memory
-        seed = None
+        if layout not in self._shards:
+            self._shards[layout] = _shards(task)
+        shards, seed = self._shards[layout], None
         if config.error_feedback:
             M = task.residuals.compensated(layout, task.gradients, step)
         else:
@@ -149,7 +152,7 @@ def _shards(task: Task) -> Shards | None:
             row[1] += target.numel()
     places = communicator.gather(own, task.device).tolist()
     found = [[slice(*place) for place in worker if place[0] < place[1]] for worker in places]
-    return found if sum(part.stop - part.start for part in itertools.chain(*found)) <= layout.numel else None
+    return found if 0 < sum(part.stop - part.start for part in itertools.chain(*found)) <= layout.numel else None
 
 
 def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None = None) -> Mean:

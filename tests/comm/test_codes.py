@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.config import QUANTIZED
 from powersgd_triton.demo.measure import Call
 from powersgd_triton.layout import wire_format
+from powersgd_triton.planning.trial import StandIn
+from powersgd_triton.schemes import new_engine
+from powersgd_triton.schemes import quantized as scheme
 from powersgd_triton.schemes.quantized import Shards, quantized_mean, scattered_mean
 from tests.support.lockstep import Line, communicate
 from tests.support.thinned import thinned
@@ -173,3 +178,17 @@ def test_bytes_of_a_worker(codes: str, workers: int):
     assert sent / 2 <= scattered <= 1.05 * sent / 2 or workers == 2
     assert len(whole) == 2 - (workers == 2)
     assert len(halves) == 1
+
+
+def test_who_needs_what_is_asked_once():
+    """Also if steps are void, which another worker may not have noticed: it would not answer."""
+    shapes, device = {"a": (40, 10)}, torch.device("cpu")
+    silent = StandIn(collectives=mock.Mock(**{"all_to_all_single.return_value": None}))
+    engine = new_engine(PowerSGDConfig(quantize="int8"), silent, lambda: shapes, device)
+    with mock.patch.object(silent, "minimum"), mock.patch.object(scheme, "_shards", wraps=scheme._shards) as asked:
+        for void in (True, False, False):
+            bucket = engine.begin(0, functools.partial(dict, shapes), device, last=not void)
+            engine.average(bucket, {"a": torch.randn(40, 10)}, ranges={"a": (0, torch.empty(200))})
+            if void:
+                engine.void()
+    assert asked.call_count == 1
