@@ -56,10 +56,11 @@ def test_interfaces_count_what_is_sent() -> None:
         before = [host.counters() for host in pair]
         assert transfer([pair[0], pair[0]])[0].strip() == str(SENT)
         assert [host.counters() for host in pair] == before
-    # Headers take 66 bytes for each 1448 bytes of data, so 4.6%. Acknowledgements go the other way.
-    assert 1.045 * SENT < sender.sent < 1.08 * SENT
+    # Headers take 66 bytes for each 1448 bytes of data, so 4.6%. Acknowledgements go the other way. On a busy machine,
+    # TCP sends some data again, but not most of it.
+    assert 1.045 * SENT < sender.sent < 1.5 * SENT
     assert sender.sent == receiver.received
-    assert sender.received == receiver.sent < 0.06 * SENT
+    assert sender.received == receiver.sent < 0.1 * SENT
 
 
 def test_a_limited_rate_holds_and_namespaces_are_removed_after_an_interrupt() -> None:
