@@ -16,7 +16,7 @@ from powersgd_triton.comm.exchange import flat, flat_view
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.scheme import FlatAverage, Ranges, Scheme, Task
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED
+from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, WireFormat
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.reference import note_overflow
 
@@ -90,7 +90,7 @@ class Messages:
         """Whether the mean is finite, a bool on its device."""
         content = self.content
         if content.dtype == torch.uint8:
-            width = QUANTIZED[self.config.quantize or ""]
+            width = _format(self.config)
             # Codes are finite where their scales are.
             end = width.difference_bytes(self.each)[0] if width.scaled else content.shape[1]
             # Bits of bf16 numbers without their signs.
@@ -101,7 +101,7 @@ class Messages:
         """Write the mean to ``out`` [numel], fp32 and contiguous, and return it."""
         if self.content.dtype != torch.uint8:
             return out.copy_(self.content)
-        width, (_, apply) = QUANTIZED[self.config.quantize or ""], difference_codec(self.config, out.device, out.dtype)
+        width, (_, apply) = _format(self.config), difference_codec(self.config, out.device, out.dtype)
         workers = len(self.content)
         if self.each >= self.numel:
             apply(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True)
@@ -206,7 +206,7 @@ def _sum_of_workers(
         if keeps:
             M.zero_()
         return Messages(numel, mean, numel, config)
-    width, (encode, _) = QUANTIZED[config.quantize or ""], difference_codec(config, M.device, M.dtype)
+    width, (encode, _) = _format(config), difference_codec(config, M.device, M.dtype)
     if workers == 2:
         sent = _bytes(M, numel, config)
         gathered = _bytes(M, numel, config, workers)
@@ -230,7 +230,7 @@ def _sum_part(
 ) -> Generator[Work, None, None]:
     """Send each worker its part of M, ``each`` elements. Add the parts that the others send to ``own``, in fp32."""
     workers, worker, keeps = communicator.world_size, communicator.index, bool(config.error_feedback)
-    width, (encode, apply) = QUANTIZED[config.quantize or ""], difference_codec(config, M.device, M.dtype)
+    width, (encode, apply) = _format(config), difference_codec(config, M.device, M.dtype)
     sent, received = _bytes(M, each, config, workers), _bytes(M, each, config, workers)
     # Not the own part, which is not sent and so not rounded.
     encode(M[: worker * each], None, width, sent[:worker], keeps, each, seed)
@@ -249,7 +249,7 @@ def scattered_mean(
 
     A worker sends half as many bytes, and rounds no sum.
     """
-    unit = BLOCK * QUANTIZED[config.quantize or ""].blocks
+    unit = BLOCK * _format(config).blocks
     each = max(sum(part.stop - part.start for part in parts) for parts in shards)
     each = -(-each // unit) * unit
     rows = M.new_zeros(communicator.world_size, each)
@@ -273,9 +273,14 @@ def scattered_mean(
     return mean
 
 
+def _format(config: PowerSGDConfig) -> WireFormat:
+    assert config.quantize is not None
+    return QUANTIZED[config.quantize]
+
+
 def _bytes(M: Tensor, numel: int, config: PowerSGDConfig, *rows: int) -> Tensor:
     """Return memory for messages. It is zero: the end of a shorter part is sent too, and adds nothing."""
-    _, size = QUANTIZED[config.quantize or ""].difference_bytes(numel)
+    _, size = _format(config).difference_bytes(numel)
     return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
 
 
