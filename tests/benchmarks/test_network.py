@@ -60,7 +60,7 @@ def test_interfaces_count_what_is_sent() -> None:
     # TCP sends some data again, but not most of it.
     assert 1.045 * SENT < sender.sent < 1.5 * SENT
     assert sender.sent == receiver.received
-    assert sender.received == receiver.sent < 0.1 * SENT
+    assert sender.received == receiver.sent < 0.06 * SENT
 
 
 def test_a_limited_rate_holds_and_namespaces_are_removed_after_an_interrupt() -> None:
