@@ -115,6 +115,8 @@ class Residuals:
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Keep what a step has left of M as the errors, unless it turns out not to be applied."""
+        if not self.plan.config.error_feedback:
+            return
         self._verdict, scale = step.verdict(M.device), step.scale(M.device)
         M, zero = M if scale is None else M / scale, M.new_zeros(())
         for segment in layout.segments:
