@@ -1,6 +1,6 @@
-"""Finds the packages; everything else is in pyproject.toml."""
+"""Finds the packages, and builds what is in C; everything else is in pyproject.toml."""
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 # pyproject.toml can only name packages after the folders in which they are found, so that it would find the adapters
 # through the symlink powersgd_triton/integrations. An sdist leaves that out, and zip archives and checkouts on Windows
@@ -8,7 +8,17 @@ from setuptools import find_packages, setup
 NAME = "powersgd_triton"
 ADAPTERS = f"{NAME}.integrations"
 
+# Python loads it by ctypes: it uses neither Python's headers nor torch's. Not linked with OpenMP, whose functions are
+# those that torch has loaded. Without a compiler the package does without it.
+HOST = Extension(
+    f"{NAME}.ops._host",
+    [f"{NAME}/ops/host.c"],
+    extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off"],
+    optional=True,
+)
+
 setup(
+    ext_modules=[HOST],
     packages=[
         *find_packages(include=[NAME, f"{NAME}.*"], exclude=[ADAPTERS, f"{ADAPTERS}.*"]),
         *(f"{NAME}.{package}" for package in find_packages(include=["integrations", "integrations.*"])),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import powersgd_triton
 from powersgd_triton import Compressor, PowerSGDConfig, autoload
+from powersgd_triton.ops import host
 from powersgd_triton.ops.backends import launches_with, select_backend
 
 STEPS = 8
@@ -67,6 +68,8 @@ def versions() -> Iterator[tuple[str, str, bool]]:
     yield "numpy", *_imported("numpy", needed=True)
     triton, fine = _imported("triton", needed=False)
     yield "triton", f"{triton}; {launches_with(triton)}" if _installed("triton") and fine else triton, fine
+    codec = "compiled" if host.library() else "plain torch, slower: no C compiler at installation"
+    yield "CPU codec", codec, True
     # DeepSpeed is not imported, since that takes seconds and prints messages. Only the adapter needs it.
     yield "deepspeed", _installed("deepspeed") or "not installed", True
     section = "works in unchanged programs" if autoload.is_active() else f"is ignored ({autoload.VARIABLE}=0?)"

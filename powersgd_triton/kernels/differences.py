@@ -90,7 +90,8 @@ def _as_stored(x, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["seed"])
 def _encode_difference_kernel(
     target, base, scales, codes, numel, each, distance, seed, SUBTRACT: tl.constexpr, LEVELS: tl.constexpr,
-    PARTS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr, PARTS: tl.constexpr, NUMBERS: tl.constexpr, MANTISSA: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Scales and codes of target − base; target −= what they stand for, if SUBTRACT.
 
@@ -132,7 +133,8 @@ def _encode_difference_kernel(
             if seed is not None:
                 # Up, so that no quotient exceeds the levels.
                 bits = (size.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-            bits = tl.where(size < float("inf"), bits, BF16_NAN).to(tl.int16)
+            # Not larger by rounding: what a code stands for must be finite.
+            bits = tl.where(size < float("inf"), tl.minimum(bits, LARGEST_SCALE), BF16_NAN).to(tl.int16)
             tl.store(scales + block, bits, some)
             # The scale as it is stored, since that is what the codes are multiplied by.
             scale = from_bf16_bits(bits)[:, None, None]
@@ -231,7 +233,8 @@ def encode_triton(
             # As an int32, which has the same bits.
             seed = (seed ^ 1 << 31) - (1 << 31) if width.stochastic else None
         arguments = target, base, *_views(out, width, codes), numel, each, size, seed
-        constants = {"SUBTRACT": subtract, "LEVELS": width.levels}
+        largest = int(torch.tensor(width.largest_scale, dtype=torch.bfloat16).view(torch.int16))
+        constants = {"SUBTRACT": subtract, "LEVELS": width.levels, "LARGEST_SCALE": largest}
         _launch(_encode_difference_kernel, triton.cdiv(numel, each), each, width, *arguments, **constants)
 
 

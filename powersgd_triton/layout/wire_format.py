@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 Factors = Sequence[tuple[int, int, int]]
@@ -18,6 +19,7 @@ LARGE_CHUNK = 4096
 TERNARY_ZERO = 0.7
 """Share of a block's mean magnitude up to which a ternary code is 0."""
 LARGEST_BF16 = (2 - 2.0**-7) * 2.0**127
+LARGEST_FP32 = (2 - 2.0**-23) * 2.0**127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,12 @@ class WireFormat:
     def stochastic(self) -> bool:
         """Whether whole tensors can be rounded so that the mean is exact. Fewer bits have too few numbers."""
         return self.bits > 2 and not self.ternary
+
+    @property
+    def largest_scale(self) -> float:
+        """The largest bf16 number whose product with the levels is finite in fp32."""
+        mantissa, exponent = math.frexp(LARGEST_FP32 / self.levels)
+        return math.ldexp(math.floor(mantissa * 256) / 256, exponent)
 
     @property
     def numbers(self) -> int:

@@ -12,6 +12,7 @@ from powersgd_triton.kernels.configurations import architecture
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.differences import apply_reference, encode_reference
+from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.workspace import Workspace
 
@@ -70,7 +71,7 @@ def difference_codec(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return ``encode_reference`` and ``apply_reference``, or what writes the same bits, for copies in ``dtype``."""
     if select_backend(config, device, {dtype})[0] == "torch":
-        return encode_reference, apply_reference
+        return (encode_host, apply_host) if device.type == "cpu" else (encode_reference, apply_reference)
     # Imported here, because triton may not be installed.
     from powersgd_triton.kernels.differences import apply_triton, encode_triton
 

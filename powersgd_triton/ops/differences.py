@@ -12,7 +12,6 @@ format's levels, in ternary codes the mean magnitude of the elements that are no
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 from torch import Tensor
@@ -71,10 +70,7 @@ def _encode_part(
 ) -> None:
     spans = _spans(target, out, width, each, None if seed is None else PERIOD)
     copies = [None] * len(spans) if base is None else base.split([len(own) for own, _, _ in spans])
-    starts = [0] * len(spans)
-    if seed is not None:
-        # A pseudo-random part of the same numbers for each span.
-        starts = (mix(mix(torch.arange(len(spans)) + (part % 4096 << 20)) ^ seed) % PERIOD).tolist()
+    starts = [0] * len(spans) if seed is None else starts_of_spans(len(spans), part, seed).tolist()
     for (own, scales, codes), copy, start in zip(spans, copies, starts, strict=True):
         difference = own.float() if copy is None else own.float() - _finite(copy)
         if padding := len(codes) * width.blocks * BLOCK - len(own):
@@ -139,9 +135,11 @@ def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | 
     # On other devices the host would have to wait to know.
     if on_host(size):
         least, most = map(float, torch.aminmax(size))
-        if not width.ternary and width.bits > 2 and least > ORDINARY and most < math.inf:
+        if not width.ternary and width.bits > 2 and least > ORDINARY and most < width.largest_scale / 2:
             return _rounded(difference / scale, width, noise)
     finite = size.isfinite()
+    # Not larger by rounding: what a code stands for must be finite.
+    scales.clamp_(max=width.largest_scale)
     # One of the many NaNs, so that all backends write the same bytes.
     scales.view(torch.int16).masked_fill_(~finite, BF16_NAN)
     scale = scales.float()
@@ -235,6 +233,12 @@ def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
     # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
     quotients = (codes.float().add_(0.5).unsqueeze(1) * shares).floor_()
     return torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK).sub_(1)
+
+
+def starts_of_spans(spans: int, part: int, seed: int) -> Tensor:
+    """Return where each PERIOD elements of a part begin in the random numbers, int64 [spans]."""
+    starts: Tensor = mix(mix(torch.arange(spans) + (part % 4096 << 20)) ^ seed) % PERIOD
+    return starts
 
 
 @functools.cache

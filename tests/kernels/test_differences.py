@@ -170,5 +170,8 @@ VALUES = {values.__name__: values for values in (heavy_tailed, equal, ties, deno
 def test_same_bits_of_all_kinds_of_values(
     width: str, seed: int | None, dtype: torch.dtype, values: str, device: torch.device
 ):
+    if values == "denormal" and dtype == torch.bfloat16 and device.type == "cpu":
+        # Triton's interpreter converts bf16's subnormal numbers to other ones, in both directions.
+        dtype = torch.float32
     target, copies = VALUES[values](*random(29 * BLOCK + 3), QUANTIZED[width].levels)
     assert_same(target, copies, QUANTIZED[width], seed, dtype, device, aligned=False)

@@ -204,7 +204,7 @@ def test_blocks_cover_every_row_once_and_stay_small(apart: bool, size: int, monk
 def test_each_thread_has_a_block_that_fits_its_cache_or_some_rows(threads: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     size = blocks.block_bytes(torch.device("cpu"))
-    assert size == 2 * threads * (blocks.cache_bytes(2) or 1 << 20)
+    assert size == 2 * threads * max(blocks.cache_bytes(2), 1 << 20)
     matrix = torch.empty(1, 8192, 1024)
     sizes = [blocks.load(matrix, *block, torch.float32).nbytes for block in blocks.blocks(matrix, torch.float32)]
     assert sum(sizes) == matrix.nbytes

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "powersgd_triton"
 ADAPTERS = PACKAGE / "integrations"
 DATA = {"powersgd_triton/py.typed", "powersgd_triton/demo/ds_config.json"}
 # What a checkout may hold beside the tracked files.
-UNTRACKED = (".*", "__pycache__", "build", "demo-results", "dist", "*.egg-info")
+UNTRACKED = (".*", "__pycache__", "build", "demo-results", "dist", "*.egg-info", "*.so")
 
 
 def modules() -> set[str]:
@@ -49,8 +49,9 @@ def targets(distributions: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What is below a folder, without what pip writes about the installation."""
+    """What is below a folder, without what pip writes about the installation, and without what a compiler has built."""
     paths = [path for path in folder.rglob("*") if path.is_file() and not path.parent.name.endswith(".dist-info")]
+    paths = [path for path in paths if path.suffix != ".so"]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -82,7 +83,7 @@ def test_distributions_hold_nothing_else(distributions: dict[str, Path], targets
         names = {Path(*Path(member.name).parts[1:]).as_posix() for member in sources if member.isfile()}
     expected = {
         name.removeprefix("powersgd_triton/") if "/integrations/" in name else name for name in modules() | DATA
-    }
+    } | {"powersgd_triton/ops/host.c"}
     assert {name for name in names if "/" in name and ".egg-info/" not in name} == expected
 
 
@@ -106,3 +107,6 @@ runpy.run_module("powersgd_triton", run_name="__main__")
     assert all(Path(file).is_relative_to(targets["wheel"]) for file in lines[:5]), lines
     assert lines[5] == "No module named 'integrations'"
     assert "All checks passed" in "\n".join(lines)
+    # Without a C compiler, the package is installed without its library.
+    (codec,) = [line.split(maxsplit=2)[2] for line in lines if line.startswith("  CPU codec")]
+    assert codec == ("compiled" if shutil.which("cc") else "plain torch, slower: no C compiler at installation")

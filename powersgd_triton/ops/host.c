@@ -1,0 +1,169 @@
+// Quantized tensors on the CPU: what ops/differences.py defines for int8, int4 and bf16, with the same bits. One pass
+// reads or writes a tensor, where operations of torch take about ten.
+//
+// Built without -ffast-math and with -ffp-contract=off, since bits depend on the order and the rounding of operations.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 128
+#define PERIOD 65536
+#define BF16_NAN 0x7FC0
+#define BF16_LARGEST 0x7F7F
+#define LEAST_PER_THREAD 16384
+
+// Vector instructions are chosen when the library is loaded: it may run on another machine than the one it was built on.
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+static inline uint32_t word(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+static inline float number(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline uint32_t nearest_bf16(uint32_t bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; }
+
+typedef struct {
+    float *target;
+    const float *base;      // or NULL for zeros
+    const int64_t *starts;  // of each PERIOD elements among the random numbers, or NULL to round to nearest
+    uint8_t *content;
+    int64_t numel, codes;   // codes: their offset in content, in bytes
+    int32_t bits, subtract;
+} Encoding;
+
+typedef struct {
+    float *out;
+    const uint8_t *content;
+    int64_t numel, codes, size, messages;  // size: bytes from a message to the next one
+    float weight;
+    int32_t bits, fresh;
+} Decoding;
+
+// Random numbers below 2^16, as _noise of ops/differences.py has them.
+static inline void random_numbers(uint32_t *noise, uint32_t start) {
+    for (uint32_t i = 0; i < BLOCK; i++) {
+        uint32_t x = (start + i) & 0xFFFF;
+        x = ((x ^ x >> 8) * 0x88B5) & 0xFFFF;
+        x = ((x ^ x >> 7) * 0xDB2D) & 0xFFFF;
+        noise[i] = x ^ x >> 9;
+    }
+}
+
+// The bits of a block's scale, bf16.
+static inline uint32_t scale_of(const float *x, float levels, uint32_t limit, int up) {
+    uint32_t largest = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        const uint32_t magnitude = word(x[i]) & 0x7FFFFFFF;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    if (largest >= 0x7F800000) return BF16_NAN;
+    const uint32_t size = word(number(largest) / levels);
+    const uint32_t scale = up ? (size + 0xFFFF) >> 16 : nearest_bf16(size);
+    return scale < limit ? scale : limit;
+}
+
+// Write a block of bf16 numbers.
+static inline void encode_bf16(const float *x, const uint32_t *noise, uint16_t *out) {
+    for (int i = 0; i < BLOCK; i++) {
+        const uint32_t magnitude = word(x[i]) & 0x7FFFFFFF, sign = word(x[i]) >> 16 & 0x8000;
+        uint32_t rounded = noise ? (magnitude + noise[i]) >> 16 : nearest_bf16(magnitude);
+        rounded = rounded < BF16_LARGEST ? rounded : BF16_LARGEST;
+        out[i] = (uint16_t)(magnitude < 0x7F800000 ? rounded | sign : BF16_NAN);
+    }
+}
+
+// Write the scale and the codes of a block in 8 or 4 bits.
+static inline void encode_scaled(const float *x, const uint32_t *noise, int bits, uint16_t *scale, uint8_t *codes) {
+    const float levels = (float)((1 << (bits - 1)) - 1);
+    const int32_t half = 1 << (bits - 1);
+    // The largest scale whose product with the levels is finite.
+    const uint32_t limit = word(number(0x7F7FFFFF) / levels) >> 16, chosen = scale_of(x, levels, limit, noise != NULL);
+    const float divisor = chosen ? number(chosen << 16) : INFINITY;
+    const int32_t finite = chosen == BF16_NAN ? 0 : -1;
+    int32_t code[BLOCK];
+    *scale = (uint16_t)chosen;
+    for (int i = 0; i < BLOCK; i++) {
+        // Scales below bf16's normal numbers are rounded coarsely: a quotient may exceed the levels.
+        float q = x[i] / divisor;
+        q = q < levels ? q : levels;
+        q = q > -levels ? q : -levels;
+        // Random numbers are added with 16 bits behind the point. Without, 1.5 * 2^23 rounds to nearest.
+        const int32_t rounded = noise ? (int32_t)(q + number(noise[i] | 0x43000000)) - 128
+                                      : (int32_t)((q + 12582912.0f) - 12582912.0f);
+        code[i] = (rounded + half) & finite;
+    }
+    if (bits == 8)
+        for (int i = 0; i < BLOCK; i++) codes[i] = (uint8_t)code[i];
+    else
+        for (int i = 0; i < BLOCK / 2; i++) codes[i] = (uint8_t)(code[i] | code[i + BLOCK / 2] << 4);
+}
+
+// Write what the codes of a block stand for, times a weight.
+static inline void decode_block(int bits, uint16_t scale, const uint8_t *codes, float weight, float *value) {
+    const float half = (float)(1 << (bits - 1)), unit = number((uint32_t)scale << 16) * weight;
+    if (bits == 16)
+        for (int i = 0; i < BLOCK; i++) value[i] = number((uint32_t)((const uint16_t *)codes)[i] << 16) * weight;
+    else if (bits == 8)
+        for (int i = 0; i < BLOCK; i++) value[i] = ((float)codes[i] - half) * unit;
+    else
+        for (int i = 0; i < BLOCK / 2; i++) {
+            value[i] = ((float)(codes[i] & 15) - half) * unit;
+            value[i + BLOCK / 2] = ((float)(codes[i] >> 4) - half) * unit;
+        }
+}
+
+CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; block++) {
+        const int64_t place = block * BLOCK, left = e->numel - place;
+        const int n = left < BLOCK ? (int)left : BLOCK;
+        float *own = e->target + place, x[BLOCK];
+        uint32_t noise[BLOCK];
+        uint8_t *codes = e->content + e->codes + place * e->bits / 8;
+        uint16_t *scale = (uint16_t *)e->content + block;
+        if (n < BLOCK) memset(x, 0, sizeof x);
+        memcpy(x, own, n * sizeof(float));
+        if (e->base)
+            for (int i = 0; i < n; i++) x[i] -= fabsf(e->base[place + i]) < INFINITY ? e->base[place + i] : 0.0f;
+        if (e->starts) random_numbers(noise, (uint32_t)(e->starts[place / PERIOD] + place % PERIOD));
+        // With constants, so that the compiler has a loop for each case.
+        if (e->bits == 8 && e->starts) encode_scaled(x, noise, 8, scale, codes);
+        else if (e->bits == 8) encode_scaled(x, NULL, 8, scale, codes);
+        else if (e->bits == 4 && e->starts) encode_scaled(x, noise, 4, scale, codes);
+        else if (e->bits == 4) encode_scaled(x, NULL, 4, scale, codes);
+        else if (e->starts) encode_bf16(x, noise, (uint16_t *)codes);
+        else encode_bf16(x, NULL, (uint16_t *)codes);
+        if (!e->subtract) continue;
+        decode_block(e->bits, e->bits == 16 ? 0 : *scale, codes, 1, x);
+        for (int i = 0; i < n; i++) own[i] -= x[i];
+    }
+}
+
+CLONES static void decode_blocks(const Decoding *d, int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; block++) {
+        const int64_t place = block * BLOCK, left = d->numel - place;
+        const int n = left < BLOCK ? (int)left : BLOCK;
+        float *out = d->out + place, sum[BLOCK], added[BLOCK];
+        if (!d->fresh)
+            for (int i = 0; i < n; i++) sum[i] = fabsf(out[i]) < INFINITY ? out[i] : 0.0f;
+        for (int64_t message = 0; message < d->messages; message++) {
+            const uint8_t *content = d->content + message * d->size, *codes = content + d->codes + place * d->bits / 8;
+            // The first one is not added to 0, which would change -0.
+            float *value = d->fresh && !message ? sum : added;
+            decode_block(d->bits, d->bits == 16 ? 0 : ((const uint16_t *)content)[block], codes, d->weight, value);
+            if (value == added)
+                for (int i = 0; i < n; i++) sum[i] += added[i];
+        }
+        memcpy(out, sum, n * sizeof(float));
+    }
+}
+
+#define IN_PARTS(work, of)                                                                                             \
+    const int64_t blocks = (of->numel + BLOCK - 1) / BLOCK;                                                            \
+    const int64_t parts = of->numel < (int64_t)threads * LEAST_PER_THREAD ? 1 : threads;                               \
+    _Pragma("omp parallel for num_threads(parts) schedule(static)")                                                    \
+    for (int64_t part = 0; part < parts; part++) work(of, blocks * part / parts, blocks * (part + 1) / parts)
+
+void powersgd_encode(const Encoding *e, int32_t threads) { IN_PARTS(encode_blocks, e); }
+void powersgd_decode(const Decoding *d, int32_t threads) { IN_PARTS(decode_blocks, d); }

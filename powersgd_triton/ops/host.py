@@ -1,0 +1,99 @@
+"""The codec of flat tensors on the CPU in C, ``host.c``, which is built when the package is installed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.layout.constants import PERIOD
+from powersgd_triton.layout.wire_format import WireFormat
+from powersgd_triton.ops.differences import apply_reference, encode_reference, starts_of_spans
+
+
+class _Encoding(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("target", "base", "starts", "content")),
+        *((name, ctypes.c_int64) for name in ("numel", "codes")),
+        *((name, ctypes.c_int32) for name in ("bits", "subtract")),
+    )
+
+
+class _Decoding(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "content")),
+        *((name, ctypes.c_int64) for name in ("numel", "codes", "size", "messages")),
+        ("weight", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("bits", "fresh")),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the library, or None where it was not built: without a C compiler, or beside another OpenMP than torch's.
+
+    Its threads are torch's. It is linked with the OpenMP that torch has loaded, so that there is one pool.
+    """
+    for path in Path(__file__).parent.glob("_host*.so"):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            pass
+    return None
+
+
+def encode_host(
+    target: Tensor,
+    base: Tensor | None,
+    width: WireFormat,
+    out: Tensor,
+    subtract: bool = False,
+    each: int | None = None,
+    seed: int | None = None,
+) -> None:
+    """out ← scales and codes of target − base, with the arguments and the bits of ``encode_reference``."""
+    code = library()
+    if code is None or not all(_can_read(x, width) for x in (target, base) if x is not None):
+        encode_reference(target, base, width, out, subtract, each, seed)
+        return
+    seed = seed if width.stochastic else None
+    step = each or max(1, len(target))
+    codes, _ = width.difference_bytes(step)
+    copies = [None] * len(target) if base is None else base.split(step)
+    for part, (own, copy, content) in enumerate(
+        zip(target.split(step), copies, out[None] if each is None else out, strict=False)
+    ):
+        starts = None if seed is None else starts_of_spans(-(-len(own) // PERIOD), part, seed)
+        pointers = (None if x is None else x.data_ptr() for x in (own, copy, starts, content))
+        arguments = _Encoding(*pointers, len(own), codes, width.bits, subtract)
+        code.powersgd_encode(ctypes.byref(arguments), torch.get_num_threads())
+
+
+def apply_host(
+    content: Tensor,
+    width: WireFormat,
+    base: Tensor,
+    weight: float = 1.0,
+    each: int | None = None,
+    fresh: bool = False,
+) -> None:
+    """base ← base + codes · (scales · weight), with the arguments and the bits of ``apply_reference``."""
+    code = library()
+    if code is None or not _can_read(base[:1], width):
+        apply_reference(content, width, base, weight, each, fresh)
+        return
+    codes, _ = width.difference_bytes(each or base.shape[1])
+    shared = len(base) > 1 and base.stride(0) == 0
+    for row, messages in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
+        places = row.data_ptr(), messages.data_ptr(), len(row), codes, messages.stride(0), len(messages)
+        arguments = _Decoding(*places, weight, width.bits, fresh)
+        code.powersgd_decode(ctypes.byref(arguments), torch.get_num_threads())
+
+
+def _can_read(x: Tensor, width: WireFormat) -> bool:
+    """Return whether the library takes a tensor and a format."""
+    linear = width.name in ("bf16", "int8", "int4")
+    return linear and x.dtype == torch.float32 and x.stride(-1) == 1
