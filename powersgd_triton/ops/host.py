@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from pathlib import Path
 
 import torch
@@ -62,10 +63,9 @@ def encode_host(
     seed = seed if width.stochastic else None
     step = each or max(1, len(target))
     codes, _ = width.difference_bytes(step)
-    copies = [None] * len(target) if base is None else base.split(step)
-    for part, (own, copy, content) in enumerate(
-        zip(target.split(step), copies, out[None] if each is None else out, strict=False)
-    ):
+    copies = itertools.repeat(None) if base is None else base.split(step)
+    contents = out[None] if each is None else out
+    for part, (own, copy, content) in enumerate(zip(target.split(step), copies, contents, strict=False)):
         starts = None if seed is None else starts_of_spans(-(-len(own) // PERIOD), part, seed)
         pointers = (None if x is None else x.data_ptr() for x in (own, copy, starts, content))
         arguments = _Encoding(*pointers, len(own), codes, width.bits, subtract)
