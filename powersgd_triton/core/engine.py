@@ -81,7 +81,7 @@ class Engine:
         """Whether the step is compressed. The first ``config.start_iter`` steps are exact."""
         if self.plan.exact:
             # No matrix has a rank any more, but errors of a loaded state are still to be added to gradients.
-            return self.residuals.has_errors(self.step)
+            return self.residuals.has_errors()
         return self.step.iteration >= self.config.start_iter and self.plan.compresses
 
     def begin(

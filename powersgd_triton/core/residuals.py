@@ -161,9 +161,9 @@ class Residuals:
         self._verdict = step.verdict(device)
         return sums
 
-    def has_errors(self, step: Step) -> bool:
+    def has_errors(self) -> bool:
         """Return whether errors are left that no bucket holds: of a loaded state, or of what is not compressed now."""
-        return bool(self.loaded.matrices or self._settled(step))
+        return bool(self.loaded.matrices or self._whole or self._unsent())
 
     def settle(self, step: Step) -> None:
         """Keep what the last step has left, or what was before it if it is not applied, unless it is still open.

@@ -56,8 +56,9 @@ def test_errors_take_four_bytes_and_lose_nothing(worker: int, world_size: int, o
             assert live_bytes() - before <= 1.5 * 4 * NUMEL, step
     for name, error in engine.residuals.error(engine.step).items():
         left = communicator.mean(error.double()).view(SHAPES[name])
-        # Sums of some numbers of size 1, rounded to fp32.
-        assert (left - communicator.mean(balance[name])).abs().max() <= 1e-5, name
+        # Five steps that count, of elements of size 1, in fp32.
+        lost = (left - communicator.mean(balance[name])).square().mean().sqrt()
+        assert lost <= 5 * 2**-23, (name, lost)
 
 
 @pytest.mark.parametrize("on_host", [True, False])
