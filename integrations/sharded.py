@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 import os
@@ -30,6 +31,7 @@ from powersgd_triton.handle import Folder, Handle
 from powersgd_triton.integrations.saved_shards import FOREIGN, own_part, placed, read_factors, weighted_squares
 from powersgd_triton.layout.layout import sizes
 from powersgd_triton.ops.reference import note_overflow
+from powersgd_triton.ranks.report import RankReport
 
 FOLDER = "powersgd"
 """The folder that ``save`` makes in a checkpoint's folder."""
@@ -52,6 +54,12 @@ class ShardedHandle(Handle):
 
     # {saved name: name here}, in what ``renamed`` returns.
     _names: Mapping[str, str] = {}
+
+    def report(self) -> RankReport:
+        """Return which tensors are compressed, at which rank, and the bytes of a step. ``print`` shows a table."""
+        found = super().report()
+        # What a step has left of whole tensors waits for the step's end, which comes when the next one begins.
+        return found if self.config.quantize is None else dataclasses.replace(found, error_bytes=2 * found.error_bytes)
 
     def _place(self, name: str, error: Tensor) -> DTensor:
         """Return a mean error as a DTensor with the parameter's shape and sharding."""

@@ -133,7 +133,7 @@ class Compressor(Handle):
         self._kinds = kinds | self._kinds if isinstance(gradients, Tensor) else kinds
         engine, step, compress = self._engine, self._step, self._engine.compressing
         device = next((tensor.device for tensor in named.values()), torch.device("cpu"))
-        bucket = engine.begin(compress, lambda: self._exact.shapes, device, last=True, compress=compress)
+        bucket = engine.begin(compress, lambda: self._exact.shapes, device, last=False, compress=compress)
         if not bucket.layout.segments:
             engine.end_step()
             nothing = TorchBackend(Bucket(bucket.layout, torch.float32, device, self.config))
@@ -145,6 +145,8 @@ class Compressor(Handle):
             found.append(Compressed(backend, step.iteration + 1, step.verdict(device)))
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
+        # With a loss scale, ``decompress`` decides.
+        engine.end_step(final=step.loss_scale is None)
         self._written = False
         return found[0]
 
@@ -172,6 +174,7 @@ class Compressor(Handle):
             decides = self._step.loss_scale is not None and not self._written
             with self._residuals.streams.on(compressed.verdict.device):
                 compressed.backend.reconstruct(contiguous, compressed.verdict if decides else None)
+                self._residuals.settle(self._step)
             self._written = True
         for name, tensor in named.items():
             write_back(contiguous[name], tensor)

@@ -34,9 +34,15 @@ class Capture:
             return
         self._before = {b: (b.applied, b.product) for b in residuals.buckets()} if captured else {}
         with residuals.streams.everywhere():
+            # If the adapter has not told that the last step's verdict was final.
+            residuals.settle(step)
             renewed = step.start(captured=captured)
         if renewed is not None:
-            residuals.renew_verdict(*renewed)
+            # The step overwrites the verdict of the last one.
+            verdict, copy = renewed
+            for bucket in residuals.buckets():
+                if bucket.applied is verdict:
+                    bucket.applied = copy
 
     def undo(self) -> bool:
         """Restore what was pending if the open step is captured, since nothing has run. Return whether it is."""

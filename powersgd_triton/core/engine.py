@@ -81,7 +81,7 @@ class Engine:
         """Whether the step is compressed. The first ``config.start_iter`` steps are exact."""
         if self.plan.exact:
             # No matrix has a rank any more, but errors of a loaded state are still to be added to gradients.
-            return self.residuals.has_errors(self.step)
+            return self.residuals.has_errors()
         return self.step.iteration >= self.config.start_iter and self.plan.compresses
 
     def begin(
@@ -178,10 +178,11 @@ class Engine:
         with self._working(device, wait=wait, join=join):
             self.schedule.advance()
 
-    def end_step(self, *, applied: bool | None = None) -> Tensor | None:
+    def end_step(self, *, applied: bool | None = None, final: bool = True) -> Tensor | None:
         """End the open step. Collective if workers have to agree on the verdict, on their state, or on ranks.
 
         ``applied`` says whether the optimizer applies the step, if the adapter knows: a step not applied is sent again.
+        ``final`` says whether the verdict stays as it is. If not, call ``Residuals.settle`` when it is final.
         Return a scalar on the device, 0 if the step does not count, or None if no step was open. DisagreementError:
         Workers differ; see ``PowerSGDConfig.check_every``.
         """
@@ -198,8 +199,9 @@ class Engine:
                     # averages. Those of ``others`` may have seen another gradient overflow.
                     for workers in [*communicator.others, *([communicator] if step.uneven else [])]:
                         workers.minimum(verdict)
-            self.residuals.end_step()
             step.end()
+            if final:
+                self.residuals.settle(step)
             self.buckets.end_step()
             if self.config.planned:
                 self.plan.end_step(step.iteration, self.buckets.in_use(), self.communicator)
@@ -223,6 +225,7 @@ class Engine:
                 # So that the others hear of it.
                 self.step.verdict(self.buckets.device)
             self.step.void(stays_open=stays_open, captured=self._capture.undo())
+            self.residuals.settle(self.step)
         self.buckets.release()
 
     def connect(self, communicator: Communicator) -> None:

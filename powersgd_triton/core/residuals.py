@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
+from powersgd_triton.comm.exchange import flat
 from powersgd_triton.core.saved_state import Parts, SavedState, Size
 from powersgd_triton.core.streams import Streams
 from powersgd_triton.layout.layout import Layout, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
+from powersgd_triton.ops.reference import on_host
 from powersgd_triton.ops.step import HostCopy, Step
 from powersgd_triton.ranks.plan import RankPlan
 
@@ -61,13 +63,16 @@ class Residuals:
         self._forget_remaining()
 
     def _forget_remaining(self) -> None:
-        # Errors E [n, m] of tensors that are no longer compressed, or that are sent whole.
+        # Errors of tensors that are sent whole, flat, by their bucket's layout. What the open step has left of them.
+        self._whole: dict[Layout, Tensor] = {}
+        self._left: dict[Layout, Tensor] = {}
+        # Errors E [n, m] of other tensors without a matrix. Names of those that a step has added to gradients, and when
+        # it has ended, a copy of its verdict on the host.
         self._remaining: Parts = {}
-        # What is left of those that a step has added to gradients, if it is applied. None if nothing is.
-        self._rest: dict[str, Tensor | None] = {}
-        # The verdict of that step, and when it has ended, a copy on the host.
-        self._verdict: Tensor | None = None
+        self._added: set[str] = set()
         self._told: HostCopy | None = None
+        # The verdict that is to decide what remains; see ``settle``.
+        self._verdict: Tensor | None = None
 
     @property
     def pending(self) -> bool:
@@ -103,25 +108,35 @@ class Residuals:
 
     def compensated(self, layout: Layout, gradients: Mapping[str, Tensor], step: Step) -> Tensor:
         """Return M = G + E of tensors that are sent whole, flat, in fp32."""
-        errors = self._remaining_errors(step)
-        M = torch.empty(layout.numel, device=next(iter(gradients.values())).device)
-        scale = step.scale(M.device)
-        for segment in layout.segments:
-            own, error = M[segment.span], errors.get(segment.name)
-            own.copy_(gradients[segment.name].reshape(-1))
-            if error is not None:
-                own += error.reshape(-1) if scale is None else error.reshape(-1) * scale
-        return M
+        G = flat(layout, gradients)
+        if not self.plan.config.error_feedback:
+            return G.to(torch.float32, copy=True)
+        E, scale = self._flat(layout, G.device), step.scale(G.device)
+        return (E.clone() if scale is None else E * scale).add_(G)
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
-        """Keep what a step has left of M as the errors, unless it turns out not to be applied."""
+        """Take over what a step has left of M as the errors, unless it turns out not to be applied."""
         if not self.plan.config.error_feedback:
             return
         self._verdict, scale = step.verdict(M.device), step.scale(M.device)
-        M, zero = M if scale is None else M / scale, M.new_zeros(())
-        for segment in layout.segments:
-            self._rest[segment.name] = rest = M[segment.span].view(segment.n, segment.m)
-            self._remaining.setdefault(segment.name, zero.expand_as(rest))
+        self._left[layout] = M if scale is None else M.div_(scale)
+
+    def _flat(self, layout: Layout, device: torch.device) -> Tensor:
+        """Return the errors of tensors that are sent whole. At first, they come from other layouts, or are zero."""
+        if layout not in self._whole:
+            E, remaining = torch.zeros(layout.numel, device=device), self._apart(layout)
+            for segment in layout.segments:
+                if segment.name in remaining:
+                    E[segment.span] = remaining.pop(segment.name).reshape(-1)
+            self._whole[layout] = E
+        return self._whole[layout]
+
+    def _apart(self, layout: Layout) -> Parts:
+        """Return the remaining errors by name, with those that other layouts share with this one."""
+        for other in [other for other in self._whole if not other.shapes.keys().isdisjoint(layout.shapes)]:
+            # Copies, since views would keep the memory of all until the last one is used.
+            self._remaining |= {name: E.clone() for name, E in _named(other, self._whole.pop(other)).items()}
+        return self._unsent()
 
     # Errors ----------------------------------------------------------------------------------------------------------
 
@@ -131,7 +146,7 @@ class Residuals:
         Without remaining errors, return the gradients themselves. If the step turns out not to be finite, the errors
         are added again in the next step.
         """
-        waiting = self._remaining_errors(step).keys() - self._rest.keys()
+        waiting = self._apart(layout).keys() - self._added
         names = [s.name for s in layout.segments if not s.rank and s.name in waiting] if waiting else []
         if not names:
             return gradients
@@ -142,39 +157,48 @@ class Residuals:
         for name in names:
             error = self._remaining[name]
             sums[name] = sums[name] + (error if scale is None else error * scale).view(sums[name].shape)
-        self._rest |= dict.fromkeys(names)
+        self._added |= {*names}
         self._verdict = step.verdict(device)
         return sums
 
-    def has_errors(self, step: Step) -> bool:
+    def has_errors(self) -> bool:
         """Return whether errors are left that no bucket holds: of a loaded state, or of what is not compressed now."""
-        return bool(self.loaded.matrices or self._remaining_errors(step))
+        return bool(self.loaded.matrices or self._whole or self._unsent())
 
-    def _remaining_errors(self, step: Step) -> Parts:
-        """Return the remaining errors, without what applied steps have sent of them."""
-        if self._verdict is not None and not step.decides(self._verdict):
-            # Reading a verdict waits for the device, unless it was copied.
-            applied = bool(self._verdict if self._told is None else self._told.numbers())
-            for name, rest in self._rest.items() if applied else ():
-                if rest is None:
-                    del self._remaining[name]
-                else:
-                    self._remaining[name] = rest
-            self._rest, self._verdict, self._told = {}, None, None
+    def settle(self, step: Step) -> None:
+        """Keep what the last step has left, or what was before it if it is not applied, unless it is still open.
+
+        The host does not wait for a device.
+        """
+        verdict = self._verdict
+        if verdict is None or step.decides(verdict):
+            return
+        for layout, M in self._left.items():
+            if not on_host(verdict):
+                E = self._flat(layout, M.device)
+                torch.where(verdict.bool(), M, E, out=E)
+            elif verdict:
+                self._whole[layout] = M
+        self._left, self._verdict = {}, None
+        if self._added and self._told is None:
+            # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
+            self._told = HostCopy(verdict.clone())
+
+    def _unsent(self) -> Parts:
+        """Return the remaining errors, without those that an applied step has added to gradients."""
+        if self._told is not None:
+            for name in self._added if self._told.numbers() else ():
+                del self._remaining[name]
+            self._added, self._told = set(), None
         return self._remaining
 
-    def end_step(self) -> None:
-        """Copy the verdict that decides about remaining errors to the host, which does not wait."""
-        if self._verdict is not None and self._told is None:
-            self._told = HostCopy(self._verdict)
-
-    def renew_verdict(self, verdict: Tensor, copy: Tensor) -> None:
-        """Use a copy of the last step's verdict, because the next step overwrites the verdict itself."""
-        for matrix in self.matrices.values():
-            if matrix.bucket.applied is verdict:
-                matrix.bucket.applied = copy
-        if self._verdict is verdict:
-            self._verdict, self._told = copy, None
+    def _settled(self, step: Step) -> Parts:
+        """Return views of all errors of tensors without a matrix."""
+        self.settle(step)
+        found = dict(self._unsent())
+        for layout, E in self._whole.items():
+            found |= _named(layout, E)
+        return found
 
     def error(self, step: Step) -> Parts:
         """Return copies {name: E [n, m]} of this worker's errors without the loss scale. Empty without feedback."""
@@ -182,7 +206,7 @@ class Residuals:
             if not self.plan.config.error_feedback:
                 return {}
             errors = {name: parts["error"].clone() for name, parts in self.loaded.matrices.items()}
-            errors |= {name: error.clone() for name, error in self._remaining_errors(step).items()}
+            errors |= {name: error.clone() for name, error in self._settled(step).items()}
             return errors | self._errors(step)
 
     def _errors(self, step: Step, *, wide: bool = False) -> Parts:
@@ -232,7 +256,7 @@ class Residuals:
                 if name in errors:
                     # A mean of 16-bit values does not fit 16 bits in general.
                     found[name]["error"] = mean(errors[name])
-            for name, error in sorted(self._remaining_errors(step).items()):
+            for name, error in sorted(self._settled(step).items()):
                 found[name] = {"error": mean(error.clone())}
             # With the sizes of the last compression: in this run, or in the one that saved the loaded state.
             tensors = loaded.tensors | self.sizes | {name: loaded.tensors[name] for name in loaded.matrices}
@@ -255,3 +279,7 @@ class Residuals:
             return None
         self.forget_errors()
         return owner
+
+
+def _named(layout: Layout, E: Tensor) -> Parts:
+    return {s.name: E[s.span].view(s.n, s.m) for s in layout.segments}

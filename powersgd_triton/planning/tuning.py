@@ -99,7 +99,7 @@ class Tuning(Listener):
             "PowerSGD compresses with %s: predicted %.4g s a step, %.0f%% of it compute of its own",
             *(", ".join(f"{key}={value}" for key, value in fields.items()), best.seconds, 100 * best.overhead),
         )
-        if chosen.quantize and self._engine.residuals.has_errors(self._engine.step):
+        if chosen.quantize and self._engine.residuals.has_errors():
             # Errors of a loaded state are added to gradients only with error feedback.
             fields["error_feedback"] = True
         return fields

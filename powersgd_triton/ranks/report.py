@@ -74,8 +74,7 @@ class RankReport:
         further["budget"] = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
         errors = 0.0
         if config.error_feedback and config.quantize is not None:
-            # Those before a step stay until it is known whether the step is applied.
-            errors = 8.0 * layout.numel
+            errors = 4.0 * layout.numel
         elif config.error_feedback:
             itemsize = 2 if config.error_dtype == "bfloat16" else 4
             errors = itemsize * sum(s.numel for s in layout.compressed) / further.get("node_workers", 1)

@@ -120,9 +120,9 @@ def test_report():
     [
         ({"rank": 2, "error_dtype": "bf16"}, 2 * 64 * 64),
         ({"rank": 2, "error_feedback": False}, 0),
-        ({"quantize": "int4"}, 8 * (64 * 64 + 64)),
+        ({"quantize": "int4"}, 4 * (64 * 64 + 64)),
         *(({"quantize": name}, 0) for name in ("bf16", "fp8", "int8")),
-        ({"quantize": "int8", "error_feedback": True}, 8 * (64 * 64 + 64)),
+        ({"quantize": "int8", "error_feedback": True}, 4 * (64 * 64 + 64)),
     ],
     ids=str,
 )

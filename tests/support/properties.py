@@ -260,6 +260,10 @@ def conservation(worker: int, world_size: int, *, wrapper: str, form: str = "fp3
     ledger = Ledger(model)
     for step in range(3):
         ledger.step(batches(model, step))
+    if FORMATS[form].quantize is not None:
+        residuals = model.state._engine.residuals
+        held = [*residuals._whole.values(), *residuals._left.values()]
+        assert model.state.report().error_bytes == sum(errors.nbytes for errors in held)
     ledger.check(rounds=FORMATS[form].bypass is not None)
     assert iteration(model) == 3
     if model.levels == 2:
