@@ -112,7 +112,7 @@ class Residuals:
         if not self.plan.config.error_feedback:
             return G.to(torch.float32, copy=True)
         E, scale = self._flat(layout, G.device), step.scale(G.device)
-        return (E.clone() if scale is None else E * scale).add_(G)
+        return torch.add(E if scale is None else E * scale, G).float()
 
     def keep(self, layout: Layout, M: Tensor, step: Step) -> None:
         """Take over what a step has left of M as the errors, unless it turns out not to be applied."""

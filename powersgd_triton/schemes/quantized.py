@@ -26,6 +26,8 @@ INFINITE_BF16 = 0x7F80
 """Bits of the smallest positive bf16 number that is not finite."""
 Shards = list[list[slice]]
 """The elements of a bucket whose averages each worker needs."""
+Memory = dict[str, Tensor]
+"""A bucket's messages on the CPU, where memory that is new in each step takes longer than the codec."""
 
 
 class Quantized(Scheme):
@@ -38,6 +40,7 @@ class Quantized(Scheme):
     def __init__(self) -> None:
         # Of each bucket. They stay if a step is void, since only some workers may have noticed that.
         self._shards: weakref.WeakKeyDictionary[Layout, Shards | None] = weakref.WeakKeyDictionary()
+        self._memory: weakref.WeakKeyDictionary[Layout, Memory] = weakref.WeakKeyDictionary()
 
     def prepare(self, task: Task) -> None:
         """Note the tensors."""
@@ -47,7 +50,7 @@ class Quantized(Scheme):
         layout, step, config, communicator = task.layout, task.step, task.config, task.communicator
         if layout not in self._shards:
             self._shards[layout] = _shards(task)
-        shards, seed = self._shards[layout], None
+        shards, memory, seed = self._shards[layout], self._memory.setdefault(layout, {}), None
         if config.error_feedback:
             M = task.residuals.compensated(layout, task.gradients, step)
         else:
@@ -56,11 +59,11 @@ class Quantized(Scheme):
             seed = zlib.crc32(own.encode())
         average: FlatAverage | QuantizedAverage
         if shards is None:
-            messages = yield from _summed(M, config, communicator, seed)
+            messages = yield from _summed(M, config, communicator, seed, memory)
             step.verdict(M.device).mul_(messages.finite)
             average = QuantizedAverage(layout, messages)
         else:
-            mean = yield from scattered_mean(M, shards, config, communicator, seed)
+            mean = yield from scattered_mean(M, shards, config, communicator, seed, memory)
             note_overflow(mean, step.verdict(M.device))
             # Each worker has looked at its own part.
             step.uneven = True
@@ -93,8 +96,8 @@ class Messages:
             width = _format(self.config)
             # Codes are finite where their scales are.
             end = width.difference_bytes(self.each)[0] if width.scaled else content.shape[1]
-            # Bits of bf16 numbers without their signs.
-            return (content[:, :end].view(torch.int16) & 0x7FFF).amax() < INFINITE_BF16
+            # Bits of bf16 numbers. Codecs write a NaN without a sign.
+            return content[:, :end].view(torch.int16).amax() < INFINITE_BF16
         return content.isfinite().all()
 
     def write(self, out: Tensor) -> Tensor:
@@ -163,23 +166,23 @@ def quantized_mean(M: Tensor, config: PowerSGDConfig, communicator: Communicator
     below 2³² makes rounding stochastic. M is [numel], contiguous, as long on all workers, and fp32 with error feedback.
     In a hierarchy, workers sum M within the node first, and each averages its own part of the sum over the nodes.
     """
-    messages = yield from _summed(M, config, communicator, seed)
+    messages = yield from _summed(M, config, communicator, seed, {})
     return messages.write(torch.empty(len(M), device=M.device))
 
 
 def _summed(
-    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None, memory: Memory
 ) -> Generator[Work, None, Messages]:
     inside = communicator.inside
     if inside is None:
-        return (yield from _sum_of_workers(M, config, communicator, seed))
+        return (yield from _sum_of_workers(M, config, communicator, seed, memory))
     # Rows of equal length, one for each worker, with zeros at the end.
     each = -(-len(M) // inside.world_size)
     rows = torch.nn.functional.pad(M, (0, inside.world_size * each - len(M))).view(inside.world_size, each)
     received = torch.empty_like(rows)
     yield inside.all_to_all(received, rows)
     own = received.sum(0, dtype=torch.float32)
-    messages = yield from _sum_of_workers(own, config, communicator.across, seed)
+    messages = yield from _sum_of_workers(own, config, communicator.across, seed, memory)
     mean = messages.write(torch.empty_like(own)).div_(inside.world_size)
     whole = mean.new_empty(inside.world_size, each)
     yield inside.all_gather(whole, mean)
@@ -192,7 +195,7 @@ def _summed(
 
 
 def _sum_of_workers(
-    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+    M: Tensor, config: PowerSGDConfig, communicator: Communicator, seed: int | None, memory: Memory
 ) -> Generator[Work, None, Messages]:
     """Do the same on one level.
 
@@ -208,8 +211,8 @@ def _sum_of_workers(
         return Messages(numel, mean, numel, config)
     width, (encode, _) = _format(config), difference_codec(config, M.device, M.dtype)
     if workers == 2:
-        sent = _bytes(M, numel, config)
-        gathered = _bytes(M, numel, config, workers)
+        sent = _bytes(memory, "sent", M, numel, config)
+        gathered = _bytes(memory, "gathered", M, numel, config, workers)
         encode(M, None, width, sent, keeps, seed=seed)
         yield communicator.all_gather(gathered, sent)
         return Messages(numel, gathered, numel, config)
@@ -218,20 +221,26 @@ def _sum_of_workers(
     each = -(-numel // (workers * unit)) * unit
     own = M[worker * each : (worker + 1) * each]
     own = own if keeps else own.to(torch.float32, copy=True)
-    yield from _sum_part(M, own, each, config, communicator, seed)
-    mine, gathered = _bytes(M, each, config), _bytes(M, each, config, workers)
+    yield from _sum_part(M, own, each, config, communicator, seed, memory)
+    mine, gathered = _bytes(memory, "mine", M, each, config), _bytes(memory, "gathered", M, each, config, workers)
     encode(own, None, width, mine[None], keeps, each, _other(seed, 2))
     yield communicator.all_gather(gathered, mine)
     return Messages(numel, gathered, each, config)
 
 
 def _sum_part(
-    M: Tensor, own: Tensor, each: int, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+    M: Tensor,
+    own: Tensor,
+    each: int,
+    config: PowerSGDConfig,
+    communicator: Communicator,
+    seed: int | None,
+    memory: Memory,
 ) -> Generator[Work, None, None]:
     """Send each worker its part of M, ``each`` elements. Add the parts that the others send to ``own``, in fp32."""
     workers, worker, keeps = communicator.world_size, communicator.index, bool(config.error_feedback)
     width, (encode, apply) = _format(config), difference_codec(config, M.device, M.dtype)
-    sent, received = _bytes(M, each, config, workers), _bytes(M, each, config, workers)
+    sent, received = (_bytes(memory, name, M, each, config, workers) for name in ("sent", "received"))
     # Not the own part, which is not sent and so not rounded.
     encode(M[: worker * each], None, width, sent[:worker], keeps, each, seed)
     encode(M[(worker + 1) * each :], None, width, sent[worker + 1 :], keeps, each, _other(seed, 1))
@@ -243,7 +252,12 @@ def _sum_part(
 
 
 def scattered_mean(
-    M: Tensor, shards: Shards, config: PowerSGDConfig, communicator: Communicator, seed: int | None
+    M: Tensor,
+    shards: Shards,
+    config: PowerSGDConfig,
+    communicator: Communicator,
+    seed: int | None,
+    memory: Memory,
 ) -> Mean:
     """Return the mean of all workers' M as ``quantized_mean`` does, but only this worker's shard; the rest is 0.
 
@@ -260,7 +274,7 @@ def scattered_mean(
     ]
     torch._foreach_copy_([place for place, _ in places], [part for _, part in places])
     own = rows[communicator.index].float()
-    yield from _sum_part(rows.view(-1), own, each, config, communicator, seed)
+    yield from _sum_part(rows.view(-1), own, each, config, communicator, seed, memory)
     mean, first = torch.zeros(len(M), device=M.device), 0
     own /= communicator.world_size
     for part in shards[communicator.index]:
@@ -278,10 +292,18 @@ def _format(config: PowerSGDConfig) -> WireFormat:
     return QUANTIZED[config.quantize]
 
 
-def _bytes(M: Tensor, numel: int, config: PowerSGDConfig, *rows: int) -> Tensor:
-    """Return memory for messages. It is zero: the end of a shorter part is sent too, and adds nothing."""
-    _, size = _format(config).difference_bytes(numel)
-    return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
+def _bytes(memory: Memory, name: str, M: Tensor, numel: int, config: PowerSGDConfig, *rows: int) -> Tensor:
+    """Return memory for messages. It is zero: the end of a shorter part is sent too, and adds nothing.
+
+    On the CPU, it may be that of the last step, in which the same bytes were zero.
+    """
+    shape = (*rows, _format(config).difference_bytes(numel)[1])
+    if name not in memory or memory[name].shape != shape:
+        new = torch.zeros(shape, dtype=torch.uint8, device=M.device)
+        if M.device.type != "cpu":
+            return new
+        memory[name] = new
+    return memory[name]
 
 
 def _other(seed: int | None, number: int) -> int | None:

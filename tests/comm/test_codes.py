@@ -62,7 +62,7 @@ def average(
         if shards is None:
             means[worker] = yield from quantized_mean(left[worker], config, line, own)
         else:
-            means[worker] = yield from scattered_mean(left[worker], shards, config, line, own)
+            means[worker] = yield from scattered_mean(left[worker], shards, config, line, own, {})
 
     in_lockstep(run, workers, node_size)
     return means, left
@@ -169,7 +169,7 @@ def test_bytes_of_a_worker(codes: str, workers: int):
         pass
     each = numel // workers
     shards = [[slice(index * each, (index + 1) * each)] for index in range(workers)]
-    for _ in scattered_mean(torch.randn(numel), shards, config, CountedWorker(0, workers, halves), None):
+    for _ in scattered_mean(torch.randn(numel), shards, config, CountedWorker(0, workers, halves), None, {}):
         pass
     sent, scattered = (sum(call.sent for _, call in calls) for calls in (whole, halves))
     exact = 2 * (workers - 1) / workers * 4 * numel
