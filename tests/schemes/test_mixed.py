@@ -154,7 +154,8 @@ def test_errors_of_what_has_no_factors_any_more() -> None:
 @on_workers(2)
 def test_the_first_steps_are_exact(worker: int, world_size: int) -> None:
     """Also of gradients that are all quantized."""
-    exact, given = {"start_iter": 1, "backend": "torch"}, gradients(worker, SHAPES)
+    exact: dict[str, Any] = {"start_iter": 1, "backend": "torch"}
+    given = gradients(worker, SHAPES)
     for config in (everything(bypass="int8", **exact), PowerSGDConfig(quantize="int8", **exact)):
         compressor, found = Compressor(config, SHAPES), list[tuple[float, float]]()
         for _ in range(2):
