@@ -93,8 +93,8 @@ class Messages:
             width = _format(self.config)
             # Codes are finite where their scales are.
             end = width.difference_bytes(self.each)[0] if width.scaled else content.shape[1]
-            # Bits of bf16 numbers without their signs.
-            return (content[:, :end].view(torch.int16) & 0x7FFF).amax() < INFINITE_BF16
+            # Encoders write ``BF16_NAN``, which has no sign, for what is not finite: no finite number has more bits.
+            return content[:, :end].view(torch.int16).amax() < INFINITE_BF16
         return content.isfinite().all()
 
     def write(self, out: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def _sum_of_workers(
     width, (encode, _) = _format(config), difference_codec(config, M.device, M.dtype)
     if workers == 2:
         sent = _bytes(M, numel, config)
-        gathered = _bytes(M, numel, config, workers)
+        gathered = sent.new_empty(workers, len(sent))
         encode(M, None, width, sent, keeps, seed=seed)
         yield communicator.all_gather(gathered, sent)
         return Messages(numel, gathered, numel, config)
@@ -219,7 +219,8 @@ def _sum_of_workers(
     own = M[worker * each : (worker + 1) * each]
     own = own if keeps else own.to(torch.float32, copy=True)
     yield from _sum_part(M, own, each, config, communicator, seed)
-    mine, gathered = _bytes(M, each, config), _bytes(M, each, config, workers)
+    mine = _bytes(M, each, config)
+    gathered = mine.new_empty(workers, len(mine))
     encode(own, None, width, mine[None], keeps, each, _other(seed, 2))
     yield communicator.all_gather(gathered, mine)
     return Messages(numel, gathered, each, config)
@@ -231,7 +232,8 @@ def _sum_part(
     """Send each worker its part of M, ``each`` elements. Add the parts that the others send to ``own``, in fp32."""
     workers, worker, keeps = communicator.world_size, communicator.index, bool(config.error_feedback)
     width, (encode, apply) = _format(config), difference_codec(config, M.device, M.dtype)
-    sent, received = _bytes(M, each, config, workers), _bytes(M, each, config, workers)
+    sent = _bytes(M, each, config, workers)
+    received = torch.empty_like(sent)
     # Not the own part, which is not sent and so not rounded.
     encode(M[: worker * each], None, width, sent[:worker], keeps, each, seed)
     encode(M[(worker + 1) * each :], None, width, sent[worker + 1 :], keeps, each, _other(seed, 1))
@@ -279,7 +281,7 @@ def _format(config: PowerSGDConfig) -> WireFormat:
 
 
 def _bytes(M: Tensor, numel: int, config: PowerSGDConfig, *rows: int) -> Tensor:
-    """Return memory for messages. It is zero: the end of a shorter part is sent too, and adds nothing."""
+    """Return memory for messages to send. It is zero: the end of a shorter part is sent too, and adds nothing."""
     _, size = _format(config).difference_bytes(numel)
     return torch.zeros(*rows, size, dtype=torch.uint8, device=M.device)
 

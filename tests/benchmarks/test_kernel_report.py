@@ -34,7 +34,7 @@ MOST_LAUNCHES, LAUNCHES_OF_NARROW_MESSAGES, MOST_KERNELS = 14, 6, 12
 # Of functions. It was 1451 when each launch inspected its arguments.
 MOST_CALLS = 900
 # Of torch beside the kernels, in a bucket of quantized gradients.
-MOST_OPERATIONS = 6
+MOST_OPERATIONS = 4
 
 Rows = list[dict[str, Any]]
 
@@ -126,7 +126,7 @@ def test_a_bucket_of_quantized_gradients_takes_few_launches_and_passes():
     assert [row["kernel"] for row in kernels] == [*DIFFERENCES]
     assert sum(row["bytes"] for row in kernels) < 1.4 * copy["bytes"]
     assert others["launches"] <= MOST_OPERATIONS
-    assert others["bytes"] < copy["bytes"] / 2
+    assert others["bytes"] < copy["bytes"] / 6
     assert all(row["spill_bytes"] == 0 < row["us"] for row in kernels)
 
 
