@@ -8,15 +8,21 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.buckets import ddp_buckets
 from benchmarks.compiled import GPUS, Gpu, compile_launch
-from benchmarks.launches import Launch, Problem, bytes_of, record_step
+from benchmarks.launches import Launch, Problem, bytes_of, record_step, recording
 from benchmarks.shapes import GRADIENT_SETS
+from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.kernels import table
 from powersgd_triton.kernels.splits import busy_share
 from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.wire_format import QUANTIZED
 from powersgd_triton.ops import backends, triton_backend
+from powersgd_triton.planning.trial import StandIn
+from powersgd_triton.schemes import new_engine
 
 LAUNCH_SECONDS = 4.5e-6
 """From one kernel's start to the next one's if both have nothing to do: chosen such that the model gives what was
@@ -35,6 +41,8 @@ WALKS = {"compensate_project": "rows", "reconstruct": "rows", "backproject": "co
 """Kernels over whole matrices, and along what their programs walk."""
 
 COUNTS = ("registers", "barriers", "shuffles", "fp64", "instructions", "shared_bytes", "spill_bytes")
+DIFFERENCES = ("encode_difference", "apply_difference")
+"""Kernels over whole tensors that are quantized. The second one loops over messages."""
 STEPWISE = ("gram",)
 """Kernels that eliminate one column after another: the time of a program is a loop's, once for each column."""
 
@@ -85,14 +93,80 @@ def record_bucket(arch: str, model: str, rank: int) -> tuple[Layout, dict[str, l
     return problem.layout, phases
 
 
+def quantized_rows(arch: str, model: str, name: str) -> list[dict[str, Any]]:
+    """Return a row a kernel of a step of the same bucket whose gradients are quantized, of one of two workers.
+
+    The gradients lie in one buffer, as DDP's do. A row counts what torch does beside the kernels, and one a copy.
+    """
+    gpu, buckets = GPUS[arch], ddp_buckets(GRADIENT_SETS[model])
+    shapes = {str(number): shape for number, shape in enumerate(buckets[min(1, len(buckets) - 1)])}
+    numels = [math.prod(shape) for shape in shapes.values()]
+    bucket, device = torch.zeros(sum(numels)), torch.device("cpu")
+    gradients = {key: piece.view(shapes[key]) for key, piece in zip(shapes, bucket.split(numels), strict=True)}
+    with mock.patch.object(backends, "why_not_triton", return_value=None), recording(run=False) as launches:
+        config = PowerSGDConfig(quantize=name, backend="triton")
+        engine = new_engine(config, StandIn(collectives=_Nothing), lambda: shapes)
+        # The first step also compares the workers.
+        for _ in range(2):
+            launches.clear()
+            with _Operations() as operations:
+                engine.average(engine.begin("all", lambda: shapes, device, last=True), gradients)
+    rows = []
+    for launch in launches:
+        compiled = compile_launch(launch.kernel, launch.parameters(), launch.options(), arch)
+        messages = launch.parameters().get("messages", 1)
+        content = messages * QUANTIZED[name].difference_bytes(bucket.numel())[1]
+        # Gradients are read, and written again if they keep errors. The average is written.
+        passes = 1 + bool(launch.parameters().get("SUBTRACT"))
+        cost = _cost(launch, compiled, bucket.nbytes * passes + content, 0, gpu)
+        rows.append(
+            {"kernel": launch.name, "launches": 1, **{key: compiled[key] for key in (*COUNTS, "blocks")}} | cost
+        )
+    for kernel, number, moved in (
+        ("operations of torch", operations.number, operations.moved),
+        ("a copy, for comparison", 1, 2 * bucket.nbytes),
+    ):
+        seconds = number * LAUNCH_SECONDS + moved / gpu.bandwidth
+        empty = dict.fromkeys((*COUNTS, "blocks", "programs", "waves", "issue"), 0)
+        rows.append(
+            {"kernel": kernel, "launches": number, "bytes": moved, "bytes_l2": moved, **empty, "us": seconds * 1e6}
+        )
+    return [{"architecture": arch, "quantize": name, **row, "us": round(row["us"], 1)} for row in rows]
+
+
+class _Nothing:
+    """Collectives that take no time, since a prediction adds theirs."""
+
+    @staticmethod
+    def all_gather_single(*_tensors: Any, **_options: Any) -> None: ...
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations of torch that a GPU would launch, and the bytes of what they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = func._schema.name.removeprefix("aten::")
+        if not func.is_view and made not in ("empty", "empty_like", "new_empty", "detach", "_local_scalar_dense"):
+            self.number += 1
+            # A result in place is read too.
+            self.moved += sum(x.nbytes for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor))
+        return result
+
+
 def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu: Gpu) -> dict[str, Any]:
     """What one launch costs.
 
     A launch takes ``LAUNCH_SECONDS``, then the longest of its bytes over the bandwidth of the memory, of the cache, and
     its instructions over those that all schedulers issue, over the share of the time in which its programs keep the
     multiprocessors busy. Instructions are counted for kernels over whole matrices: those of the compiled loops, times
-    the passes that the table of tiles gives. Where columns are eliminated one after another, the time of that comes on
-    top, and of adding the parts before. One pass is taken to be enough.
+    the passes that the table of tiles gives; and over whole tensors: all, and the loop's for each further message.
+    Where columns are eliminated one after another, the time of that comes on top, and of adding the parts before. One
+    pass is taken to be enough.
 
     Args:
         launch: The launch, of a bucket of fp32 gradients and error buffers.
@@ -131,6 +205,9 @@ def _cost(launch: Launch, compiled: dict[str, Any], moved: float, rank: int, gpu
         issued = launch.options()["num_warps"] * (passes * a_pass + programs * compiled["other_instructions"])
         # Programs share their multiprocessor's speed.
         busy = busy_share({length: number * panels for length, number in lengths.items()}, gpu.multiprocessors)
+    elif launch.name in DIFFERENCES:
+        again = (parameters.get("messages", 1) - 1) * compiled["short_loop"]
+        issued = launch.options()["num_warps"] * programs * (compiled["instructions"] + again)
     issue = issued / (SCHEDULERS * gpu.multiprocessors * gpu.clock)
     seconds = LAUNCH_SECONDS + max(moved / gpu.bandwidth, cached / (L2_SPEED * gpu.bandwidth), issue) / busy
     if parameters.get("attempt", 0):

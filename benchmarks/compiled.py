@@ -120,6 +120,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], options: dict[str, An
         **found,
         **count(code, gpu),
         "loop_cycles": _cycles(count(stepwise, gpu), gpu),
+        "short_loop": min(map(len, loops(code)), default=0),
         **_walk(code),
         "blocks": gpu.resident_blocks(found["registers"], compiled.metadata.shared, options.get("num_warps", 4)),
         "aligned_arguments": len(re.findall(r"%\w+: [^%]*tt.divisibility = 16", ttir)),

@@ -2,6 +2,7 @@
 
 python benchmarks/kernel_report.py [--json] [--architecture sm_90] [--kernel compensate_project] [--rank 4]
 python benchmarks/kernel_report.py --bucket [--json] [--architecture sm_90] [--gradients gpt2-124M] [--rank 4]
+python benchmarks/kernel_report.py --bucket --quantize int8 [--json] [--architecture sm_90] [--gradients gpt2-124M]
 
 The launches are recorded from the launchers themselves, so that what is compiled is what would run.
 """
@@ -25,7 +26,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-from benchmarks.bucket_costs import bucket_rows
+from benchmarks.bucket_costs import bucket_rows, quantized_rows
 from benchmarks.compiled import GPUS, compile_launch
 from benchmarks.launches import Launch, recording
 from benchmarks.markdown import markdown_table
@@ -206,11 +207,19 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="only variants whose label contains this; may be repeated")
     parser.add_argument("--bucket", action="store_true", help="a step of one bucket instead, with a predicted time")
     parser.add_argument("--gradients", choices=GRADIENT_SETS, default="gpt2-124M", help="of which model, with --bucket")
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZED,
+        action="append",
+        help="with --bucket: of gradients in this format, without ranks",
+    )
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if arguments.bucket:
-        for arch, rank in itertools.product(arguments.architecture or ["sm_90"], arguments.rank or BUCKET_RANKS):
-            found = bucket_rows(arch, arguments.gradients, rank)
+        ranks = arguments.rank or ([] if arguments.quantize else BUCKET_RANKS)
+        kinds = [(bucket_rows, rank) for rank in ranks] + [(quantized_rows, name) for name in arguments.quantize or []]
+        for arch, (rows_of, kind) in itertools.product(arguments.architecture or ["sm_90"], kinds):
+            found = rows_of(arch, arguments.gradients, kind)
             rows += found
             if not arguments.json:
                 print(_bucket_table(found), flush=True)
@@ -232,7 +241,7 @@ def main() -> None:
 
 def _bucket_table(rows: Sequence[dict[str, Any]]) -> str:
     """A line a kernel of a step of one bucket, and their sums. "Issue" is instructions over time of memory accesses."""
-    gpu, rank = GPUS[rows[0]["architecture"]], rows[0]["rank"]
+    gpu, kind = GPUS[rows[0]["architecture"]], rows[0].get("quantize")
     columns = ("launches", "programs", "waves", "registers", "blocks", "barriers", "shuffles", "fp64")
     lines = [["kernel", *columns, "MB", "MB of L2", "issue", "predicted µs"]]
     lines.append(["---", *["--:"] * (len(columns) + 4)])
@@ -240,10 +249,14 @@ def _bucket_table(rows: Sequence[dict[str, Any]]) -> str:
         counts = [", ".join(map(str, row[name])) if isinstance(row[name], list) else str(row[name]) for name in columns]
         megabytes = (f"{row[name] / 1e6:.1f}" for name in ("bytes", "bytes_l2"))
         lines.append([row["kernel"], *counts, *megabytes, f"{row['issue']:.2f}", f"{row['us']:.0f}"])
+    if kind is not None:
+        *rows, copy = rows
     launches, time = sum(row["launches"] for row in rows), sum(row["us"] for row in rows)
-    read = " and ".join(f"{sum(row[name] for row in rows)} from {place}" for name, place in SWEEPS.items())
     lines.append(["**step**", f"**{launches}**", *[""] * (len(columns) + 2), f"**{time:.0f}**"])
-    return f"\n{gpu.name}, rank {rank}: M is read or written {read}\n\n{markdown_table(lines)}"
+    if kind is not None:
+        return f"\n{gpu.name}, {kind}: {time / copy['us']:.2f} copies of the bucket\n\n{markdown_table(lines)}"
+    read = " and ".join(f"{sum(row[name] for row in rows)} from {place}" for name, place in SWEEPS.items())
+    return f"\n{gpu.name}, rank {rows[0]['rank']}: M is read or written {read}\n\n{markdown_table(lines)}"
 
 
 def _line(row: dict[str, Any]) -> str:

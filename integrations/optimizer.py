@@ -76,17 +76,27 @@ class PowerSGD(Aggregator):
     Args:
         params: Parameters, or tensors of their shapes, in the order of the gradients. For ``optimizer_step`` that is
             the order of ``params_in_optimizer(optimizer)``.
-        config: Configuration of the compression.
+        config: Configuration of the compression. ``PowerSGDConfig(quantize=…)`` quantizes gradients in place of
+            factors: the state then keeps errors, if any are kept, and the gradients become zero.
         group: Process group. None uses the default group, or a single process if no group is initialized.
 
     Raises:
-        TypeError, ValueError: A setting has the wrong type or is out of range.
+        TypeError, ValueError: A setting has the wrong type or is out of range, or is for factors in ``PowerSGDConfig``.
     """
 
-    def __init__(self, params: Sequence[Tensor], config: Config, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], config: Config | PowerSGDConfig, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.config = config
+        if isinstance(config, PowerSGDConfig) and config.quantize is None:
+            raise ValueError(
+                "the plain loop takes ranks from its own Config(rank=…), and PowerSGDConfig(quantize=…) for gradients; "
+                f"got a PowerSGDConfig with rank={config.rank}"
+            )
         self._compressor = Compressor(
-            PowerSGDConfig(
+            config
+            if isinstance(config, PowerSGDConfig)
+            else PowerSGDConfig(
                 rank=config.rank,
                 min_compression_rate=config.min_compression_rate,
                 iterations=config.num_iters_per_step,
@@ -130,7 +140,13 @@ class PowerSGD(Aggregator):
             raise ValueError(f"{error}; {order}") from None
         averages = self._compressor.decompress(compressed)
         assert isinstance(averages, Mapping)
-        self._dropped = self._compressor.leave_error(compressed, gradients) + self._dropped
+        if self._compressor.config.quantize is None:
+            self._dropped = self._compressor.leave_error(compressed, gradients) + self._dropped
+        for gradient in gradients if self._compressor.config.quantize else []:
+            finite = gradient.isfinite()
+            self._dropped = gradient.numel() - finite.sum() + self._dropped
+            # A step that does not count is sent again.
+            gradient.masked_fill_(~finite | (compressed.verdict > 0), 0)
         return [averages[str(index)] for index in range(len(gradients))]
 
     def compression_stats(self) -> tuple[float, int, int]:

@@ -71,8 +71,11 @@ def placed(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sha
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float]]:
-    """Return {name: parts} and the plan of one saved shard, and the squares. ValueError if they have another format."""
+def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dict[str, float], dict[str, Any]]:
+    """Return {name: parts} and the plan of one saved shard, the squares, and whole errors of vectors.
+
+    ValueError: They have another format.
+    """
     try:
         found = unpickled(content)
     # Damaged content can make the reader raise anything.
@@ -91,12 +94,15 @@ def read_factors(content: Any, worker: int, workers: int) -> tuple[Any, Any, dic
     squares = found.get("squares")
     if not isinstance(squares, Mapping) or not all(isinstance(total, float) for total in squares.values()):
         raise ValueError("the squares in the saved state must be {name: number}")
+    vectors = found.get("vectors", {})
+    if not isinstance(vectors, Mapping):
+        raise ValueError("the errors of vectors in the saved state must be {name: tensor}")
     # The one with the first rows of this worker's shard, unless the number of tensor-parallel workers changed.
     index = worker * len(shards) // workers
     # A left basis has the rows of a shard, so it only fits the same number of shards.
     keys = ("basis", "left_basis") if len(shards) == workers else ("basis",)
     matrices = {name: {key: parts[key] for key in keys if key in parts} for name, parts in shards[index].items()}
-    return matrices, plans[index], dict(squares)
+    return matrices, plans[index], dict(squares), dict(vectors)
 
 
 def _values(mappings: list[Any]) -> list[Any]:

@@ -88,16 +88,19 @@ class ShardedHandle(Handle):
         more dimensions, and for all parameters if they are quantized. On another mesh, a matrix starts from another
         shard's basis, or from a random one if none fits.
         """
-        saved = save(self._engine)
+        saved, plan, shapes = save(self._engine), self._engine.plan, self._matrices()
+        chosen = self.config.quantize and self.config.error_feedback and self._engine.tensors()
         errors: dict[str, DTensor] = {}
-        if self.config.error_feedback:
-            for name, shape in self._matrices().items():
+        if plan.given.error_feedback:
+            for name, shape in (chosen or shapes).items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
-                errors[name] = self._place(name, torch.zeros(shape) if error is None else error)
+                errors[name] = self._place(name, torch.zeros(tuple(shape)) if error is None else error)
         parts = {name: {key: p.cpu() for key, p in parts.items()} for name, parts in sorted(saved["matrices"].items())}
         shards, squares = self._gather(parts), weighted_squares(errors)
-        content = {"version": saved["format_version"], "shards": shards, "squares": squares}
-        if self.config.planned:
+        # Vectors have errors if "auto" has chosen so. DCP reads only what a job that has not chosen yet saves too.
+        vectors = {name: errors.pop(name).full_tensor().cpu() for name in sorted(errors.keys() - shapes.keys())}
+        content = {"version": saved["format_version"], "shards": shards, "squares": squares, "vectors": vectors}
+        if plan.given.planned:
             content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()
         torch.save(content, factors)
@@ -127,7 +130,8 @@ class ShardedHandle(Handle):
             other = [name for name, total in found.items() if not math.isclose(total, sums[name], rel_tol=1e-6)]
             if other:
                 raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
-            tensors = sizes(self._matrices(), self.config)
+            known = {name: shape for name, shape in self._engine.tensors().items() if name in errors}
+            tensors = sizes(known | self._matrices(), self._engine.plan.given)
             matrices: dict[str, dict[str, Tensor]] = {}
             for name, (n, m, rank) in tensors.items():
                 parts: dict[str, Tensor] = {}
@@ -218,7 +222,7 @@ class ShardedHandle(Handle):
             raise ValueError(f"expected the result of state_dict(); {sorted(missing)} are missing")
         if not isinstance(state_dict["error"], Mapping):
             raise ValueError(f"expected errors as {{name: DTensor}}; got {type(state_dict['error']).__name__}")
-        matrices, plan, squares = read_factors(state_dict["factors"], *self._shard())
+        matrices, plan, squares, vectors = read_factors(state_dict["factors"], *self._shard())
         nearest = {
             "format_version": FORMAT_VERSION,
             "iteration": state_dict["iteration"],
@@ -227,13 +231,14 @@ class ShardedHandle(Handle):
         }
         saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
-        if self.config.error_feedback:
-            for name, shape in self._matrices().items():
+        if self._engine.plan.given.error_feedback:
+            found, needed = {**vectors, **state_dict["error"]}, self._matrices()
+            for name, shape in self._engine.tensors().items():
                 saved = saved_names.get(name, name)
-                if saved not in state_dict["error"] or saved not in squares:
+                if saved in found and saved in squares and (name in needed or saved in vectors):
+                    errors[name] = own_part(saved, found[saved], self._place(name, torch.zeros(tuple(shape))))
+                elif name in needed:
                     raise ValueError(f"the saved state has no error of {saved!r}; does it belong to another model?")
-                like = self._place(name, torch.zeros(shape))
-                errors[name] = own_part(saved, state_dict["error"][saved], like)
         return nearest, errors, renamed(squares, rename)
 
     def renamed(self, names: Mapping[str, str]) -> ShardedHandle:
@@ -246,8 +251,11 @@ class ShardedHandle(Handle):
         return view
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the tensors that have an error: matrices, and all tensors if they are quantized."""
-        least = 2 if self.config.quantize is None else 0
+        """Return {name: shape} of the tensors that have an error: matrices, and all tensors if they are quantized.
+
+        It does not depend on what is chosen during the training, so that a job that has not chosen yet can load.
+        """
+        least = 2 if self._engine.plan.given.quantize is None else 0
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) >= least}
 
     def _note_overflow(self, averages: Tensor) -> None:

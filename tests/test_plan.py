@@ -197,7 +197,8 @@ def test_without_a_gpu_the_times_of_one_are_predicted(
     assert "Recommended: PowerSGDConfig(compression=" in text
     for config in (PowerSGDConfig(), PowerSGDConfig(quantize="int8")):
         slow, fast = (predicted_compute(gpu, {"": (1 << 20, 1 << 10)}, config) for gpu in ("rtx4090", "h100"))
-        assert 0.01 < fast(4) < slow(4) < 1
+        # A copy of 4 GiB takes 3 ms on the faster one.
+        assert 0.005 < fast(4) < slow(4) < 1
         assert (slow(64) == slow(4)) == (config.quantize is not None)
 
 

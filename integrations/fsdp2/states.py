@@ -60,7 +60,9 @@ def apply_powersgd(
         units = find_units(model, replicas)
         if replicas is not None:
             state: HybridShardState | FullShardState = HybridShardState(model, config, units, communicator)
-            if state.config.whole_format and len(others) > (units[0].shard_group is not None):
+            splits = len(others) > (units[0].shard_group is not None)
+            state._engine.plan.quantizes = not splits
+            if state.config.whole_format and splits:
                 field = "quantize" if state.config.quantize else "bypass"
                 raise ValueError(
                     f"{field} does not keep tensors equal that tensor parallelism does not split, since 128 adjacent "

@@ -144,7 +144,7 @@ class Layout:
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
         ranks = {name: compressed_rank(shape, config, name) if compress else 0 for name, shape in shapes.items()}
         segments = [Segment(name, tuple(shape), 0, ranks[name]) for name, shape in shapes.items()]
-        return cls(_contiguous(segments), config.batch_by_shape, rounds=compress and config.bypass is not None)
+        return cls(_contiguous(segments), config.batch_by_shape, rounds=compress and config.whole_format is not None)
 
     @classmethod
     def joined(cls, layouts: Sequence[Layout]) -> Layout:
@@ -175,7 +175,7 @@ class Layout:
 
     @functools.cached_property
     def rounded(self) -> Layout:
-        """The tensors without factors if they are quantized; see ``PowerSGDConfig.bypass``."""
+        """The tensors without factors if they are quantized; see ``PowerSGDConfig.whole_format``."""
         found = [segment for segment in self.segments if self.rounds and not segment.rank]
         return Layout(_contiguous(found), self.batch_by_shape)
 
@@ -212,11 +212,10 @@ class Layout:
 
     def sent_numel(self, config: PowerSGDConfig, iteration: int) -> int:
         """Return the elements sent in step ``iteration``. Narrow factors count as the fp32 elements of equal bytes."""
-        if config.quantize is not None:
-            return -(-QUANTIZED[config.quantize].difference_bytes(self.numel)[1] // 4)
         left, right = (self.factor_bytes(config, left=left) for left in (True, False))
         sent = [products(config, iteration, repetition) for repetition in range(config.iterations)]
-        rounded = QUANTIZED[config.bypass].difference_bytes(self.rounded.numel)[1] if config.bypass else 0
+        width = QUANTIZED[config.whole_format] if config.whole_format and self.rounds else None
+        rounded = width.difference_bytes(self.rounded.numel)[1] if width else 0
         return -(-(sum(P * left + Q * right for P, Q in sent) + rounded) // 4) + self.bypass_numel
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, exchange_of, waits
 from powersgd_triton.config import PowerSGDConfig, quantized
 from powersgd_triton.layout.layout import Layout, Tensors, factors_sent
+from powersgd_triton.layout.wire_format import QUANTIZED
 from powersgd_triton.ranks.planner import Planner, mean_rank, sent_bytes
 
 BACKWARD = 2 / 3
@@ -26,8 +27,8 @@ FORMATS = ("bf16", "int8", "int4")
 """Formats of quantized gradients, from the least loss on."""
 GPUS = {"h100": (122e-6, 139e-6, 334e-6), "a100": (154e-6, 176e-6, 456e-6), "rtx4090": (246e-6, 301e-6, 701e-6)}
 """Predicted seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``, by ``benchmarks/kernel_report.py --bucket``."""
-QUANTIZING = {"h100": 75e-6, "a100": 97e-6, "rtx4090": 154e-6}
-"""The same for int8, by the bandwidths of ``benchmarks/compiled.py``: 14 bytes an element, and 9 launches of 4.5 µs."""
+QUANTIZING = {"h100": 60e-6, "a100": 79e-6, "rtx4090": 126e-6}
+"""The same for int8, of one of two workers, by ``benchmarks/kernel_report.py --bucket --quantize int8``."""
 GPU_NUMEL = 7_077_888
 TOLERANCE = 0.02
 """Share of a step's time that a choice may give away for more bytes, which mean less loss."""
@@ -184,33 +185,43 @@ class Job:
         """Return the seconds in which the messages of each bucket travel. Those that are ``late`` count at the end."""
         together = self.joined_buckets(layouts, config) if self.joined else layouts
         seconds = [self._bucket_messages(layout, config) for layout in together]
-        single = self.network.workers == 2 if config.quantize else config.algorithm == "alternating"
+        alone = config.algorithm == "alternating" and config.bypass is None
+        single = self.network.workers == 2 if config.quantize else alone
         if self.late and len(seconds) > 1 and not single:
             half = seconds[-2] / 2
             seconds[-2:] = [half, seconds[-1] + half]
         return seconds
 
     def _bucket_messages(self, layout: Layout, config: PowerSGDConfig) -> float:
-        network, times = self.network, factors_sent(config)
-        across, node = network.across if self.two_levels else network, network.node
-        ring = 4 * layout.numel * (1 - 1 / node.workers)
-        total = node.collective(ALL_TO_ALL, ring) if self.two_levels else 0.0
         if config.quantize is not None:
-            size = 4 * layout.sent_numel(config, config.start_iter) / (network.node_size if self.two_levels else 1)
-            # Inside the node, gradients and averages travel in fp32.
-            total += node.collective(ALL_GATHER, ring) if self.two_levels else 0.0
-            return total + across.sum(ALL_GATHER if across.workers == 2 else ALL_TO_ALL, size)
+            return self._whole_tensors(layout, config.quantize)
+        (across, node), times = self._levels, factors_sent(config)
+        total = node.collective(ALL_TO_ALL, 4 * sum(s.numel for s in layout.compressed) * (1 - 1 / node.workers))
+        total += self._whole_tensors(layout.rounded, config.bypass) if config.bypass and layout.rounded.numel else 0.0
         for left, numel in ((True, layout.p_numel), (False, layout.q_numel)):
-            bypass = layout.bypass_numel if left or config.algorithm == "alternating" else 0
-            size = 4.0 * (numel + bypass)
-            kind = exchange_of(size, config, across.workers)
-            if self.two_levels:
+            # A step's first message has the bypass tensors too.
+            first = 0.5 if config.algorithm == "alternating" else float(left)
+            for bypass, count in ((layout.bypass_numel, first), (0, times - first)):
+                size = 4.0 * (numel + bypass)
+                kind = exchange_of(size, config, across.workers)
+                sent = size if kind == ALL_REDUCE else 4 * bypass + layout.factor_bytes(config, left=left)
                 # Summed inside the node before, and put together after.
-                total += times * 2 * node.sum(ALL_REDUCE, size)
-            if kind != ALL_REDUCE:
-                size = 4 * bypass + layout.factor_bytes(config, left=left)
-            total += times * across.sum(kind, size / (network.node_size if self.two_levels else 1))
+                seconds = 2 * node.sum(ALL_REDUCE, size) + across.sum(kind, sent / node.workers)
+                total += count * seconds if size else 0.0
         return total
+
+    def _whole_tensors(self, layout: Layout, name: str) -> float:
+        """Return the seconds in which all tensors of a layout travel in a format."""
+        across, node = self._levels
+        size, ring = QUANTIZED[name].difference_bytes(layout.numel)[1], 4 * layout.numel * (1 - 1 / node.workers)
+        # Inside the node, gradients and averages travel in fp32.
+        inside = node.collective(ALL_TO_ALL, ring) + node.collective(ALL_GATHER, ring)
+        return inside + across.sum(ALL_GATHER if across.workers == 2 else ALL_TO_ALL, size / node.workers)
+
+    @property
+    def _levels(self) -> tuple[Network, Network]:
+        """The networks over the nodes and inside one. On one level, that of all workers, and one worker."""
+        return (self.network.across, self.network.node) if self.two_levels else (self.network, Network(1))
 
     def compressed(self, config: PowerSGDConfig, time: ComputeTime) -> Prediction:
         """Predict a step with a configuration and the time that it computes. ValueError: its budget is too small."""

@@ -67,9 +67,8 @@ class Tuning(Listener):
         # Ranks are planned for all tensors, also for those without a gradient.
         unseen = {name: shape for name, shape in tensors.items() if not any(name in bucket for bucket in buckets)}
         buckets = [bucket for bucket in (unseen, *buckets) if bucket]
-        # States of sharded models have errors of matrices only. Their buckets are not joined.
         joined = not self._plan.buckets
-        kinds = cost.kinds(config, cost.FORMATS if joined else ())
+        kinds = cost.kinds(config, cost.FORMATS if self._plan.quantizes else ())
         own = [self._own(kind, buckets, device).seconds for kind in kinds]
         # The slowest worker and the slowest network count.
         worst: Sequence[float] = (1 / network.card, 1 / network.inside, network.latency, network.inside_latency)
@@ -83,7 +82,8 @@ class Tuning(Listener):
         best = cost.choose(exact, found)
         # Workers with other shards may have chosen something else. The first of all choices is an all-reduce.
         choices = [None, *itertools.chain.from_iterable(map(cost.variants, kinds))]
-        ((agreed,),) = self._agreed([[-choices.index(best.config)]], device)
+        owes = float(self._engine.residuals.has_errors())
+        ((agreed, owes),) = self._agreed([[-choices.index(best.config), owes]], device)
         chosen = choices[-round(agreed)]
         logger.info(
             "PowerSGD measured steps of %.4g s, of which %.4g s are compute, on a network of %.4g Gbit/s and %.3g ms",
@@ -99,7 +99,7 @@ class Tuning(Listener):
             "PowerSGD compresses with %s: predicted %.4g s a step, %.0f%% of it compute of its own",
             *(", ".join(f"{key}={value}" for key, value in fields.items()), best.seconds, 100 * best.overhead),
         )
-        if chosen.quantize and self._engine.residuals.has_errors():
+        if chosen.quantize and owes:
             # Errors of a loaded state are added to gradients only with error feedback.
             fields["error_feedback"] = True
         return fields

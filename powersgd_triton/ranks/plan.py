@@ -67,6 +67,7 @@ class RankPlan:
         given, config: The configuration as it was given, and that in force. They differ once ``settle`` was called.
         buckets: Number of buckets of a step, if they are not joined.
         tensors: All tensors that are known, {name: shape}.
+        quantizes: Whether gradients may be quantized, if something is to be chosen.
         settled: What ``settle`` got. None before.
         spectra: Those of the last measurement.
         demands: {name: share of the sum of all ``Spectrum.demand``, averaged over plans}. Ranks are planned from it.
@@ -76,6 +77,7 @@ class RankPlan:
     def __init__(self, config: PowerSGDConfig) -> None:
         self.config, self.given, self._workers = config, config, 1
         self.buckets: int | None = None
+        self.quantizes = True
         self.settled: dict[str, Any] | None = None
         self.tensors: dict[str, tuple[int, ...]] = {}
         self.ranks: dict[str, int] = {}
@@ -211,7 +213,8 @@ class RankPlan:
         self.begin(self.tensors)
         settled = saved.get("settled") or {}
         # What another configuration has settled does not count.
-        if settled and self.given.measures and ("max_rank" in settled) == self.compresses:
+        fits = ("max_rank" in settled) == self.compresses and (self.quantizes or "quantize" not in settled)
+        if settled and self.given.measures and fits:
             try:
                 self.settle(settled)
                 logger.info("PowerSGD goes on with what was chosen from measured times: %s", settled)

@@ -24,7 +24,8 @@ class Configured(Scheme):
         self._factors, self._quantized = Mixed(config) if config.bypass else LowRank(), Quantized()
 
     def _of(self, task: Task) -> Scheme:
-        return self._factors if task.config.quantize is None else self._quantized
+        # The first ``start_iter`` steps of ``Compressor`` have layouts in which nothing is rounded.
+        return self._quantized if task.config.quantize and task.layout.rounds else self._factors
 
     def prepare(self, task: Task) -> Any:
         return self._of(task).prepare(task)

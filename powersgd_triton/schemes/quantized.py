@@ -20,6 +20,8 @@ from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, WireFormat
 from powersgd_triton.ops.backends import difference_codec
 from powersgd_triton.ops.reference import note_overflow
 
+RECEIVED = ("received", "gathered")
+"""Messages that are not sent."""
 Mean = Generator[Work, None, Tensor]
 """Yields each collective that it starts, and returns the average."""
 INFINITE_BF16 = 0x7F80
@@ -96,7 +98,7 @@ class Messages:
             width = _format(self.config)
             # Codes are finite where their scales are.
             end = width.difference_bytes(self.each)[0] if width.scaled else content.shape[1]
-            # Bits of bf16 numbers. Codecs write a NaN without a sign.
+            # Encoders write ``BF16_NAN``, which has no sign, for what is not finite: no finite number has more bits.
             return content[:, :end].view(torch.int16).amax() < INFINITE_BF16
         return content.isfinite().all()
 
@@ -293,17 +295,18 @@ def _format(config: PowerSGDConfig) -> WireFormat:
 
 
 def _bytes(memory: Memory, name: str, M: Tensor, numel: int, config: PowerSGDConfig, *rows: int) -> Tensor:
-    """Return memory for messages. It is zero: the end of a shorter part is sent too, and adds nothing.
+    """Return memory for messages. What is sent is zero: the end of a shorter part is sent too, and adds nothing.
 
     On the CPU, it may be that of the last step, in which the same bytes were zero.
     """
     shape = (*rows, _format(config).difference_bytes(numel)[1])
-    if name not in memory or memory[name].shape != shape:
-        new = torch.zeros(shape, dtype=torch.uint8, device=M.device)
-        if M.device.type != "cpu":
-            return new
-        memory[name] = new
-    return memory[name]
+    if name in memory and memory[name].shape == shape:
+        return memory[name]
+    new = torch.empty if name in RECEIVED else torch.zeros
+    found = new(shape, dtype=torch.uint8, device=M.device)
+    if M.device.type == "cpu":
+        memory[name] = found
+    return found
 
 
 def _other(seed: int | None, number: int) -> int | None:

@@ -33,6 +33,8 @@ DIFFERENCES = ("encode_difference", "apply_difference")
 MOST_LAUNCHES, LAUNCHES_OF_NARROW_MESSAGES, MOST_KERNELS = 14, 6, 12
 # Of functions. It was 1451 when each launch inspected its arguments.
 MOST_CALLS = 900
+# Of torch beside the kernels, in a bucket of quantized gradients.
+MOST_OPERATIONS = 4
 
 Rows = list[dict[str, Any]]
 
@@ -114,6 +116,18 @@ def test_aligned_memory_is_accessed_in_128_bits(report: Rows):
             assert stores or kernel == "encode_difference", name
     assert all(wide[kernel] == architectures for kernel in WIRE)
     assert all(wide[kernel] >= architectures for kernel in DIFFERENCES)
+
+
+def test_a_bucket_of_quantized_gradients_takes_few_launches_and_passes():
+    """Each byte counts once: of the codes, and of fp32 gradients and averages."""
+    options = ["--bucket", "--quantize", "int8", "--json", "--gradients", "gpt2-like-35M"]
+    rows: Rows = json.loads(output_of("benchmarks/kernel_report.py", *options, TRITON_INTERPRET=None))
+    *kernels, others, copy = rows
+    assert [row["kernel"] for row in kernels] == [*DIFFERENCES]
+    assert sum(row["bytes"] for row in kernels) < 1.4 * copy["bytes"]
+    assert others["launches"] <= MOST_OPERATIONS
+    assert others["bytes"] < copy["bytes"] / 6
+    assert all(row["spill_bytes"] == 0 < row["us"] for row in kernels)
 
 
 def test_steps_launch_few_kernels_that_all_buckets_and_ranks_share():

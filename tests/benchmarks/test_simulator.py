@@ -21,8 +21,9 @@ from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.demo import model as text_model
 from powersgd_triton.demo.measure import Call, counting
 from powersgd_triton.layout.layout import Layout
-from powersgd_triton.planning.cost import Job, Network
+from powersgd_triton.planning.cost import ComputeTime, Job, Network
 from powersgd_triton.schemes import new_engine
+from powersgd_triton.shapes import Shapes
 from tests.support.distributed import run
 from tests.support.exchanges import latency_decides
 from tests.support.thinned import thinned
@@ -121,6 +122,30 @@ def test_predicted_times_are_those_of_the_counted_collectives(
         predicted = sum(Job([], 0.0, network, two_levels).messages(layouts, config))
     # The prediction does not know where messages are cut.
     assert predicted == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("cluster", [(2, 1), (3, 1), (2, 2), (3, 2)])
+@thinned(
+    "bypass, width, fields",
+    [None, "int8", "fp8", "bf16"],
+    ["float32", "int4"],
+    [{}, {"iterations": 2}, {"algorithm": "alternating"}],
+)
+def test_predicted_times_and_bytes_of_vectors_are_those_of_the_counted_collectives(
+    bypass: str | None, width: str, fields: dict[str, Any], cluster: tuple[int, int]
+) -> None:
+    """Also of a bucket without matrices. In its first step the alternating algorithm sends Q, as long as P here."""
+    (nodes, node_size), two_levels = cluster, cluster[1] > 1
+    buckets: list[Shapes] = [[(600, 600), (30_000,)], [(9_000,), (70_000,)], [(512, 512), (512,), (20_000,)]]
+    config = PowerSGDConfig(rank=16, wire_dtype=width, bypass=bypass, **fields)
+    network = Network(nodes, node_size, 1e8, 1e9, 1e-3, 1e-4)
+    named = [{f"{b}.{i}": shape for i, shape in enumerate(shapes)} for b, shapes in enumerate(buckets)]
+    job = Job(named, 0.0, network, two_levels)
+    traffic = simulate(buckets, config, nodes, node_size, two_levels=two_levels)
+    assert sum(job.messages(job.layouts(config), config)) == pytest.approx(traffic.seconds(network), rel=0.02)
+    # The workers of a node share its messages.
+    counted = traffic.normalized * (node_size if two_levels else 1)
+    assert job.compressed(config, ComputeTime((0.0,) * 3)).bytes_per_step == pytest.approx(counted, rel=0.02)
 
 
 @pytest.mark.parametrize(("nodes", "node_size"), [(2, 1), (3, 1), (2, 2), (3, 2), (1, 2)])

@@ -33,6 +33,13 @@ def test_trains_and_resumes_as_the_framework_does(framework: str, wrapper: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("framework", "wrapper"), NARROW)
+def test_quantized_gradients(framework: str, wrapper: str):
+    need(framework, wrapper)
+    run(job.quantizes, 2, framework, wrapper)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "workers"), [(job.follows_the_loss_scale, 2), (job.is_off_in_one_process, 1)])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_loss_scale_and_one_process(framework: str, case: Callable[..., None], workers: int):

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from powersgd_triton import Compressor, PowerSGDConfig
+from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.integrations.optimizer import AllReduce, Config, PowerSGD, optimizer_step, params_in_optimizer
 from tests.support.checks import gradients
+from tests.support.distributed import on_workers
+from tests.support.training import relative
 
 SHAPES: dict[str, tuple[int, ...]] = {"0": (30, 20), "1": (20,), "2": (12, 3, 3, 3), "3": (30, 20), "4": ()}
 COMPRESSED = ("0", "2", "3")
@@ -110,3 +113,37 @@ def test_wrong_gradients_are_refused_and_nothing_changes() -> None:
     assert aggregator.step_counter == 0
     assert AllReduce().aggregate([]) == []
     assert Config(rank=3) == (3, 2, 1, 100), "the reference implementation's defaults"
+
+
+@on_workers(2)
+def test_quantized_gradients_lose_nothing(worker: int, world_size: int) -> None:
+    """Also in a step that is not finite on one worker. Gradients keep something only then."""
+    for name in ("int8", "int4"):
+        loop = PowerSGD([torch.zeros(shape) for shape in SHAPES.values()], PowerSGDConfig(quantize=name))
+        kept = [torch.zeros(shape) for shape in SHAPES.values()]
+        given, sent = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES.values()] for _ in range(2))
+        for number in range(4):
+            own, spoiled = [*gradients(10 * number + worker, SHAPES).values()], number == 2
+            if spoiled and worker:
+                own[0].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+            for total, gradient, element in zip(given, own, kept, strict=True):
+                total += torch.where(gradient.isfinite(), gradient, 0)
+                element += gradient
+            averages = loop.aggregate(kept)
+            assert all(average.isfinite().all() for average in averages) != spoiled
+            assert all(element.any() == spoiled for element in kept)
+            for total, average in zip(sent, averages, strict=True):
+                total += 0 if spoiled else average
+        assert loop.dropped_elements == 3 * worker
+        errors = loop._compressor.error()
+        assert [*errors] == ([*SHAPES] if name == "int4" else [])
+        mean = Communicator().mean
+        for index, (total, found) in enumerate(zip(given, sent, strict=True)):
+            left = mean(errors[str(index)].double()) if errors else 0
+            # Without errors, each of three averages is rounded by half a percent or so.
+            assert relative(found + left, mean(total)) < (1e-6 if errors else 0.02)
+
+
+def test_ranks_are_those_of_the_own_config() -> None:
+    with pytest.raises(ValueError, match=r"its own Config\(rank=…\).*got a PowerSGDConfig with rank=3"):
+        PowerSGD([torch.zeros(3, 4)], PowerSGDConfig(rank=3))

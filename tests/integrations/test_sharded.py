@@ -246,12 +246,13 @@ def settled(worker: int, world_size: int) -> None:
             state.check_replicas()
             found[str(fields)] = state._engine.plan.settled
         numel = sum(parameter.numel() for parameter in Net().parameters())
-        # Not quantized gradients, of which the states of shards could not keep all errors.
+        # Not quantized gradients where they are not supported.
         patch.setattr(tuning, "measure_network", lambda *_: Network(2, card=4.0 * numel))
         patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
         patch.setattr(tuning, "time_compute", lambda kind, *_: ComputeTime((1e-9 if kind.quantize else 1e3,) * 3))
-        model, state = hybrid(Net(), hybrid_mesh(2, 2), PowerSGDConfig(compression="auto"))
-        train(model, worker, 6)
+        split = tensor_parallel.parallel(tensor_parallel.Net(0, 8), tensor_parallel.mesh_of(2, 1, 2))
+        state = apply_powersgd(split, PowerSGDConfig(compression="auto"))
+        train(split, worker // 2, 6)
         assert state._engine.plan.settled == {"compression": None}
         patch.setattr(tuning, "time_compute", time_compute)
         patch.setattr(tuning, "time", time)

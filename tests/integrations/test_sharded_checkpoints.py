@@ -5,28 +5,36 @@ The table saves and loads by ``save(folder)``, on other meshes too, and damages 
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import re
+import types
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 
-from powersgd_triton import attach
+from powersgd_triton import PowerSGDConfig, attach
+from powersgd_triton.checkpoint import unpickled
+from powersgd_triton.planning import tuning
+from powersgd_triton.planning.cost import ComputeTime, Network
 from tests.support.checks import same_bits
 from tests.support.distributed import folder
-from tests.support.properties import check_close
+from tests.support.properties import Ledger, check_close
 from tests.support.sharded_training import RANK_2, Net, batch, full_mesh, make_test, whole
 from tests.support.small import complaint
-from tests.support.wrappers import FSDP1, FSDP2, HSDP, WithReplicateGroup, Wrapped
+from tests.support.wrappers import FSDP1, FSDP2, HSDP, Replicate, WithReplicateGroup, Wrapped
 
 Gradients = dict[str, Tensor]
 KINDS = (WithReplicateGroup, FSDP2, FSDP1)
+AUTO = PowerSGDConfig(compression="auto")
 
 
 def steps(made: Wrapped, worker: int, numbers: range) -> None:
@@ -154,4 +162,58 @@ def torn_apart(worker: int, world_size: int) -> None:
     state.load_state_dict(own)
 
 
-test_checkpoints = make_test([between_adapters, refuses, torn_apart], 4)
+def all_errors(state: Any) -> Gradients:
+    return {**errors_of(state), **unpickled(state.state_dict()["factors"])["vectors"]}
+
+
+def at(parameters: Gradients) -> Net:
+    net = Net()
+    net.load_state_dict(parameters)
+    return net
+
+
+def chosen(worker: int, _world_size: int) -> None:
+    """The format of gradients that "auto" has chosen, and all errors, come back with a saved state, on any mesh."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WARM_UP", "MEASURED"):
+            patch.setattr(tuning, name, 1)
+        network = Network(2, card=4.0 * sum(parameter.numel() for parameter in Net().parameters()))
+        patch.setattr(tuning, "measure_network", lambda *_: network)
+        patch.setattr(tuning, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
+        for name in ("int8", "int4"):
+            patch.setattr(tuning, "time_compute", lambda k, *_, n=name: ComputeTime((1e3 * (k.quantize != n),) * 3))
+            made: Wrapped = WithReplicateGroup(Net(), AUTO)
+            steps(made, worker, range(5))
+            start, errors = made.parameters(), all_errors(made.state)
+            assert made.state.config.quantize == name
+            vectors = {key for key, error in errors.items() if error.dim() == 1}
+            assert all(error.any() == (name == "int4") for error in errors.values())
+            assert len(vectors) == (8 if name == "int4" else 0)
+            others: list[Wrapped] = [kind(at(start), AUTO) for kind in (WithReplicateGroup, Replicate)]
+            others.append(FSDP1(at(start), AUTO, sharding_strategy=ShardingStrategy.NO_SHARD))
+            with folder(worker) as path:
+                made.save(path)
+                for other in others:
+                    other.load(path)
+                    assert (other.state.config, other.state.iteration) == (made.state.config, 5)
+                    assert same_bits(all_errors(other.state), errors)
+                # Where nothing may be quantized, steps are measured again. Nothing is lost, as with other fields.
+                for config, measures in ((AUTO, True), (RANK_2, False)):
+                    other = WithReplicateGroup(at(start), config)
+                    other.state._engine.plan.quantizes = False
+                    other.load(path)
+                    assert (other.state.config, other.state._engine.plan.measures) == (config, measures)
+                    assert vectors <= other.state.error().keys()
+            steps(made, worker, range(5, 7))
+            for other in others:
+                patch.setattr(other, "mean_error", functools.partial(all_errors, other.state))
+                ledger = Ledger(other)
+                for number in range(5, 7):
+                    ledger.step([batch(worker, number)])
+                if name == "int4":
+                    ledger.check()
+            if name == "int8":
+                check_close(others[0].parameters(), made.parameters(), start, limit=1e-6)
+
+
+test_checkpoints = make_test([between_adapters, refuses, torn_apart, chosen], 4)

@@ -153,9 +153,17 @@ def test_errors_of_what_has_no_factors_any_more() -> None:
 
 @on_workers(2)
 def test_the_first_steps_are_exact(worker: int, world_size: int) -> None:
-    compressor = Compressor(everything(bypass="int8", start_iter=1, backend="torch"), SHAPES)
-    found = [relative(step(compressor, g)["bias"], means(g)["bias"]) for g in [gradients(worker, SHAPES)] * 2]
-    assert found[0] < 1e-6 < found[1]
+    """Also of gradients that are all quantized."""
+    exact: dict[str, Any] = {"start_iter": 1, "backend": "torch"}
+    given = gradients(worker, SHAPES)
+    for config in (everything(bypass="int8", **exact), PowerSGDConfig(quantize="int8", **exact)):
+        compressor, found = Compressor(config, SHAPES), list[tuple[float, float]]()
+        for _ in range(2):
+            error = relative(step(compressor, given)["bias"], means(given)["bias"])
+            found.append((error, compressor.compression_stats()[0]))
+        (before, rate), (after, _) = found
+        assert before < 1e-6 < after
+        assert rate == 1
 
 
 @pytest.mark.skipif(not (INTERPRETED or EMULATED), reason="kernels are compiled for the GPU")

@@ -230,6 +230,15 @@ def follows_the_loss_scale(worker: int, workers: int, framework: str) -> None:
     assert difference(train(dataclasses.replace(job, scaled=True)), train(job)) < LIMIT
 
 
+def quantizes(worker: int, workers: int, framework: str, wrapper: str) -> None:
+    """Gradients in 8 bits train about as exact ones do: an average is rounded by 1% of it or so."""
+    be_launched(worker, workers)
+    train, job = trainings(framework), Job(wrapper)
+    exact, rounded = train(job), train(dataclasses.replace(job, options={"quantize": "int8"}))
+    assert difference(rounded, exact) > LIMIT
+    assert abs(loss(rounded) - loss(exact)) < 0.05 * (loss() - loss(exact))
+
+
 def is_off_in_one_process(worker: int, workers: int, framework: str) -> None:
     train = trainings(framework)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
