@@ -127,6 +127,8 @@ class UnusedParameters:
         self._residuals, self._step, self._reducer, self._names = residuals, step, module.reducer, names
         # Products that were looked at. Each belongs to one step, and only the counts of that step decide about it.
         self._seen: list[Product] = []
+        # The same for errors of tensors without factors.
+        self._sent: Tensor | None = None
         # {name: whether the gradient is a view of the bucket}. DDP cannot discard what is written there.
         self._is_view: dict[str, bool] = {}
         self._places = {names[p]: index for index, p in enumerate(module._build_params_for_reducer()[0])}
@@ -144,7 +146,8 @@ class UnusedParameters:
         # Whether an open step is applied is not known, and its backward pass may not be done.
         buckets = [b for b in self._residuals.buckets() if b.applied is not None and not self._step.decides(b.applied)]
         fresh = [bucket for bucket in buckets if not any(bucket.product is seen for seen in self._seen)]
-        if fresh:
+        sent = None if self._step.decides(self._residuals.sent) else self._residuals.sent
+        if fresh or sent is not self._sent:
             with self._residuals.streams.everywhere():
                 counts = self._reducer._get_local_used_map()
                 # On the CPU the host may look. Usually some worker uses each parameter.
@@ -153,7 +156,9 @@ class UnusedParameters:
                     kept = {name: unused[place] for name, place in self._places.items() if not self._is_view.get(name)}
                     for bucket in fresh:
                         bucket.take_back(kept)
-        self._seen = [bucket.product for bucket in buckets]
+                    if sent is not self._sent:
+                        self._residuals.take_back(kept)
+        self._seen, self._sent = [bucket.product for bucket in buckets], sent
 
     def note_views(self, places: list[Tensor], parameters: list[Tensor]) -> None:
         """Note which gradients of a bucket are views of it in this step."""

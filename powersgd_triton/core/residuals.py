@@ -146,6 +146,18 @@ class Residuals:
         self._verdict = step.verdict(device)
         return sums
 
+    @property
+    def sent(self) -> Tensor | None:
+        """Verdict of the last step that has sent errors of tensors without a matrix, until the next one does."""
+        return self._verdict
+
+    def take_back(self, unsent: Mapping[str, Tensor]) -> None:
+        """Let tensors keep the errors from before that step where the scalar ``unsent[name]`` is True."""
+        for name in self._rest.keys() & unsent.keys():
+            error, rest = self._remaining[name], self._rest[name]
+            mask = unsent[name].to(error.device)
+            self._rest[name] = torch.where(mask, error, error.new_zeros(()) if rest is None else rest)
+
     def has_errors(self, step: Step) -> bool:
         """Return whether errors are left that no bucket holds: of a loaded state, or of what is not compressed now."""
         return bool(self.loaded.matrices or self._remaining_errors(step))
