@@ -146,7 +146,8 @@ class Compressor(Handle):
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
         # With a loss scale, ``decompress`` decides.
-        engine.end_step(final=step.loss_scale is None)
+        self._residuals.late = step.loss_scale is not None
+        engine.end_step()
         self._written = False
         return found[0]
 

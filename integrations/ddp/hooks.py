@@ -108,13 +108,15 @@ def _average(
     state: PowerSGDState, bucket: GradBucket, key: Hashable, shapes: Shapes, *, whole: bool = False
 ) -> torch.futures.Future[torch.Tensor]:
     """Pass a bucket to the engine, as its parameters or as a ``whole``."""
-    engine, given, last, parameters = state._engine, bucket.buffer(), bucket.is_last(), bucket.parameters()
+    engine, given, parameters = state._engine, bucket.buffer(), bucket.parameters()
+    # In the first step of a static graph, DDP says of all buckets, one for each dtype, that they are the first one.
+    last = None if bucket.index() == 0 == engine.step.ended and not bucket.is_last() else bucket.is_last()
     buffer = _real(given)
     if buffer.dtype not in DTYPES or buffer.layout != torch.strided:
         raise TypeError(f"gradients must be dense and have a floating-point dtype; got {buffer.dtype}, {buffer.layout}")
     state._check_owner()
     # Before the engine's stream waits for the gradients, so that ``begin`` can enqueue what does not need them.
-    begun = engine.begin(key, shapes, buffer.device, keys=(bucket.index(),), last=last)
+    begun = engine.begin(key, shapes, buffer.device, keys=map(id, parameters), last=last)
     # DDP waits for the Future instead of the stream.
     with state._residuals.streams.on(buffer.device, join=False):
         # Created inside, because a Future with devices synchronizes with the stream on which its result is set.
@@ -159,7 +161,7 @@ def _average(
                         write_back(gradient, place)
                 finish()
 
-            engine.average(begun, gradients, done=done, join=True)
+            engine.average(begun, gradients, done=done, join=last is not None)
             _log(state, begun, bucket, step)
     return future
 

@@ -178,11 +178,10 @@ class Engine:
         with self._working(device, wait=wait, join=join):
             self.schedule.advance()
 
-    def end_step(self, *, applied: bool | None = None, final: bool = True) -> Tensor | None:
+    def end_step(self, *, applied: bool | None = None) -> Tensor | None:
         """End the open step. Collective if workers have to agree on the verdict, on their state, or on ranks.
 
         ``applied`` says whether the optimizer applies the step, if the adapter knows: a step not applied is sent again.
-        ``final`` says whether the verdict stays as it is. If not, call ``Residuals.settle`` when it is final.
         Return a scalar on the device, 0 if the step does not count, or None if no step was open. DisagreementError:
         Workers differ; see ``PowerSGDConfig.check_every``.
         """
@@ -200,7 +199,7 @@ class Engine:
                     for workers in [*communicator.others, *([communicator] if step.uneven else [])]:
                         workers.minimum(verdict)
             step.end()
-            if final:
+            if not self.residuals.late:
                 self.residuals.settle(step)
             self.buckets.end_step()
             if self.config.planned:

@@ -46,6 +46,7 @@ class Residuals:
 
     Attributes:
         streams: Streams on which all of this memory is allocated and used.
+        late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
         sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.
         loaded: A loaded state. The parts of a matrix leave it when the matrix is in a bucket for the first time.
@@ -56,6 +57,7 @@ class Residuals:
     def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
         self.streams = Streams()
+        self.late = False
         self.matrices: dict[str, Matrix] = {}
         self.sizes: dict[str, Size] = {}
         self.loaded = SavedState()
@@ -171,7 +173,7 @@ class Residuals:
         The host does not wait for a device.
         """
         verdict = self._verdict
-        if verdict is None or step.decides(verdict):
+        if verdict is None or not self.is_unsettled(step):
             return
         for layout, M in self._left.items():
             if not on_host(verdict):
@@ -183,6 +185,23 @@ class Residuals:
         if self._added and self._told is None:
             # Whether any error is left decides what the host does. Replays of a captured step overwrite the verdict.
             self._told = HostCopy(verdict.clone())
+
+    def is_unsettled(self, step: Step) -> bool:
+        """Return whether a step has ended that ``settle`` would decide about."""
+        return self._verdict is not None and not step.decides(self._verdict)
+
+    def take_back(self, unsent: Mapping[str, Tensor]) -> None:
+        """Let tensors keep the errors from before the last step where the scalar ``unsent[name]`` is True."""
+        for layout, M in self._left.items():
+            before, after = _named(layout, self._flat(layout, M.device)), _named(layout, M)
+            for name in after.keys() & unsent.keys():
+                after[name].copy_(torch.where(unsent[name].to(M.device), before[name], after[name]))
+        for name in self._added & unsent.keys():
+            error = self._remaining[name]
+            assert self._verdict is not None
+            kept = unsent[name].to(error.device) | (self._verdict == 0)
+            self._remaining[name] = torch.where(kept, error, error.new_zeros(()))
+            self._added.discard(name)
 
     def _unsent(self) -> Parts:
         """Return the remaining errors, without those that an applied step has added to gradients."""

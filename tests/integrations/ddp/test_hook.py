@@ -209,6 +209,28 @@ def dtypes(worker: int, world_size: int) -> None:
                 assert relative(gradient, total(own[name]) / world_size) <= allowed, (dtype, wire, name)
 
 
+def two_dtypes_in_a_static_graph(worker: int, world_size: int) -> None:
+    """In the first step, DDP says of the buckets of both dtypes that they are the first one. Both are averaged."""
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).double()])
+    model.forward = lambda x: model[0](x) + model[1](x.double())
+    own = local_gradients(model)
+    replica = DistributedDataParallel(model, static_graph=True)
+
+    def hook(state, bucket):
+        future = powerSGD_hook(state, bucket)
+        # Otherwise DDP would wait for ever.
+        assert future.done() or state.iter
+        return future
+
+    replica.register_comm_hook(state_of(model), hook)
+    for step in range(3):
+        replica.zero_grad()
+        inputs, targets = batch(worker, step, width=WIDTH)
+        squared_error(replica(inputs), targets).backward()
+        for name, gradient in gradients_of(model).items():
+            assert relative(gradient, total(own[name]) / world_size) <= LIMIT, (step, name)
+
+
 def uneven_inputs(worker: int, world_size: int) -> None:
     """Join: worker 1 has two steps more than worker 0."""
     steps = range(3 + 2 * worker)
@@ -240,8 +262,9 @@ class Unused(Wrapped):
 
 def unused(worker: int, world_size: int) -> None:
     """The error keeps what DDP discards: the average of a parameter that no worker used, which has no gradient."""
-    for view, zeroed in itertools.product((False, True), (False, True)):
-        config = PowerSGDConfig(rank=1, min_compression_rate=0, algorithm="alternating" if view else "standard")
+    for view, zeroed, quantize in itertools.product((False, True), (False, True), (None, "int4")):
+        fields: dict[str, Any] = {"rank": 1, "algorithm": "alternating" if view else "standard"}
+        config = PowerSGDConfig(min_compression_rate=0, **({"quantize": quantize} if quantize else fields))
         net = Net()
         model = Unused(net, config, find_unused_parameters=True, gradient_as_bucket_view=view)
         model.zeroed = zeroed
@@ -255,7 +278,17 @@ def unused(worker: int, world_size: int) -> None:
 
 
 test_on_two_workers = make_test(
-    [collectives, groups, batched, batched_where_buckets_may_change, dtypes, uneven_inputs, unused], 2
+    [
+        collectives,
+        groups,
+        batched,
+        batched_where_buckets_may_change,
+        dtypes,
+        two_dtypes_in_a_static_graph,
+        uneven_inputs,
+        unused,
+    ],
+    2,
 )
 
 
