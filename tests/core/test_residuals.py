@@ -52,8 +52,8 @@ def test_errors_take_four_bytes_and_lose_nothing(worker: int, world_size: int, o
                         balance[name] += given[name].double() - own[name].double() / scale
             engine.end_step()
             del given, own, bucket
-            # The rest is what decides about 1024 steps, and messages of which gloo may not have let go.
-            assert live_bytes() - before <= 1.5 * 4 * NUMEL, step
+            # The rest is what decides about 1024 steps, and three messages of half a byte an element. Not two errors.
+            assert live_bytes() - before <= 7 * NUMEL, step
     for name, error in engine.residuals.error(engine.step).items():
         left = communicator.mean(error.double()).view(SHAPES[name])
         # Five steps that count, of elements of size 1, in fp32.
