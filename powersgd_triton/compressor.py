@@ -146,9 +146,8 @@ class Compressor(Handle):
 
         engine.average(bucket, {name: as_real(tensor.detach()) for name, tensor in named.items()}, write=keep)
         # With a loss scale, ``decompress`` decides.
-        self._residuals.late = step.loss_scale is not None
+        self._residuals.late, self._written = step.loss_scale is not None, False
         engine.end_step()
-        self._written = False
         return found[0]
 
     def decompress(self, compressed: Compressed, out: Gradients | None = None) -> Gradients:

@@ -68,8 +68,7 @@ class Residuals:
         # Errors of tensors that are sent whole, flat, by their bucket's layout. What the open step has left of them.
         self._whole: dict[Layout, Tensor] = {}
         self._left: dict[Layout, Tensor] = {}
-        # Errors E [n, m] of other tensors without a matrix. Names of those that a step has added to gradients, and when
-        # it has ended, a copy of its verdict on the host.
+        # Errors E [n, m] of other tensors without a matrix. Which a step has added to gradients, and its verdict.
         self._remaining: Parts = {}
         self._added: set[str] = set()
         self._told: HostCopy | None = None
@@ -196,11 +195,9 @@ class Residuals:
             before, after = _named(layout, self._flat(layout, M.device)), _named(layout, M)
             for name in after.keys() & unsent.keys():
                 after[name].copy_(torch.where(unsent[name].to(M.device), before[name], after[name]))
-        for name in self._added & unsent.keys():
+        for name in self._added & unsent.keys() if self._verdict is not None else ():
             error = self._remaining[name]
-            assert self._verdict is not None
-            kept = unsent[name].to(error.device) | (self._verdict == 0)
-            self._remaining[name] = torch.where(kept, error, error.new_zeros(()))
+            self._remaining[name] = error.where(unsent[name].to(error.device) | (self._verdict == 0), 0.0)
             self._added.discard(name)
 
     def _unsent(self) -> Parts:
@@ -262,8 +259,8 @@ class Residuals:
         with self.streams.everywhere():
             if not step.captured:
                 # A run that loads these errors rounds them to 16 bits. This run then goes on with the same bits.
-                matrices = self.matrices.values()
-                for bucket in {m.bucket for m in matrices if m.error is not None and m.error.itemsize < 4}:
+                held = ((m.error, m.bucket) for m in self.matrices.values())
+                for bucket in {bucket for error, bucket in held if error is not None and error.itemsize < 4}:
                     bucket.materialize(step)
             loaded, errors, found = self.loaded, self._errors(step, wide=True), dict[str, Parts]()
             for name, parts in sorted(loaded.matrices.items()):
@@ -294,10 +291,9 @@ class Residuals:
         if owner is None:
             return None
         self.loaded = dataclasses.replace(self.loaded, owner=None)
-        if owner == communicator.place:
-            return None
-        self.forget_errors()
-        return owner
+        if owner != communicator.place:
+            self.forget_errors()
+        return None if owner == communicator.place else owner
 
 
 def _named(layout: Layout, E: Tensor) -> Parts:

@@ -19,7 +19,7 @@ from powersgd_triton.layout import wire_format
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
 from powersgd_triton.schemes import quantized as scheme
-from powersgd_triton.schemes.quantized import Shards, quantized_mean, scattered_mean
+from powersgd_triton.schemes.quantized_mean import Exchange, Shards, quantized_mean, scattered_mean
 from tests.support.lockstep import Line, communicate
 from tests.support.thinned import thinned
 
@@ -60,9 +60,9 @@ def average(
     def run(worker: int, line: Line) -> Iterator[Any]:
         own = None if seed is None else seed + worker
         if shards is None:
-            means[worker] = yield from quantized_mean(left[worker], config, line, own)
+            means[worker] = yield from quantized_mean(left[worker], Exchange(config, line, own))
         else:
-            means[worker] = yield from scattered_mean(left[worker], shards, config, line, own, {})
+            means[worker] = yield from scattered_mean(left[worker], shards, Exchange(config, line, own))
 
     in_lockstep(run, workers, node_size)
     return means, left
@@ -165,11 +165,11 @@ def test_bytes_of_a_worker(codes: str, workers: int):
     numel, config = 640 * 640, PowerSGDConfig(quantize=codes)
     whole: list[tuple[bool, Call]] = []
     halves: list[tuple[bool, Call]] = []
-    for _ in quantized_mean(torch.randn(numel), config, CountedWorker(0, workers, whole)):
+    for _ in quantized_mean(torch.randn(numel), Exchange(config, CountedWorker(0, workers, whole))):
         pass
     each = numel // workers
     shards = [[slice(index * each, (index + 1) * each)] for index in range(workers)]
-    for _ in scattered_mean(torch.randn(numel), shards, config, CountedWorker(0, workers, halves), None, {}):
+    for _ in scattered_mean(torch.randn(numel), shards, Exchange(config, CountedWorker(0, workers, halves))):
         pass
     sent, scattered = (sum(call.sent for _, call in calls) for calls in (whole, halves))
     exact = 2 * (workers - 1) / workers * 4 * numel

@@ -22,7 +22,7 @@ from powersgd_triton.kernels import table
 from powersgd_triton.layout.layout import Layout
 from powersgd_triton.planning.trial import StandIn
 from powersgd_triton.schemes import new_engine
-from powersgd_triton.schemes.quantized import quantized_mean
+from powersgd_triton.schemes.quantized_mean import Exchange, quantized_mean
 from tests.support.checks import everything, gradients
 from tests.support.device import INTERPRETED
 
@@ -136,7 +136,7 @@ def test_quantized_averages_launch_as_much_for_many_matrices_and_workers(quantiz
         layout = Layout.build({str(i): (300, 41) for i in range(count)}, config)
         M, out = torch.randn(layout.numel), {name: torch.empty(300, 41) for name in layout.shapes}
         with watched(run_kernels=False) as activity:
-            mean = quantized_mean(M, config, Among(workers))
+            mean = quantized_mean(M, Exchange(config, Among(workers)))
             with contextlib.suppress(StopIteration):
                 while True:
                     next(mean)

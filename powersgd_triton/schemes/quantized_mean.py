@@ -1,0 +1,232 @@
+"""Means of flat tensors that travel in few bits an element."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from powersgd_triton.comm.communicator import Communicator, Work
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, SCALE_BYTES, WireFormat
+from powersgd_triton.ops.backends import difference_codec
+
+INFINITE_BF16 = 0x7F80
+"""Bits of the smallest positive bf16 number that is not finite."""
+Shards = list[list[slice]]
+"""The elements of a bucket whose averages each worker needs."""
+Memory = dict[str, Tensor]
+"""A bucket's messages on the CPU, where memory that is new in each step takes longer than the codec."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """With whom flat tensors are averaged, and how.
+
+    Attributes:
+        config: With error feedback, a tensor keeps what this worker has not sent yet. Without, it stays as it is.
+        seed: Makes rounding stochastic without error feedback, below 2³². None rounds to nearest.
+        memory: That of the last exchange of tensors of the same sizes.
+    """
+
+    config: PowerSGDConfig
+    communicator: Communicator
+    seed: int | None = None
+    memory: Memory = dataclasses.field(default_factory=dict)
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self.config.error_feedback)
+
+    @property
+    def width(self) -> WireFormat:
+        return _format(self.config)
+
+    def encode(self, M: Tensor, out: Tensor, each: int | None = None, *, message: int = 0) -> None:
+        """Write messages of ``each`` elements to ``out``. Messages of a step have different random numbers."""
+        seed = None if self.seed is None else (self.seed + message * 0x9E3779B9) % 2**32
+        encode, _ = difference_codec(self.config, M.device, M.dtype)
+        encode(M, None, self.width, out, self.keeps, each, seed)
+
+    def memory_for(self, name: str, numel: int, device: torch.device, *rows: int, zero: bool = False) -> Tensor:
+        """Return uint8 [*rows, bytes] for messages of ``numel`` elements.
+
+        Parts are to be ``zero``, since the end of a shorter one is sent too, and adds nothing. What is kept stays zero
+        there: each step writes the same messages.
+        """
+        shape = (*rows, self.width.difference_bytes(numel)[1])
+        found = self.memory.get(name)
+        if found is None or found.shape != shape:
+            found = (torch.zeros if zero else torch.empty)(shape, dtype=torch.uint8, device=device)
+            if device.type == "cpu":
+                self.memory[name] = found
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """The mean of flat fp32 tensors, in the form in which it has arrived.
+
+    Attributes:
+        numel: Its elements.
+        content: uint8 [workers, bytes]: the whole tensors of workers to be averaged, or the sums of all parts of
+            ``each`` elements. In fp32 or fp64 [numel] it is the mean itself.
+    """
+
+    numel: int
+    content: Tensor
+    each: int
+    config: PowerSGDConfig
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether the mean is finite, a bool on its device."""
+        content = self.content
+        if content.dtype == torch.uint8:
+            width = _format(self.config)
+            # Codes are finite where their scales are.
+            scales = SCALE_BYTES * width.difference_blocks(self.each)
+            end = scales if width.scaled else content.shape[1]
+            # Encoders write ``BF16_NAN``, which has no sign, for what is not finite: no finite number has more bits.
+            return content[:, :end].view(torch.int16).amax() < INFINITE_BF16
+        return content.isfinite().all()
+
+    def write(self, out: Tensor) -> Tensor:
+        """Write the mean to ``out`` [numel], fp32 and contiguous, and return it."""
+        if self.content.dtype != torch.uint8:
+            return out.copy_(self.content)
+        width, (_, apply) = _format(self.config), difference_codec(self.config, out.device, out.dtype)
+        workers = len(self.content)
+        if self.each >= self.numel:
+            apply(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True)
+            return out
+        full = self.numel // self.each
+        apply(self.content[:full], width, out[: full * self.each].view(full, self.each), 1 / workers, fresh=True)
+        if full * self.each < self.numel:
+            apply(
+                self.content[full : full + 1], width, out[full * self.each :][None], 1 / workers, self.each, fresh=True
+            )
+        return out
+
+
+def quantized_mean(M: Tensor, exchange: Exchange) -> Generator[Work, None, Tensor]:
+    """Return the mean of all workers' M in fp32. It yields each collective that it starts.
+
+    What rounding a sum loses stays in the M of the worker that owns this part of it. So with M' for what is left,
+    Σ_w M'_w + W · mean = Σ_w M_w, except for fp32 rounding, with error feedback. M is [numel], contiguous, as long on
+    all workers, and fp32 with error feedback. In a hierarchy, workers sum M within the node first. Each then averages
+    its own part of the sum over the nodes.
+    """
+    messages = yield from summed(M, exchange)
+    return messages.write(torch.empty(len(M), device=M.device))
+
+
+def summed(M: Tensor, exchange: Exchange) -> Generator[Work, None, Messages]:
+    """Do the same, but return the mean as it has arrived."""
+    inside = exchange.communicator.inside
+    if inside is None:
+        return (yield from _sum_of_workers(M, exchange))
+    # Rows of equal length, one for each worker, with zeros at the end.
+    each = -(-len(M) // inside.world_size)
+    rows = torch.nn.functional.pad(M, (0, inside.world_size * each - len(M))).view(inside.world_size, each)
+    received = torch.empty_like(rows)
+    yield inside.all_to_all(received, rows)
+    own = received.sum(0, dtype=torch.float32)
+    across = dataclasses.replace(exchange, communicator=exchange.communicator.across)
+    messages = yield from _sum_of_workers(own, across)
+    mean = messages.write(torch.empty_like(own)).div_(inside.world_size)
+    whole = mean.new_empty(inside.world_size, each)
+    yield inside.all_gather(whole, mean)
+    if exchange.keeps:
+        # What is left of the node's sum lies with the worker that has sent this part.
+        first = inside.index * each
+        M.zero_()
+        M[first : first + each] = own[: max(0, len(M) - first)]
+    return Messages(len(M), whole.view(-1)[: len(M)], len(M), exchange.config)
+
+
+def _sum_of_workers(M: Tensor, exchange: Exchange) -> Generator[Work, None, Messages]:
+    """Do the same on one level.
+
+    Both of two workers receive what the other one has sent, so that nothing is rounded a second time. With more, each
+    worker owns a part of M: it receives this part from all workers, sums it, and sends the sum to all, quantized again.
+    Either way, a worker sends and receives less than twice the bytes of its codes, however many workers there are.
+    """
+    config, communicator, numel = exchange.config, exchange.communicator, len(M)
+    workers, worker = communicator.world_size, communicator.index
+    if workers == 1 or not numel:
+        mean = M.to(torch.promote_types(M.dtype, torch.float32), copy=True)
+        if exchange.keeps:
+            M.zero_()
+        return Messages(numel, mean, numel, config)
+    if workers == 2:
+        sent = exchange.memory_for("sent", numel, M.device)
+        gathered = exchange.memory_for("gathered", numel, M.device, workers)
+        exchange.encode(M, sent)
+        yield communicator.all_gather(gathered, sent)
+        return Messages(numel, gathered, numel, config)
+    # Parts of equal length, but for the last ones, in whole groups of blocks that share bytes.
+    unit = BLOCK * exchange.width.blocks
+    each = -(-numel // (workers * unit)) * unit
+    own = M[worker * each : (worker + 1) * each]
+    own = own if exchange.keeps else own.to(torch.float32, copy=True)
+    yield from _sum_part(M, own, each, exchange)
+    mine = exchange.memory_for("mine", each, M.device, zero=True)
+    gathered = exchange.memory_for("gathered", each, M.device, workers)
+    exchange.encode(own, mine[None], each, message=2)
+    yield communicator.all_gather(gathered, mine)
+    return Messages(numel, gathered, each, config)
+
+
+def _sum_part(M: Tensor, own: Tensor, each: int, exchange: Exchange) -> Generator[Work, None, None]:
+    """Send each worker its part of M, ``each`` elements. Add the parts that the others send to ``own``, in fp32."""
+    communicator = exchange.communicator
+    workers, worker = communicator.world_size, communicator.index
+    sent = exchange.memory_for("parts", each, M.device, workers, zero=True)
+    received = exchange.memory_for("received", each, M.device, workers)
+    # Not the own part, which is not sent and so not rounded.
+    exchange.encode(M[: worker * each], sent[:worker], each)
+    exchange.encode(M[(worker + 1) * each :], sent[worker + 1 :], each, message=1)
+    yield communicator.all_to_all(received, sent)
+    # NaN where the own part is not finite, which counts as 0 otherwise.
+    spoiled = own - own
+    _, apply = difference_codec(exchange.config, own.device, own.dtype)
+    apply(received, exchange.width, own.expand(workers, -1), 1.0, each)
+    own += spoiled
+
+
+def scattered_mean(M: Tensor, shards: Shards, exchange: Exchange) -> Generator[Work, None, Tensor]:
+    """Return the mean of all workers' M as ``quantized_mean`` does, but only this worker's shard; the rest is 0.
+
+    A worker sends half as many bytes, and rounds no sum.
+    """
+    communicator, unit = exchange.communicator, BLOCK * exchange.width.blocks
+    each = max(sum(part.stop - part.start for part in parts) for parts in shards)
+    each = -(-each // unit) * unit
+    rows = M.new_zeros(communicator.world_size, each)
+    places = [
+        (row[end - (part.stop - part.start) : end], M[part])
+        for row, parts in zip(rows, shards, strict=True)
+        for part, end in zip(parts, itertools.accumulate(part.stop - part.start for part in parts), strict=True)
+    ]
+    torch._foreach_copy_([place for place, _ in places], [part for _, part in places])
+    own = rows[communicator.index].float()
+    yield from _sum_part(rows.view(-1), own, each, exchange)
+    mean, first = torch.zeros(len(M), device=M.device), 0
+    own /= communicator.world_size
+    for part in shards[communicator.index]:
+        mean[part] = own[first : first + part.stop - part.start]
+        first += part.stop - part.start
+    if exchange.keeps:
+        rows[communicator.index] = 0
+        M.zero_()
+        torch._foreach_copy_([part for _, part in places], [place for place, _ in places])
+    return mean
+
+
+def _format(config: PowerSGDConfig) -> WireFormat:
+    assert config.quantize is not None
+    return QUANTIZED[config.quantize]
