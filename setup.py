@@ -13,7 +13,7 @@ ADAPTERS = f"{NAME}.integrations"
 HOST = Extension(
     f"{NAME}.ops._host",
     [f"{NAME}/ops/host.c"],
-    extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off"],
+    extra_compile_args=["-std=c11", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-trapping-math"],
     optional=True,
 )
 

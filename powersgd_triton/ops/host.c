@@ -1,7 +1,8 @@
 // Quantized tensors on the CPU: what ops/differences.py defines for int8, int4 and bf16, with the same bits. One pass
 // reads or writes a tensor, where operations of torch take about ten.
 //
-// Built without -ffast-math and with -ffp-contract=off, since bits depend on the order and the rounding of operations.
+// Built without -ffast-math and with -ffp-contract=off, since bits depend on the order and the rounding of operations. The
+// compiler may compute what is not used (-fno-trapping-math), or some loops would not use vector instructions.
 
 #include <math.h>
 #include <stdint.h>
@@ -42,11 +43,11 @@ typedef struct {
 } Decoding;
 
 // Random numbers below 2^16, as _noise of ops/differences.py has them.
-static inline void random_numbers(uint32_t *noise, uint32_t start) {
-    for (uint32_t i = 0; i < BLOCK; i++) {
-        uint32_t x = (start + i) & 0xFFFF;
-        x = ((x ^ x >> 8) * 0x88B5) & 0xFFFF;
-        x = ((x ^ x >> 7) * 0xDB2D) & 0xFFFF;
+static inline void random_numbers(uint16_t *noise, uint16_t start) {
+    for (int i = 0; i < BLOCK; i++) {
+        uint16_t x = (uint16_t)(start + i);
+        x = (uint16_t)((x ^ x >> 8) * 0x88B5u);
+        x = (uint16_t)((x ^ x >> 7) * 0xDB2Du);
         noise[i] = x ^ x >> 9;
     }
 }
@@ -65,7 +66,7 @@ static inline uint32_t scale_of(const float *x, float levels, uint32_t limit, in
 }
 
 // Write a block of bf16 numbers.
-static inline void encode_bf16(const float *x, const uint32_t *noise, uint16_t *out) {
+static inline void encode_bf16(const float *x, const uint16_t *noise, uint16_t *out) {
     for (int i = 0; i < BLOCK; i++) {
         const uint32_t magnitude = word(x[i]) & 0x7FFFFFFF, sign = word(x[i]) >> 16 & 0x8000;
         uint32_t rounded = noise ? (magnitude + noise[i]) >> 16 : nearest_bf16(magnitude);
@@ -75,7 +76,7 @@ static inline void encode_bf16(const float *x, const uint32_t *noise, uint16_t *
 }
 
 // Write the scale and the codes of a block in 8 or 4 bits.
-static inline void encode_scaled(const float *x, const uint32_t *noise, int bits, uint16_t *scale, uint8_t *codes) {
+static inline void encode_scaled(const float *x, const uint16_t *noise, int bits, uint16_t *scale, uint8_t *codes) {
     const float levels = (float)((1 << (bits - 1)) - 1);
     const int32_t half = 1 << (bits - 1);
     // The largest scale whose product with the levels is finite.
@@ -89,9 +90,9 @@ static inline void encode_scaled(const float *x, const uint32_t *noise, int bits
         float q = x[i] / divisor;
         q = q < levels ? q : levels;
         q = q > -levels ? q : -levels;
-        // Random numbers are added with 16 bits behind the point. Without, 1.5 * 2^23 rounds to nearest.
+        // Random numbers are added with 16 bits behind the point. Without, the sum with 1.5 * 2^23 is rounded to nearest.
         const int32_t rounded = noise ? (int32_t)(q + number(noise[i] | 0x43000000)) - 128
-                                      : (int32_t)((q + 12582912.0f) - 12582912.0f);
+                                      : (int32_t)(word(q + 12582912.0f) - word(12582912.0f));
         code[i] = (rounded + half) & finite;
     }
     if (bits == 8)
@@ -119,14 +120,14 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         const int64_t place = block * BLOCK, left = e->numel - place;
         const int n = left < BLOCK ? (int)left : BLOCK;
         float *own = e->target + place, x[BLOCK];
-        uint32_t noise[BLOCK];
+        uint16_t noise[BLOCK];
         uint8_t *codes = e->content + e->codes + place * e->bits / 8;
         uint16_t *scale = (uint16_t *)e->content + block;
         if (n < BLOCK) memset(x, 0, sizeof x);
         memcpy(x, own, n * sizeof(float));
         if (e->base)
             for (int i = 0; i < n; i++) x[i] -= fabsf(e->base[place + i]) < INFINITY ? e->base[place + i] : 0.0f;
-        if (e->starts) random_numbers(noise, (uint32_t)(e->starts[place / PERIOD] + place % PERIOD));
+        if (e->starts) random_numbers(noise, (uint16_t)(e->starts[place / PERIOD] + place % PERIOD));
         // With constants, so that the compiler has a loop for each case.
         if (e->bits == 8 && e->starts) encode_scaled(x, noise, 8, scale, codes);
         else if (e->bits == 8) encode_scaled(x, NULL, 8, scale, codes);
