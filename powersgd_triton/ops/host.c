@@ -12,6 +12,7 @@
 #define PERIOD 65536
 #define BF16_NAN 0x7FC0
 #define BF16_LARGEST 0x7F7F
+#define AHEAD 1024  // elements, 4 KiB: processors do not fetch beyond a page by themselves
 #define LEAST_PER_THREAD 16384
 
 // Vector instructions are chosen when the library is loaded: it may run on another machine than the one it was built on.
@@ -123,6 +124,7 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         uint16_t noise[BLOCK];
         uint8_t *codes = e->content + e->codes + place * e->bits / 8;
         uint16_t *scale = (uint16_t *)e->content + block;
+        for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(own + AHEAD + i);
         if (n < BLOCK) memset(x, 0, sizeof x);
         memcpy(x, own, n * sizeof(float));
         if (e->base)
@@ -146,6 +148,7 @@ CLONES static void decode_blocks(const Decoding *d, int64_t first, int64_t last)
         const int64_t place = block * BLOCK, left = d->numel - place;
         const int n = left < BLOCK ? (int)left : BLOCK;
         float *out = d->out + place, sum[BLOCK], added[BLOCK];
+        for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(out + AHEAD + i, 1);
         if (!d->fresh)
             for (int i = 0; i < n; i++) sum[i] = fabsf(out[i]) < INFINITY ? out[i] : 0.0f;
         for (int64_t message = 0; message < d->messages; message++) {
