@@ -46,7 +46,7 @@ class PreparedDifferences:
             target = torch.empty_like(source)
             return lambda: target.copy_(source)
         config = PowerSGDConfig(backend="triton" if provider == "triton" else "torch")
-        encode, apply = difference_codec(config, self._copies.device, self._copies.dtype)
+        encode, apply, _ = difference_codec(config, self._copies.device, self._copies.dtype)
         if phase == "encode_difference":
             return lambda: encode(self._target, self._copies[0], self._width, self._content[0])
         return lambda: apply(self._content, self._width, self._copies)

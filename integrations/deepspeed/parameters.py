@@ -111,7 +111,7 @@ class ParameterOverride:
         self._sent = True
         groups = self._groups()
         for group, padding in zip(groups, self._padding, strict=True):
-            encode, apply = difference_codec(self._config, group.own.device, group.own.dtype)
+            encode, apply, _ = difference_codec(self._config, group.own.device, group.own.dtype)
             for part in self._messages(group):
                 _, size = self.width.difference_bytes(part.stop - part.start)
                 sent = group.own.new_empty(size, dtype=torch.uint8)

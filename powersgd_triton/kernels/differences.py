@@ -21,9 +21,12 @@ from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, TERNARY_ZERO
 
 GROUPS = 16
 WARPS = 4
+NUMBERS = 1024
+"""Numbers that a program looks at."""
 LARGEST = tl.constexpr(LARGEST_BF16)
 ZERO = tl.constexpr(TERNARY_ZERO * BLOCK)
 PERIOD = tl.constexpr(constants.PERIOD)
+INFINITE = tl.constexpr(constants.INFINITE_BF16)
 
 
 @triton.jit
@@ -199,6 +202,15 @@ def _apply_difference_kernel(
         digit *= NUMBERS
 
 
+@triton.jit
+def _note_infinite_kernel(bits, verdict, numel, distance, SIZE: tl.constexpr):
+    """verdict = 0 if bits of a bf16 number are those of BF16_NAN or of an infinity. Grid: parts of rows × rows."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    own = tl.load(bits + tl.program_id(1).to(tl.int64) * distance + place, place < numel, 0).to(tl.int32)
+    if tl.max(own, axis=0) >= INFINITE:
+        tl.store(verdict, 0)
+
+
 def _launch(kernel: Any, copies: int, numel: int, width: WireFormat, *arguments: Any, **constants: Any) -> None:
     """Launch one of the kernels for copies of so many elements."""
     programs = triton.cdiv(width.difference_blocks(numel), width.blocks * GROUPS)
@@ -213,6 +225,15 @@ def _views(content: Tensor, width: WireFormat, offset: int) -> tuple[Tensor, Ten
     flat = content.view(-1)
     codes = flat[offset:]
     return flat.view(torch.int16), codes if width.bits <= 8 else codes.view(torch.int16)
+
+
+def note_infinite_triton(bits: Tensor, verdict: Tensor) -> None:
+    """Set the verdict to 0 as ``note_infinite_reference`` does, if rows of numbers are contiguous."""
+    rows, numel = bits.shape
+    if bits.numel():
+        _note_infinite_kernel[(triton.cdiv(numel, NUMBERS), rows)](
+            bits, verdict, numel, bits.stride(0), SIZE=NUMBERS, num_warps=WARPS, **NUMERICS
+        )
 
 
 def encode_triton(

@@ -10,6 +10,9 @@ the sum over 256 columns is a quarter: no average is enlarged by more than that.
 BF16_NAN = 0x7FC0
 """Bits of the NaN that is written as the scale of a block with an element that is not finite."""
 
+INFINITE_BF16 = 0x7F80
+"""Bits of the smallest positive bf16 number that is not finite."""
+
 PERIOD = 1 << 16
 """Adjacent elements of a tensor that are rounded with different random numbers, which have 16 bits."""
 

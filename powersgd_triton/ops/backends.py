@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,7 @@ from powersgd_triton.kernels.availability import triton_version, why_inspected, 
 from powersgd_triton.kernels.configurations import architecture
 from powersgd_triton.ops.backend import Backend
 from powersgd_triton.ops.bucket import Bucket
-from powersgd_triton.ops.differences import apply_reference, encode_reference
+from powersgd_triton.ops.differences import apply_reference, encode_reference, note_infinite_reference
 from powersgd_triton.ops.host import apply_host, encode_host
 from powersgd_triton.ops.torch_backend import TorchBackend
 from powersgd_triton.ops.workspace import Workspace
@@ -66,13 +67,20 @@ def make_backend(name: str, bucket: Bucket, workspace: Workspace) -> Backend:
     return TritonBackend(bucket, workspace)
 
 
-def difference_codec(
-    config: PowerSGDConfig, device: torch.device, dtype: torch.dtype
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return ``encode_reference`` and ``apply_reference``, or what writes the same bits, for copies in ``dtype``."""
-    if select_backend(config, device, {dtype})[0] == "torch":
-        return (encode_host, apply_host) if device.type == "cpu" else (encode_reference, apply_reference)
-    # Imported here, because triton may not be installed.
-    from powersgd_triton.kernels.differences import apply_triton, encode_triton
+class DifferenceCodec(NamedTuple):
+    """``encode_reference``, ``apply_reference`` and ``note_infinite_reference``, or what writes the same bits."""
 
-    return encode_triton, apply_triton
+    encode: Callable[..., None]
+    apply: Callable[..., None]
+    note_infinite: Callable[..., None]
+
+
+def difference_codec(config: PowerSGDConfig, device: torch.device, dtype: torch.dtype) -> DifferenceCodec:
+    """Return the functions for copies in ``dtype``."""
+    if select_backend(config, device, {dtype})[0] == "torch":
+        codec = (encode_host, apply_host) if device.type == "cpu" else (encode_reference, apply_reference)
+        return DifferenceCodec(*codec, note_infinite_reference)
+    # Imported here, because triton may not be installed.
+    from powersgd_triton.kernels.differences import apply_triton, encode_triton, note_infinite_triton
+
+    return DifferenceCodec(encode_triton, apply_triton, note_infinite_triton)

@@ -16,7 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
-from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, PERIOD
+from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, INFINITE_BF16, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
 from powersgd_triton.ops.orthogonalize import mix
 from powersgd_triton.ops.reference import on_host
@@ -116,6 +116,15 @@ def apply_reference(
                 # Each sum is rounded to the dtype of the base.
                 total = total.to(own.dtype).float()
             own.copy_(total)
+
+
+def note_infinite_reference(bits: Tensor, verdict: Tensor) -> None:
+    """Set an int64 scalar to 0 if one of bf16 numbers, int16 [rows, numbers], is not finite.
+
+    Encoders write BF16_NAN for what is not, which has no sign: bits of other negative numbers need no look.
+    """
+    if bits.numel():
+        verdict.mul_(bits.amax() < INFINITE_BF16)
 
 
 def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None) -> Tensor:

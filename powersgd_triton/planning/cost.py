@@ -27,7 +27,7 @@ FORMATS = ("bf16", "int8", "int4")
 """Formats of quantized gradients, from the least loss on."""
 GPUS = {"h100": (122e-6, 139e-6, 334e-6), "a100": (154e-6, 176e-6, 456e-6), "rtx4090": (246e-6, 301e-6, 701e-6)}
 """Predicted seconds of a bucket of ``GPU_NUMEL`` elements at ``RANKS``, by ``benchmarks/kernel_report.py --bucket``."""
-QUANTIZING = {"h100": 60e-6, "a100": 79e-6, "rtx4090": 126e-6}
+QUANTIZING = {"h100": 44e-6, "a100": 62e-6, "rtx4090": 104e-6}
 """The same for int8, of one of two workers, by ``benchmarks/kernel_report.py --bucket --quantize int8``."""
 GPU_NUMEL = 7_077_888
 TOLERANCE = 0.02

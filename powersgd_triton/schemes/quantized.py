@@ -49,7 +49,7 @@ class Quantized(Scheme):
         average: FlatAverage | QuantizedAverage
         if shards is None:
             messages = yield from summed(M, Exchange(config, communicator, seed, memory))
-            step.verdict(M.device).mul_(messages.finite)
+            messages.note_infinite(step.verdict(M.device))
             average = QuantizedAverage(layout, messages)
         else:
             mean = yield from scattered_mean(M, shards, Exchange(config, communicator, seed, memory))

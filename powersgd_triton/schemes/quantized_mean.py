@@ -14,8 +14,6 @@ from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, SCALE_BYTES, WireFormat
 from powersgd_triton.ops.backends import difference_codec
 
-INFINITE_BF16 = 0x7F80
-"""Bits of the smallest positive bf16 number that is not finite."""
 Shards = list[list[slice]]
 """The elements of a bucket whose averages each worker needs."""
 Memory = dict[str, Tensor]
@@ -48,7 +46,7 @@ class Exchange:
     def encode(self, M: Tensor, out: Tensor, each: int | None = None, *, message: int = 0) -> None:
         """Write messages of ``each`` elements to ``out``. Messages of a step have different random numbers."""
         seed = None if self.seed is None else (self.seed + message * 0x9E3779B9) % 2**32
-        encode, _ = difference_codec(self.config, M.device, M.dtype)
+        encode = difference_codec(self.config, M.device, M.dtype).encode
         encode(M, None, self.width, out, self.keeps, each, seed)
 
     def memory_for(self, name: str, numel: int, device: torch.device, *rows: int, zero: bool = False) -> Tensor:
@@ -81,24 +79,23 @@ class Messages:
     each: int
     config: PowerSGDConfig
 
-    @property
-    def finite(self) -> Tensor:
-        """Whether the mean is finite, a bool on its device."""
+    def note_infinite(self, verdict: Tensor) -> None:
+        """Set an int64 scalar to 0 if the mean is not finite."""
         content = self.content
         if content.dtype == torch.uint8:
             width = _format(self.config)
             # Codes are finite where their scales are.
             scales = SCALE_BYTES * width.difference_blocks(self.each)
-            end = scales if width.scaled else content.shape[1]
-            # Encoders write ``BF16_NAN``, which has no sign, for what is not finite: no finite number has more bits.
-            return content[:, :end].view(torch.int16).amax() < INFINITE_BF16
-        return content.isfinite().all()
+            bits = content[:, : scales if width.scaled else None].view(torch.int16)
+            difference_codec(self.config, content.device, torch.float32).note_infinite(bits, verdict)
+        else:
+            verdict.mul_(content.isfinite().all())
 
     def write(self, out: Tensor) -> Tensor:
         """Write the mean to ``out`` [numel], fp32 and contiguous, and return it."""
         if self.content.dtype != torch.uint8:
             return out.copy_(self.content)
-        width, (_, apply) = _format(self.config), difference_codec(self.config, out.device, out.dtype)
+        width, apply = _format(self.config), difference_codec(self.config, out.device, out.dtype).apply
         workers = len(self.content)
         if self.each >= self.numel:
             apply(self.content, width, out.expand(workers, -1), 1 / workers, fresh=True)
@@ -193,7 +190,7 @@ def _sum_part(M: Tensor, own: Tensor, each: int, exchange: Exchange) -> Generato
     yield communicator.all_to_all(received, sent)
     # NaN where the own part is not finite, which counts as 0 otherwise.
     spoiled = own - own
-    _, apply = difference_codec(exchange.config, own.device, own.dtype)
+    apply = difference_codec(exchange.config, own.device, own.dtype).apply
     apply(received, exchange.width, own.expand(workers, -1), 1.0, each)
     own += spoiled
 

@@ -33,8 +33,6 @@ DIFFERENCES = ("encode_difference", "apply_difference")
 MOST_LAUNCHES, LAUNCHES_OF_NARROW_MESSAGES, MOST_KERNELS = 14, 6, 12
 # Of functions. It was 1451 when each launch inspected its arguments.
 MOST_CALLS = 900
-# Of torch beside the kernels, in a bucket of quantized gradients.
-MOST_OPERATIONS = 4
 
 Rows = list[dict[str, Any]]
 
@@ -123,10 +121,10 @@ def test_a_bucket_of_quantized_gradients_takes_few_launches_and_passes():
     options = ["--bucket", "--quantize", "int8", "--json", "--gradients", "gpt2-like-35M"]
     rows: Rows = json.loads(output_of("benchmarks/kernel_report.py", *options, TRITON_INTERPRET=None))
     *kernels, others, copy = rows
-    assert [row["kernel"] for row in kernels] == [*DIFFERENCES]
+    assert [row["kernel"] for row in kernels] == ["encode_difference", "note_infinite", "apply_difference"]
     assert sum(row["bytes"] for row in kernels) < 1.4 * copy["bytes"]
-    assert others["launches"] <= MOST_OPERATIONS
-    assert others["bytes"] < copy["bytes"] / 6
+    assert others["launches"] == 0
+    assert sum(row["us"] for row in kernels) < 2 * copy["us"]
     assert all(row["spill_bytes"] == 0 < row["us"] for row in kernels)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from powersgd_triton.kernels.differences import apply_triton, encode_triton
-from powersgd_triton.layout.constants import PERIOD
+from powersgd_triton.kernels.differences import apply_triton, encode_triton, note_infinite_triton
+from powersgd_triton.layout.constants import BF16_NAN, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, QUANTIZED, WireFormat
-from powersgd_triton.ops.differences import apply_reference, encode_reference
+from powersgd_triton.ops.differences import apply_reference, encode_reference, note_infinite_reference
 from tests.support.kernel_cases import GRADIENTS, INF, NAN, Bytes, Memory
 from tests.support.thinned import thinned
 
@@ -175,3 +177,18 @@ def test_same_bits_of_all_kinds_of_values(
         dtype = torch.float32
     target, copies = VALUES[values](*random(29 * BLOCK + 3), QUANTIZED[width].levels)
     assert_same(target, copies, QUANTIZED[width], seed, dtype, device, aligned=False)
+
+
+@pytest.mark.parametrize("note", [note_infinite_triton, note_infinite_reference])
+def test_numbers_that_are_not_finite_are_noted(note: Callable[..., None], device: torch.device):
+    """Wherever they are in the rows, and only there."""
+    largest = torch.finfo(torch.bfloat16).max
+    for numel in (1, 1024, 2500):
+        for row, place in ((0, 0), (1, numel - 1), (1, numel), (None, 0)):
+            numbers = torch.full((2, numel + 8), -largest, dtype=torch.bfloat16, device=device)
+            numbers[:, ::2] = largest
+            bits, verdict = numbers.view(torch.int16), torch.ones((), dtype=torch.int64, device=device)
+            if row is not None:
+                bits[row, place] = BF16_NAN
+            note(bits[:, :numel], verdict)
+            assert int(verdict) == (row is None or place == numel)

@@ -357,4 +357,7 @@ def test_spans_do_not_change_a_bit(width: WireFormat, dtype: torch.dtype, monkey
 def test_the_configuration_knows_all_formats_and_the_backend_decides_who_codes():
     assert {*config.QUANTIZED} == {*wire_format.QUANTIZED} > {*DIFFERENCES}
     choices = {name: difference_codec(PowerSGDConfig(backend=name), CPU, torch.float32) for name in ("torch", "triton")}
-    assert choices == {"torch": (encode_host, apply_host), "triton": (encode_triton, apply_triton)}
+    assert {name: codec[:2] for name, codec in choices.items()} == {
+        "torch": (encode_host, apply_host),
+        "triton": (encode_triton, apply_triton),
+    }
