@@ -88,10 +88,10 @@ class ShardedHandle(Handle):
         more dimensions, and for all parameters if they are quantized. On another mesh, a matrix starts from another
         shard's basis, or from a random one if none fits.
         """
-        saved, plan, shapes = save(self._engine), self._engine.plan, self._matrices()
+        saved, shapes = save(self._engine), self._matrices()
         chosen = self.config.quantize and self.config.error_feedback and self._engine.tensors()
         errors: dict[str, DTensor] = {}
-        if plan.given.error_feedback:
+        if self._engine.given.error_feedback:
             for name, shape in (chosen or shapes).items():
                 error = saved["matrices"].get(name, {}).pop("error", None)
                 errors[name] = self._place(name, torch.zeros(tuple(shape)) if error is None else error)
@@ -100,7 +100,7 @@ class ShardedHandle(Handle):
         # Vectors have errors if "auto" has chosen so. DCP reads only what a job that has not chosen yet saves too.
         vectors = {name: errors.pop(name).full_tensor().cpu() for name in sorted(errors.keys() - shapes.keys())}
         content = {"version": saved["format_version"], "shards": shards, "squares": squares, "vectors": vectors}
-        if plan.given.planned:
+        if self._engine.given.planned:
             content["plans"] = self._gather(saved["plan"])
         factors = io.BytesIO()
         torch.save(content, factors)
@@ -131,7 +131,7 @@ class ShardedHandle(Handle):
             if other:
                 raise ValueError(f"the saved errors of {listing(other)} are {FOREIGN}")
             known = {name: shape for name, shape in self._engine.tensors().items() if name in errors}
-            tensors = sizes(known | self._matrices(), self._engine.plan.given)
+            tensors = sizes(known | self._matrices(), self._engine.given)
             matrices: dict[str, dict[str, Tensor]] = {}
             for name, (n, m, rank) in tensors.items():
                 parts: dict[str, Tensor] = {}
@@ -231,7 +231,7 @@ class ShardedHandle(Handle):
         }
         saved_names = {new: old for old, new in rename.items()}
         errors: dict[str, DTensor] = {}
-        if self._engine.plan.given.error_feedback:
+        if self._engine.given.error_feedback:
             found, needed = {**vectors, **state_dict["error"]}, self._matrices()
             for name, shape in self._engine.tensors().items():
                 saved = saved_names.get(name, name)
@@ -255,7 +255,7 @@ class ShardedHandle(Handle):
 
         It does not depend on what is chosen during the training, so that a job that has not chosen yet can load.
         """
-        least = 2 if self._engine.plan.given.quantize is None else 0
+        least = 2 if self._engine.given.quantize is None else 0
         return {name: tuple(shape) for name, shape in self._engine.tensors().items() if len(shape) >= least}
 
     def _note_overflow(self, averages: Tensor) -> None:

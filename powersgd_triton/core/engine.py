@@ -72,6 +72,11 @@ class Engine:
         return self.plan.config
 
     @property
+    def given(self) -> PowerSGDConfig:
+        """The configuration as it was given."""
+        return self.plan.given
+
+    @property
     def communicator(self) -> Communicator:
         """Collectives of the workers that average with each other."""
         return self.buckets.communicator

@@ -11,14 +11,12 @@ format's levels, in ternary codes the mean magnitude of the elements that are no
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from powersgd_triton.layout.constants import BF16_NAN, E4M3_EXPONENT, E4M3_MULTIPLES, E4M3_SHIFT, INFINITE_BF16, PERIOD
 from powersgd_triton.layout.wire_format import BLOCK, LARGEST_BF16, SCALE_BYTES, TERNARY_ZERO, WireFormat
-from powersgd_triton.ops.orthogonalize import mix
+from powersgd_triton.ops.noise import random_numbers, starts_of_spans
 from powersgd_triton.ops.reference import on_host
 
 SPAN = 160 * 5 * BLOCK
@@ -77,7 +75,7 @@ def _encode_part(
             difference = torch.nn.functional.pad(difference, (0, padding))
         noise = None
         if seed is not None:
-            noise = _noise(own.device, bool(width.mantissa))[start : start + len(difference)].view(-1, BLOCK)
+            noise = random_numbers(own.device, bool(width.mantissa))[start : start + len(difference)].view(-1, BLOCK)
         values = _encode(difference.view(-1, BLOCK), len(own), width, scales, noise)
         _pack(values, width, codes)
         if subtract:
@@ -130,7 +128,7 @@ def note_infinite_reference(bits: Tensor, verdict: Tensor) -> None:
 def _encode(difference: Tensor, numel: int, width: WireFormat, scales: Tensor | None, noise: Tensor | None) -> Tensor:
     """Write the scales of blocks [blocks, 128]. Return the codes as numbers, in units of the scales, in fp32.
 
-    They are made in fp32, since torch on the CPU is slow with bools. ``noise`` is of ``_noise``.
+    They are made in fp32, since torch on the CPU is slow with bools. ``noise`` is of ``random_numbers``.
     """
     if scales is None:
         return _rounded(difference, width, noise)
@@ -242,24 +240,6 @@ def _unpack(codes: Tensor, width: WireFormat) -> Tensor:
     # Halves keep the quotients away from whole numbers, where a rounding could change their floors.
     quotients = (codes.float().add_(0.5).unsqueeze(1) * shares).floor_()
     return torch.sub(quotients[:, :-1], quotients[:, 1:], alpha=width.numbers).view(-1, BLOCK).sub_(1)
-
-
-def starts_of_spans(spans: int, part: int, seed: int) -> Tensor:
-    """Return where each PERIOD elements of a part begin in the random numbers, int64 [spans]."""
-    starts: Tensor = mix(mix(torch.arange(spans) + (part % 4096 << 20)) ^ seed) % PERIOD
-    return starts
-
-
-@functools.cache
-def _noise(device: torch.device, mantissa: bool) -> Tensor:
-    """Return the numbers below 2¹⁶ in a pseudo-random order, twice, int32; or 2⁻¹⁶ times them from 128 on, fp32."""
-    x = torch.arange(PERIOD, dtype=torch.int32)
-    # A permutation: each operation is one to one on 16 bits.
-    for shift, factor in ((8, 0x88B5), (7, 0xDB2D), (9, 1)):
-        x = x.bitwise_xor(x.bitwise_right_shift(shift)).mul_(factor).bitwise_and_(0xFFFF)
-    x = torch.cat([x, x]).to(device)
-    # Sums with codes have 16 bits behind the point: quotients are rounded to these, not cut.
-    return x if mantissa else x * 2.0**-16 + 128
 
 
 def _ternary(difference: Tensor, numel: int) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ typedef struct {
     int32_t bits, fresh;
 } Decoding;
 
-// Random numbers below 2^16, as _noise of ops/differences.py has them.
+// Random numbers below 2^16, as ops/noise.py has them.
 static inline void random_numbers(uint16_t *noise, uint16_t start) {
     for (int i = 0; i < BLOCK; i++) {
         uint16_t x = (uint16_t)(start + i);

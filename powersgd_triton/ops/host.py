@@ -12,7 +12,8 @@ from torch import Tensor
 
 from powersgd_triton.layout.constants import PERIOD
 from powersgd_triton.layout.wire_format import WireFormat
-from powersgd_triton.ops.differences import apply_reference, encode_reference, starts_of_spans
+from powersgd_triton.ops.differences import apply_reference, encode_reference
+from powersgd_triton.ops.noise import starts_of_spans
 
 
 class _Encoding(ctypes.Structure):
