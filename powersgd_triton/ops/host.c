@@ -1,8 +1,8 @@
-// Quantized tensors on the CPU: what ops/differences.py defines for int8, int4 and bf16, with the same bits. One pass
+// Quantized tensors on the CPU: what ops/differences.py defines for these formats, with the same bits. One pass
 // reads or writes a tensor, where operations of torch take about ten.
 //
-// Built without -ffast-math and with -ffp-contract=off, since bits depend on the order and the rounding of operations. The
-// compiler may compute what is not used (-fno-trapping-math), or some loops would not use vector instructions.
+// Built without -ffast-math and with -ffp-contract=off, since bits depend on the order and the rounding of operations.
+// The compiler may compute what is not used (-fno-trapping-math), or some loops would not use vector instructions.
 
 #include <math.h>
 #include <stdint.h>
@@ -15,7 +15,7 @@
 #define AHEAD 1024  // elements, 4 KiB: processors do not fetch beyond a page by themselves
 #define LEAST_PER_THREAD 16384
 
-// Vector instructions are chosen when the library is loaded: it may run on another machine than the one it was built on.
+// Vector instructions are chosen when the library is loaded: it may run on another machine than it was built on.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -26,13 +26,17 @@ static inline uint32_t word(float x) { uint32_t bits; memcpy(&bits, &x, 4); retu
 static inline float number(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t nearest_bf16(uint32_t bits) { return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16; }
 
+enum { INT4, INT8, FP8, BF16 };
+static const int BITS[] = {4, 8, 8, 16};
+static const float LEVELS[] = {7, 127, 448, 1};
+
 typedef struct {
     float *target;
     const float *base;      // or NULL for zeros
     const int64_t *starts;  // of each PERIOD elements among the random numbers, or NULL to round to nearest
     uint8_t *content;
     int64_t numel, codes;   // codes: their offset in content, in bytes
-    int32_t bits, subtract;
+    int32_t format, subtract;
 } Encoding;
 
 typedef struct {
@@ -40,7 +44,7 @@ typedef struct {
     const uint8_t *content;
     int64_t numel, codes, size, messages;  // size: bytes from a message to the next one
     float weight;
-    int32_t bits, fresh;
+    int32_t format, fresh;
 } Decoding;
 
 // Random numbers below 2^16, as ops/noise.py has them.
@@ -76,10 +80,21 @@ static inline void encode_bf16(const float *x, const uint16_t *noise, uint16_t *
     }
 }
 
+// The code of a number of E4M3: of the nearest one, or with random numbers of one of both neighbours.
+static inline int32_t fp8_code(float q, const uint16_t *noise, int i) {
+    // 1.5 * 2^23 units in the last place of the format: only its multiples remain in the sum.
+    const uint32_t exponent = word(q) & 0x7F800000, least = (127 - 6) << 23;
+    const float unit = number((exponent > least ? exponent : least) + (20 << 23) + (1 << 22));
+    // 0 in the place of -0. The factor gives the numbers the bits of their exponents, also the subnormal ones.
+    const float rounded = noise ? q + 0.0f : (q + unit) - unit;
+    const uint32_t bits = word(rounded * 0x1p-120f) + (noise ? (uint32_t)noise[i] << 4 : 0);
+    return (int32_t)((bits >> 20 & 0x7F) | (bits >> 24 & 0x80));
+}
+
 // Write the scale and the codes of a block in 8 or 4 bits.
-static inline void encode_scaled(const float *x, const uint16_t *noise, int bits, uint16_t *scale, uint8_t *codes) {
-    const float levels = (float)((1 << (bits - 1)) - 1);
-    const int32_t half = 1 << (bits - 1);
+static inline void encode_scaled(const float *x, const uint16_t *noise, int format, uint16_t *scale, uint8_t *codes) {
+    const float levels = LEVELS[format];
+    const int32_t half = 1 << (BITS[format] - 1);
     // The largest scale whose product with the levels is finite.
     const uint32_t limit = word(number(0x7F7FFFFF) / levels) >> 16, chosen = scale_of(x, levels, limit, noise != NULL);
     const float divisor = chosen ? number(chosen << 16) : INFINITY;
@@ -91,24 +106,27 @@ static inline void encode_scaled(const float *x, const uint16_t *noise, int bits
         float q = x[i] / divisor;
         q = q < levels ? q : levels;
         q = q > -levels ? q : -levels;
-        // Random numbers are added with 16 bits behind the point. Without, the sum with 1.5 * 2^23 is rounded to nearest.
+        // Random numbers are added with 16 bits behind the point. Without, 1.5 * 2^23 rounds the sum to nearest.
         const int32_t rounded = noise ? (int32_t)(q + number(noise[i] | 0x43000000)) - 128
                                       : (int32_t)(word(q + 12582912.0f) - word(12582912.0f));
-        code[i] = (rounded + half) & finite;
+        code[i] = (format == FP8 ? fp8_code(q, noise, i) : rounded + half) & finite;
     }
-    if (bits == 8)
+    if (format != INT4)
         for (int i = 0; i < BLOCK; i++) codes[i] = (uint8_t)code[i];
     else
         for (int i = 0; i < BLOCK / 2; i++) codes[i] = (uint8_t)(code[i] | code[i + BLOCK / 2] << 4);
 }
 
 // Write what the codes of a block stand for, times a weight.
-static inline void decode_block(int bits, uint16_t scale, const uint8_t *codes, float weight, float *value) {
-    const float half = (float)(1 << (bits - 1)), unit = number((uint32_t)scale << 16) * weight;
-    if (bits == 16)
+static inline void decode_block(int format, uint16_t scale, const uint8_t *codes, float weight, float *value) {
+    const float half = (float)(1 << (BITS[format] - 1)), unit = number((uint32_t)scale << 16) * weight;
+    if (format == BF16)
         for (int i = 0; i < BLOCK; i++) value[i] = number((uint32_t)((const uint16_t *)codes)[i] << 16) * weight;
-    else if (bits == 8)
+    else if (format == INT8)
         for (int i = 0; i < BLOCK; i++) value[i] = ((float)codes[i] - half) * unit;
+    else if (format == FP8)
+        for (int i = 0; i < BLOCK; i++)
+            value[i] = number((codes[i] & 0x80u) << 24 | (codes[i] & 0x7Fu) << 20) * 0x1p120f * unit;
     else
         for (int i = 0; i < BLOCK / 2; i++) {
             value[i] = ((float)(codes[i] & 15) - half) * unit;
@@ -122,7 +140,7 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
         const int n = left < BLOCK ? (int)left : BLOCK;
         float *own = e->target + place, x[BLOCK];
         uint16_t noise[BLOCK];
-        uint8_t *codes = e->content + e->codes + place * e->bits / 8;
+        uint8_t *codes = e->content + e->codes + place * BITS[e->format] / 8;
         uint16_t *scale = (uint16_t *)e->content + block;
         for (int i = 0; i < BLOCK; i += 16) __builtin_prefetch(own + AHEAD + i);
         if (n < BLOCK) memset(x, 0, sizeof x);
@@ -131,14 +149,16 @@ CLONES static void encode_blocks(const Encoding *e, int64_t first, int64_t last)
             for (int i = 0; i < n; i++) x[i] -= fabsf(e->base[place + i]) < INFINITY ? e->base[place + i] : 0.0f;
         if (e->starts) random_numbers(noise, (uint16_t)(e->starts[place / PERIOD] + place % PERIOD));
         // With constants, so that the compiler has a loop for each case.
-        if (e->bits == 8 && e->starts) encode_scaled(x, noise, 8, scale, codes);
-        else if (e->bits == 8) encode_scaled(x, NULL, 8, scale, codes);
-        else if (e->bits == 4 && e->starts) encode_scaled(x, noise, 4, scale, codes);
-        else if (e->bits == 4) encode_scaled(x, NULL, 4, scale, codes);
+        if (e->format == INT8 && e->starts) encode_scaled(x, noise, INT8, scale, codes);
+        else if (e->format == INT8) encode_scaled(x, NULL, INT8, scale, codes);
+        else if (e->format == INT4 && e->starts) encode_scaled(x, noise, INT4, scale, codes);
+        else if (e->format == INT4) encode_scaled(x, NULL, INT4, scale, codes);
+        else if (e->format == FP8 && e->starts) encode_scaled(x, noise, FP8, scale, codes);
+        else if (e->format == FP8) encode_scaled(x, NULL, FP8, scale, codes);
         else if (e->starts) encode_bf16(x, noise, (uint16_t *)codes);
         else encode_bf16(x, NULL, (uint16_t *)codes);
         if (!e->subtract) continue;
-        decode_block(e->bits, e->bits == 16 ? 0 : *scale, codes, 1, x);
+        decode_block(e->format, e->format == BF16 ? 0 : *scale, codes, 1, x);
         for (int i = 0; i < n; i++) own[i] -= x[i];
     }
 }
@@ -152,10 +172,12 @@ CLONES static void decode_blocks(const Decoding *d, int64_t first, int64_t last)
         if (!d->fresh)
             for (int i = 0; i < n; i++) sum[i] = fabsf(out[i]) < INFINITY ? out[i] : 0.0f;
         for (int64_t message = 0; message < d->messages; message++) {
-            const uint8_t *content = d->content + message * d->size, *codes = content + d->codes + place * d->bits / 8;
+            const uint8_t *content = d->content + message * d->size;
+            const uint8_t *codes = content + d->codes + place * BITS[d->format] / 8;
+            const uint16_t scale = d->format == BF16 ? 0 : ((const uint16_t *)content)[block];
             // The first one is not added to 0, which would change -0.
             float *value = d->fresh && !message ? sum : added;
-            decode_block(d->bits, d->bits == 16 ? 0 : ((const uint16_t *)content)[block], codes, d->weight, value);
+            decode_block(d->format, scale, codes, d->weight, value);
             if (value == added)
                 for (int i = 0; i < n; i++) sum[i] += added[i];
         }

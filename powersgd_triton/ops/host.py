@@ -15,12 +15,15 @@ from powersgd_triton.layout.wire_format import WireFormat
 from powersgd_triton.ops.differences import apply_reference, encode_reference
 from powersgd_triton.ops.noise import starts_of_spans
 
+FORMATS = ("int4", "int8", "fp8", "bf16")
+"""Formats that the library has, in its order."""
+
 
 class _Encoding(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("target", "base", "starts", "content")),
         *((name, ctypes.c_int64) for name in ("numel", "codes")),
-        *((name, ctypes.c_int32) for name in ("bits", "subtract")),
+        *((name, ctypes.c_int32) for name in ("format", "subtract")),
     )
 
 
@@ -29,7 +32,7 @@ class _Decoding(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "content")),
         *((name, ctypes.c_int64) for name in ("numel", "codes", "size", "messages")),
         ("weight", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("bits", "fresh")),
+        *((name, ctypes.c_int32) for name in ("format", "fresh")),
     )
 
 
@@ -69,7 +72,7 @@ def encode_host(
     for part, (own, copy, content) in enumerate(zip(target.split(step), copies, contents, strict=False)):
         starts = None if seed is None else starts_of_spans(-(-len(own) // PERIOD), part, seed)
         pointers = (None if x is None else x.data_ptr() for x in (own, copy, starts, content))
-        arguments = _Encoding(*pointers, len(own), codes, width.bits, subtract)
+        arguments = _Encoding(*pointers, len(own), codes, FORMATS.index(width.name), subtract)
         code.powersgd_encode(ctypes.byref(arguments), torch.get_num_threads())
 
 
@@ -90,11 +93,10 @@ def apply_host(
     shared = len(base) > 1 and base.stride(0) == 0
     for row, messages in zip(base[:1] if shared else base, [content] if shared else content.unsqueeze(1), strict=True):
         places = row.data_ptr(), messages.data_ptr(), len(row), codes, messages.stride(0), len(messages)
-        arguments = _Decoding(*places, weight, width.bits, fresh)
+        arguments = _Decoding(*places, weight, FORMATS.index(width.name), fresh)
         code.powersgd_decode(ctypes.byref(arguments), torch.get_num_threads())
 
 
 def _can_read(x: Tensor, width: WireFormat) -> bool:
     """Return whether the library takes a tensor and a format."""
-    linear = width.name in ("bf16", "int8", "int4")
-    return linear and x.dtype == torch.float32 and x.stride(-1) == 1
+    return width.name in FORMATS and x.dtype == torch.float32 and x.stride(-1) == 1
