@@ -52,6 +52,8 @@ class Compressed:
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return {name: (left [n, r], right [m, r])} with Ĝ = left · rightᵀ, as views. Bypass tensors have no factors.
 
+        Those of a batch of matrices, such as experts, are [batch, n, r] and [batch, m, r].
+
         ValueError: Gradients are quantized, so that there are none.
 
         The factors are P̂ and Q̄, or P̄ and Q̂ in every second step of the alternating algorithm. With several
@@ -61,9 +63,9 @@ class Compressed:
             raise ValueError("quantized gradients have no factors")
         bucket = self.backend.bucket
         return {
-            segment.name: (left[index], right[index])
+            segment.name: (P, Q) if segment.batch > 1 else (P[0], Q[0])
             for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True)
-            for index, segment in enumerate(group.segments)
+            for segment, P, Q in zip(group.segments, left.split(group.counts), right.split(group.counts), strict=True)
         }
 
 

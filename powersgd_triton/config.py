@@ -17,6 +17,8 @@ logger = logging.getLogger("powersgd_triton")
 RankFunction = Callable[[str, tuple[int, ...]], int]
 """Maps a parameter's name and shape to the rank of its approximation; 0 means that it is averaged exactly."""
 
+MatricesFunction = Callable[[str, tuple[int, ...]], tuple[int, int, int] | None]
+"""Maps a parameter's name and shape to (batch, rows, columns), or to None for the default."""
 DEFAULT_RANK = 4
 PLANNED_WIRE_DTYPE = "int4"
 """The width that gave the lowest loss for the same bytes; measured by benchmarks/loss_per_byte.py."""
@@ -79,13 +81,16 @@ class PowerSGDConfig:
             gradients as one step.
         quantize: Send whole tensors in few bits in place of factors, as "bf16", "fp8" (E4M3), "int8", "int4", "int2" or
             "ternary" (−s, 0 and s; 1.7 bits an element). All but "bf16" have one bf16 scale s for 128 elements. Sums
-            are computed in fp32. Fields of factors and ranks then have no effect.
+            are computed in fp32.
         replan_every: Steps between two plans, counted from ``start_iter``. A plan is measured at the end of a step and
             takes effect after the next one. 0 keeps the first plan, which gives all matrices about the same rank.
         max_rank: Largest planned rank, which limits the compute of a step. Default: 64.
         max_overhead: Largest share of a step that compression may compute, for example 0.05. The first steps are
-            measured, and ``max_rank`` is lowered if necessary. It then stays, also in saved states. Plans therefore
-            depend on the machine.
+            measured, and ``max_rank`` is lowered if necessary. It then stays, also in saved states.
+        matrices: A function (name, shape) → (batch, rows, columns): of which matrices a gradient of two or more
+            dimensions consists, for example (3, shape[0] // 3, shape[1]) for a fused projection. The shape of a sharded
+            parameter is its shard's. None, and the default: [..., n, m] is a batch of n × m matrices, such as experts,
+            unless dim 0 × the rest has much smaller factors, as for convolutions. One row is averaged exactly.
         min_compression_rate: A matrix is compressed only if (n + m) · r · min_compression_rate < n · m (for factors
             sent in fp32 beside exact tensors; else their bytes are compared). 0 compresses every non-empty matrix.
         start_iter: Number of first steps that average gradients exactly. 0 compresses from the first step.
@@ -132,6 +137,7 @@ class PowerSGDConfig:
     replan_every: int = 50
     max_rank: int | None = None
     max_overhead: float | None = None
+    matrices: MatricesFunction | None = None
     min_compression_rate: float = 2.0
     start_iter: int = 0
     error_feedback: bool | None = None
@@ -156,6 +162,8 @@ class PowerSGDConfig:
         self._check_rank()
         for name, minimum in INTEGERS.items():
             self._set(name, whole_number(name, getattr(self, name), minimum))
+        if not (self.matrices is None or callable(self.matrices)):
+            raise TypeError(f"matrices must be a function (name, shape) → (batch, rows, columns); got {self.matrices}")
         if self.seed >= 2**32:
             raise ValueError(f"seed must be below 2**32; got {self.seed}")
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
@@ -266,11 +274,12 @@ class PowerSGDConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, from which ``from_dict`` builds an equal configuration.
 
-        A rank function is represented by its name, which ``from_dict`` refuses.
+        A function is represented by its name, which ``from_dict`` refuses.
         """
         fields = dataclasses.asdict(self)
-        if callable(self.rank):
-            fields["rank"] = f"function {getattr(self.rank, '__qualname__', type(self.rank).__qualname__)}"
+        for name in ("rank", "matrices"):
+            if callable(function := fields[name]):
+                fields[name] = f"function {getattr(function, '__qualname__', type(function).__qualname__)}"
         return fields
 
 

@@ -19,7 +19,8 @@ from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import forget, load, save
 from powersgd_triton.core.saved_state import LoadReport
 from powersgd_triton.core.telemetry import Callback, Telemetry
-from powersgd_triton.layout.layout import Layout, sizes
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import sizes
 from powersgd_triton.ops.step import LossScale, LossScaleSource
 from powersgd_triton.planning.tuning import Tuning
 from powersgd_triton.ranks.report import RankReport
@@ -41,11 +42,13 @@ class Handle:
         saved_with_model: Whether the framework's own checkpoints contain the state, as DeepSpeed's do.
         replaces_reduce_scatter: Whether gradients would be reduce-scattered without compression, not all-reduced.
         no_loss_scale: Why errors cannot follow a loss scale. Empty if they can.
+        left_out: Names of parameters that the framework averages itself, without compression.
     """
 
     saved_with_model = False
     replaces_reduce_scatter = False
     no_loss_scale = ""
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step, self._residuals = engine, engine.step, engine.residuals
@@ -85,7 +88,7 @@ class Handle:
         buckets = self._engine.buckets.in_use()
         kinds, zeroed = exchanges(buckets, config, communicator), sum(int(n.sum()) for b in buckets for n in b.zeroed)
         further = {"exchanges": kinds, "node_workers": communicator.share[1], "zeroed": zeroed}
-        return RankReport.of(self._layout(), config, plan.spectra, **further)
+        return RankReport.of(self._layout(), config, plan.spectra, left_out=self.left_out, **further)
 
     def _layout(self) -> Layout:
         """Return the layout of all tensors that are known so far, with the ranks in force."""
@@ -127,7 +130,9 @@ class Handle:
         self._engine.listeners[:] = [*kept, *new]
 
     def error(self) -> dict[str, Tensor]:
-        """Return copies {name: E as a matrix [n, m]} of this worker's errors, without the loss scale.
+        """Return copies {name: E [n, m]} of this worker's errors, without the loss scale.
+
+        Of a batch of matrices, E is [batch · n, m].
 
         E is what this worker has not sent yet. If sums take two levels, E is what the node has not sent yet in this
         worker's rows, and zero in the others. The result is empty without error feedback. Collective if the parameters

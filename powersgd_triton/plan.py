@@ -21,7 +21,8 @@ from torch import nn
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, Tensors
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import Tensors
 from powersgd_triton.planning import cost
 from powersgd_triton.planning.cost import TOLERANCE, WIDTHS, ComputeTime, Job, Network, Prediction
 from powersgd_triton.planning.trial import measure_network, seconds_of, time_compute

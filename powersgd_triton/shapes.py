@@ -54,10 +54,34 @@ def llama(layers: int, width: int, hidden: int) -> Shapes:
     return layer[::-1] * layers
 
 
+def mixture(layers: int, width: int, hidden: int, experts: int, heads: tuple[int, int], head: int = 128) -> Shapes:
+    """Layers of Llama whose MLP is so many experts, as transformers 5 holds them, without embeddings.
+
+    ``heads`` are those of queries and of keys, ``head`` is the width of each, and ``hidden`` that of an expert, whose
+    two input projections are one.
+    """
+    queries, keys = (count * head for count in heads)
+    layer: Shapes = [
+        *[(queries, width), (keys, width), (keys, width), (width, queries)],
+        *[(experts, width), (experts, 2 * hidden, width), (experts, width, hidden), (width,), (width,)],
+    ]
+    return layer[::-1] * layers
+
+
 MODELS: dict[str, Shapes] = {
     "gpt2": gpt2(layers=12, width=768, vocabulary=50257, context=1024),
     "gpt2-xl": gpt2(layers=48, width=1600, vocabulary=50257, context=1024),
     "llama-7b": [(32000, 4096), (4096,), *llama(layers=32, width=4096, hidden=11008), (32000, 4096)],
+    "mixtral-8x7b": [
+        *[(32000, 4096), (4096,)],
+        *mixture(layers=32, width=4096, hidden=14336, experts=8, heads=(32, 8)),
+        (32000, 4096),
+    ],
+    "qwen3-30b-a3b": [
+        *[(151936, 2048), (2048,)],
+        *mixture(layers=48, width=2048, hidden=768, experts=128, heads=(32, 4)),
+        (151936, 2048),
+    ],
     "resnet-50": resnet((3, 4, 6, 3)),
     "vit-l-16": vision_transformer(layers=24, width=1024, patch=16),
 }

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator, Work
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, factors_sent, wire_format
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import factors_sent, wire_format
 from powersgd_triton.ops.backend import Backend, Message
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.wire import Wire

@@ -16,7 +16,8 @@ from powersgd_triton.comm.nodes import AUTO, check_groups, check_places, given_g
 from powersgd_triton.core.facts import common_facts, factor_facts, replicated_facts, saved_facts
 from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.scheme import Average, Ranges, Scheme, Task
-from powersgd_triton.layout.layout import Layout, Tensors
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import Tensors
 from powersgd_triton.ops.backends import computed_by
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.step import Step

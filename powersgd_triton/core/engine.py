@@ -18,7 +18,8 @@ from powersgd_triton.core.residuals import Residuals
 from powersgd_triton.core.schedule import Schedule
 from powersgd_triton.core.scheme import Average, Listener, Ranges, Scheme
 from powersgd_triton.core.streams import has_streams
-from powersgd_triton.layout.layout import Layout, Tensors
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import Tensors
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ranks.plan import RankPlan
 

@@ -8,11 +8,11 @@ from typing import Any
 from powersgd_triton.comm.agreement import fingerprint
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.saved_state import SavedState
-from powersgd_triton.layout.layout import Tensors, compressed_rank
+from powersgd_triton.layout.matrices import Tensors, sizes
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ranks.plan import RankPlan
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when other messages are sent, or computed otherwise, for the same configuration."""
 
 
@@ -24,10 +24,12 @@ def common_facts(config: PowerSGDConfig, iteration: int) -> dict[str, Any]:
 
 def replicated_facts(config: PowerSGDConfig, tensors: Tensors, plan: RankPlan) -> dict[str, Any]:
     """Return shapes and chosen ranks. Replicas have the same. Tensor-parallel workers may have parts of other sizes."""
-    ranks = plan.ranks
-    if callable(config.rank):
-        ranks = {name: compressed_rank(shape, config, name) for name, shape in tensors.items()}
     facts: dict[str, Any] = {f"shape of {name!r}": list(shape) for name, shape in tensors.items()}
+    ranks, found = plan.ranks, sizes(tensors, config) if callable(config.rank) or config.matrices else {}
+    if callable(config.rank):
+        ranks = {name: size.rank for name, size in found.items()}
+    if config.matrices:
+        facts |= {f"matrices of {name!r}": [size.batch, size.n, size.m] for name, size in found.items()}
     facts |= {f"rank of {name!r}": rank for name, rank in ranks.items()}
     return {**facts, **({"ranks are planned from": plan.planned_from} if config.planned else {})}
 

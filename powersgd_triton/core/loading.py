@@ -11,7 +11,8 @@ from powersgd_triton.comm.agreement import Facts
 from powersgd_triton.config import logger
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.facts import saved_facts
-from powersgd_triton.core.saved_state import LoadReport, SavedState, Size
+from powersgd_triton.core.saved_state import LoadReport, SavedState
+from powersgd_triton.layout.matrices import Size
 
 Read = Callable[[], tuple[Any, Mapping[str, Size] | None]]
 """Returns a saved state, and the size of every tensor. None stands for the tensors seen so far."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import flat
-from powersgd_triton.core.saved_state import Parts, SavedState, Size
+from powersgd_triton.core.saved_state import Parts, SavedState
 from powersgd_triton.core.streams import Streams
-from powersgd_triton.layout.layout import Layout, compressed_rank
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import Size, compressed_rank
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.reference import on_host
 from powersgd_triton.ops.step import HostCopy, Step
@@ -21,10 +22,10 @@ from powersgd_triton.ranks.plan import RankPlan
 
 @dataclasses.dataclass(eq=False)
 class Matrix:
-    """One compressed tensor.
+    """The matrices of one compressed tensor, one after the other.
 
     Attributes:
-        error: Error buffer of this worker's rows. None without error feedback, or if it has none of the rows.
+        error: Error buffer [rows, m] of this worker's rows. None without error feedback, or if it has none of the rows.
         rows: (first row, row after the last) of each worker of this node. Empty once the node may have other workers.
         first_row: First of this worker's rows.
         bases: Bases of the next products, as views of the bucket's: "basis" [m, r], and "left_basis" [n, r] in the
@@ -48,7 +49,7 @@ class Residuals:
         streams: Streams on which all of this memory is allocated and used.
         late: Whether the adapter calls ``settle``, since at the end of a step not all is known that decides about it.
         matrices: {name: Matrix} of all tensors that have been compressed in a step.
-        sizes: {name: (n, m, rank)} of all tensors that have been in a bucket. Rank 0 means not compressed.
+        sizes: {name: size} of all tensors that have been in a bucket.
         loaded: A loaded state. The parts of a matrix leave it when the matrix is in a bucket for the first time.
         moving: {name: [(first row, rows)]} of errors that belong to other rows from now on, which may be another
             worker's.
@@ -97,7 +98,7 @@ class Residuals:
 
     def enter(self, layout: Layout, device: torch.device, *, factors: bool = False) -> None:
         """Note the sizes of a new bucket's tensors. Let the loaded errors of those without factors be added to them."""
-        self.sizes |= {s.name: (s.n, s.m, s.rank if factors else 0) for s in layout.segments}
+        self.sizes |= {s.name: s.size if factors else s.size._replace(rank=0) for s in layout.segments}
         for segment in [s for s in layout.segments if not (factors and s.rank)]:
             # In the exact first steps, tensors that will be compressed are bypass tensors too. Keep their parts.
             later = factors and not self.plan.exact and compressed_rank(segment.shape, self.plan.config, segment.name)
@@ -297,4 +298,4 @@ class Residuals:
 
 
 def _named(layout: Layout, E: Tensor) -> Parts:
-    return {s.name: E[s.span].view(s.n, s.m) for s in layout.segments}
+    return {s.name: E[s.span].view(s.rows, s.m) for s in layout.segments}

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.matrices import Size
 from powersgd_triton.ops.gradients import DTYPES
 from powersgd_triton.ranks.plan import Plan, checked_plan, is_count
 
 FORMAT_VERSION = 3
 
 Parts = dict[str, Tensor]
-Size = tuple[int, int, int]
-"""(n, m, rank) of a tensor as a matrix. Rank 0 means that it is not compressed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,9 @@ class LoadReport:
     Attributes:
         loaded: Matrices that continue with their error and basis.
         carried: Matrices that are no longer compressed. Their error is added once, to their next gradient.
-        dropped: Matrices whose error is not used, because error feedback is off.
+        reviewed: Tensors that are viewed as other matrices than in the saved state. They continue with their error, and
+            their basis starts again.
+        dropped: Matrices whose error is not used, because error feedback is off, or the framework averages them itself.
         unused: Matrices that only the saved state has.
         added: Matrices that only this model has. They start without an error.
         waiting: Matrices whose parameters are not known yet. They are loaded when their gradients come first.
@@ -38,6 +39,7 @@ class LoadReport:
 
     loaded: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    reviewed: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -55,8 +57,8 @@ class SavedState:
     Attributes:
         iteration: Number of finished steps.
         tensors: {name: size} of all tensors that were known.
-        matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}. Matrices that are not compressed
-            have only an error. Without error feedback there are no errors.
+        matrices: {name: {"error": E [n, m], "basis": [m, r], "left_basis": [n, r]}}, for several matrices one after the
+            other. Matrices that are not compressed have only an error. Without error feedback there are no errors.
         plan: State of ``RankPlan``. Empty if ranks are not planned.
         strict: Whether the model that loaded it must not have other matrices.
         own: Whether the errors are those of one worker instead of the mean over the workers.
@@ -77,8 +79,8 @@ class SavedState:
             "format_version": FORMAT_VERSION,
             "iteration": self.iteration,
             "config": config.to_dict(),
-            "fingerprint": sizes_digest(self.tensors),
-            "tensors": {name: list(size) for name, size in sorted(self.tensors.items())},
+            "fingerprint": sizes_digest({name: plain(size) for name, size in self.tensors.items()}),
+            "tensors": {name: plain(size) for name, size in sorted(self.tensors.items())},
             "matrices": self.matrices,
             **({"plan": self.plan} if self.plan else {}),
         }
@@ -100,18 +102,19 @@ class SavedState:
         if not is_count(iteration):
             raise ValueError(f"expected a non-negative number of steps as iteration; got {iteration!r}")
         if not isinstance(tensors, Mapping) or not all(isinstance(k, str) and _is_size(v) for k, v in tensors.items()):
-            raise ValueError("expected tensors as {name: [n, m, rank]}")
+            raise ValueError("expected tensors as {name: [n, m, rank]}, or [n, m, rank, count]")
         if not isinstance(matrices, Mapping) or not all(isinstance(parts, Mapping) for parts in matrices.values()):
             raise ValueError(f"expected matrices as {{name: {{part: tensor}}}}; got {type(matrices).__name__}")
         if "fingerprint" in state and state["fingerprint"] != sizes_digest(tensors):
             raise ValueError("the saved state's tensors do not match its fingerprint")
-        compressed = {name for name, (_, _, rank) in tensors.items() if rank}
+        sizes = {name: Size(*size) for name, size in tensors.items()}
+        compressed = {name for name, size in sizes.items() if size.rank}
         if not compressed <= matrices.keys() <= tensors.keys():
             raise ValueError(f"the saved state's tensors and matrices differ in {listing({*matrices} ^ compressed)}")
         # All sizes are checked before any value is looked at.
         for name, parts in matrices.items():
             needed = {"basis"} if name in compressed else {"error"}
-            _check_sizes(name, tuple(tensors[name]), parts, needed | ({"error"} if needs_errors else set()))
+            _check_sizes(name, sizes[name], parts, needed | ({"error"} if needs_errors else set()))
         for name, parts in matrices.items():
             for key, part in sorted(parts.items()):
                 if not is_finite(part):
@@ -119,8 +122,12 @@ class SavedState:
         names = rename or {}
         _check_renaming(names, tensors)
         plan = {key: renamed(part, names) for key, part in checked_plan(state.get("plan", {})).items()}
-        sizes = renamed({name: (n, m, rank) for name, (n, m, rank) in tensors.items()}, names)
-        return cls(iteration, sizes, renamed({name: dict(parts) for name, parts in matrices.items()}, names), plan)
+        return cls(
+            iteration,
+            renamed(sizes, names),
+            renamed({name: dict(parts) for name, parts in matrices.items()}, names),
+            plan,
+        )
 
     def compare(self, tensors: Mapping[str, Size], *, complete: bool, strict: bool, feedback: bool) -> LoadReport:
         """Return how a model with these tensors would use this state. Raise ValueError if it does not fit.
@@ -129,13 +136,13 @@ class SavedState:
         have the same matrices, and ``feedback`` whether the model uses error feedback.
         """
         known = {name: self.tensors[name] for name in tensors.keys() & self.tensors.keys()}
-        other = {name for name, size in known.items() if size[:2] != tensors[name][:2]}
+        other = {name for name, size in known.items() if not _same_elements(size, tensors[name])}
         for name in sorted(other) if strict else ():
-            if name in self.matrices or tensors[name][2]:
-                (n, m, _), (saved_n, saved_m, _) = tensors[name], known[name]
-                raise ValueError(f"matrix {name!r} is {n} × {m}, but {saved_n} × {saved_m} in the saved state")
+            if name in self.matrices or tensors[name].rank:
+                own, saved = tensors[name], known[name]
+                raise ValueError(f"matrix {name!r} is {own.n} × {own.m}, but {saved.n} × {saved.m} in the saved state")
         fitting = {name for name in known if name in self.matrices} - other
-        added = {name for name, (_, _, rank) in tensors.items() if rank and (name not in known or name in other)}
+        added = {name for name, size in tensors.items() if size.rank and (name not in known or name in other)}
         unused = self.matrices.keys() - fitting
         # A state that was saved before compression began knows no tensors.
         if strict and self.matrices and (added or (complete and unused)):
@@ -144,11 +151,13 @@ class SavedState:
                 f"matrices missing from it: {listing(added)}; only in it: {listing(unused)}. "
                 "load_state_dict(…, rename={saved name: new name}) maps names, strict=False loads what fits"
             )
-        carried = {name for name in fitting if tensors[name][2] == 0}
+        carried = {name for name in fitting if tensors[name].rank == 0}
+        reviewed = {name for name in fitting - carried if not _same_view(tensors[name], known[name])}
         with_error = {name for name in fitting if "error" in self.matrices[name]}
         return LoadReport(
-            loaded=tuple(sorted(fitting - carried)),
+            loaded=tuple(sorted(fitting - carried - reviewed)),
             carried=tuple(sorted(carried & with_error if feedback else ())),
+            reviewed=tuple(sorted(reviewed)),
             dropped=tuple(sorted(() if feedback else with_error)),
             unused=tuple(sorted(unused if complete else unused & other)),
             added=tuple(sorted(added if self.matrices else ())),
@@ -179,6 +188,28 @@ def check_version(version: Any) -> None:
         raise ValueError(f"expected format_version {FORMAT_VERSION}; got {version!r}")
 
 
+def plain(size: Size) -> list[int]:
+    """Return a size as saved states have it. Without a count it is that of one matrix."""
+    return list(size if size.batch != 1 else size[:3])
+
+
+def _same_view(size: Size, other: Size) -> bool:
+    return size._replace(rank=0) == other._replace(rank=0)
+
+
+def _same_elements(size: Size, other: Size) -> bool:
+    """Return whether these may be views of one tensor. A transposed matrix is another one."""
+    batched = size.batch != other.batch or 1 in (size.n, other.n)
+    return _same_view(size, other) or (batched and size.rows * size.m == other.rows * other.m)
+
+
+def viewed(parts: Parts, size: Size) -> Parts:
+    """Return the parts of a saved tensor that is viewed as matrices of this size: bases only if they fit."""
+    rows = {"error": size.rows, "basis": size.batch * size.m, "left_basis": size.rows}
+    found = {key: part for key, part in parts.items() if key == "error" or len(part) == rows[key]}
+    return found | ({"error": found["error"].reshape(size.rows, size.m)} if "error" in found else {})
+
+
 def sizes_digest(tensors: Mapping[str, Iterable[int]]) -> str:
     """Return a digest of {name: size} that does not depend on the order."""
     text = json.dumps({name: list(size) for name, size in tensors.items()}, sort_keys=True)
@@ -198,7 +229,7 @@ def renamed(named: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def _is_size(size: Any) -> bool:
-    return isinstance(size, (list, tuple)) and len(size) == 3 and all(map(is_count, size))
+    return isinstance(size, (list, tuple)) and len(size) in (3, 4) and all(map(is_count, size))
 
 
 def is_part(value: Any, size: tuple[int | None, int | None] = (None, None)) -> bool:
@@ -226,10 +257,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 def _check_sizes(name: str, size: Size, parts: Mapping[str, Any], needed: set[str]) -> None:
     """Raise ValueError if a part is missing, or is not a part of a matrix of this size."""
-    n, m, _ = size
+    n, m, _, count = size
     basis = parts.get("basis")
     r = basis.shape[-1] if isinstance(basis, Tensor) and basis.dim() else 1
-    expected = {"error": (n, m), "basis": (m, r), "left_basis": (n, r)}
+    expected = {"error": (count * n, m), "basis": (count * m, r), "left_basis": (count * n, r)}
     if not parts.keys() <= expected.keys() or not 1 <= r <= max(1, min(n, m)):
         shapes = {key: tuple(getattr(part, "shape", ())) for key, part in parts.items()}
         raise ValueError(f"matrix {name!r} of the saved state is {n} × {m}; its parts have other sizes: {shapes}")

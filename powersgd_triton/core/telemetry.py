@@ -195,9 +195,10 @@ class _MeasuredStep:
         if not bucket.own:
             # All rows belong to other workers of the node, or nothing is compressed.
             return
-        matrices = bucket.matrices(gradients, bucket.own) if bucket.M is None else bucket.M
-        pairs = zip(matrices, bucket.joined(bucket.product, bucket.own), strict=True)
-        squares = torch.cat([_squares(members, P, Q) for members, (P, Q) in pairs])
+        matrices = bucket.matrices(gradients if bucket.M is None else bucket.buffers, bucket.own)
+        groups = zip(bucket.own, matrices, bucket.joined(bucket.product, bucket.own), strict=True)
+        found = [part.sum(0) for group, M, (P, Q) in groups for part in _squares(M, P, Q).split(group.counts)]
+        squares = torch.stack(found)
         scale = step.scale(device)
         if scale is not None:
             squares /= scale.double().square()

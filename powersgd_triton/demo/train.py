@@ -153,16 +153,18 @@ def _train_worker(worker: int, settings: Settings, title: str, prepare: Prepare)
     )
 
 
-def stepping(optimizer: torch.optim.Optimizer, settings: Settings) -> Callable[[Tensor], None]:
+def stepping(settings: Settings, *optimizers: torch.optim.Optimizer) -> Callable[[Tensor], None]:
     """Return a function that takes a training step for a loss."""
     factor = functools.partial(learning_rate_factor, steps=settings.steps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
 
     def update(loss: Tensor) -> None:
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
 
     return update
 

@@ -104,6 +104,7 @@ class BucketTable:
         matrices: The compressed matrices.
         bypass: (elements, offset in the message of P, offset in that of Q) of each tensor that is not compressed.
         row_tile, column_tile: Rows and columns of a tile in ``row_tiles`` and ``column_tiles``, powers of two.
+        counts: Number of matrices of each tensor. None for 1 each.
         parts_of_larger: Whether the matrices are parts of larger ones, and may be smaller than the rank.
 
     Attributes:
@@ -123,11 +124,16 @@ class BucketTable:
         row_tile: tuple[int, int],
         column_tile: tuple[int, int],
         device: torch.device,
+        counts: Sequence[int] | None = None,
         parts_of_larger: bool = False,
     ) -> None:
         for matrix in matrices:
             _check(matrix, parts_of_larger)
         self.matrices, self.bypass, self.device = tuple(matrices), tuple(bypass), device
+        self.counts = [1] * len(matrices) if counts is None else counts
+        firsts = itertools.accumulate(self.counts, initial=0)
+        # (elements of a matrix, matrices) of each tensor.
+        self._sizes = [(matrices[i].n * matrices[i].m, count) for i, count in zip(firsts, self.counts, strict=False)]
         self.rank = max((matrix.r for matrix in matrices), default=0)
         # Distances on the device and on the host. A CUDA graph in which they were copied does so in each replay, so
         # those that a graph uses are kept.
@@ -207,22 +213,25 @@ class BucketTable:
         self, tensors: Sequence[Tensor], distances: Sequence[int], base: int, bypass: bool
     ) -> tuple[Tensor, Tensor]:
         """Check the tensors and upload how far they lie from the first one."""
-        sizes = [x.n * x.m for x in self.matrices] + ([numel for numel, *_ in self.bypass] if bypass else [])
+        sizes = self._sizes + ([(numel, 1) for numel, *_ in self.bypass] if bypass else [])
         if len(tensors) != len(sizes):
             raise ValueError(f"expected {len(sizes)} tensors; got {len(tensors)}")
         dtype = tensors[0].dtype if tensors else torch.float32
-        for index, (tensor, numel) in enumerate(zip(tensors, sizes, strict=True)):
+        for index, (tensor, (each, count)) in enumerate(zip(tensors, sizes, strict=True)):
             if tensor.dtype not in DTYPES or tensor.dtype != dtype:
                 raise TypeError(f"tensors must all be float32, bfloat16 or float16; number {index} is {tensor.dtype}")
             if tensor.device != self.device:
                 raise ValueError(f"tensors must be on {self.device}; number {index} is on {tensor.device}")
-            if not tensor.is_contiguous() or tensor.numel() != numel:
+            if not tensor.is_contiguous() or tensor.numel() != count * each:
                 raise ValueError(
-                    f"tensor {index} must be contiguous with {numel} elements; "
+                    f"tensor {index} must be contiguous with {count * each} elements; "
                     f"got shape {tuple(tensor.shape)} and stride {tensor.stride()}"
                 )
         if any((base + distance) % dtype.itemsize for distance in distances):
             raise ValueError(f"tensors must start at multiples of their elements' {dtype.itemsize} bytes")
+        # A tensor's matrices lie one after the other.
+        starts = zip(distances, sizes, strict=True)
+        distances = [start + i * each * dtype.itemsize for start, (each, count) in starts for i in range(count)]
         if not is_captured(self.device):
             host = on_host([distances], len(distances), torch.int64, self.device)
         elif self._spares:

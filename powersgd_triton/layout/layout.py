@@ -2,108 +2,46 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from powersgd_triton.config import PowerSGDConfig, whole_number
-from powersgd_triton.layout.wire_format import BLOCK, FORMATS, QUANTIZED, SCALE_BYTES, WireFormat
-
-Tensors = Mapping[str, Sequence[int]]
-"""{name: shape}."""
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (n, m) of a tensor viewed as a matrix: dim 0 × the rest. Fewer than two dimensions give one row."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
-
-
-def compressed_rank(shape: Sequence[int], config: PowerSGDConfig, name: str = "") -> int:
-    """Return the rank r = min(rank, n, m) of a tensor's approximation, or 0 for a bypass tensor.
-
-    A matrix is compressed only if the bytes of its factors in a step, scales included, times ``min_compression_rate``
-    are fewer than those of the whole tensor, 4 n m if it is averaged exactly. If ranks are planned, the result is the
-    largest rank that qualifies. A rank function gets the tensor's ``name``; TypeError or ValueError: it returned no
-    count.
-    """
-    if len(shape) < 2 or config.quantize is not None:
-        return 0
-    n, m = matrix_shape(shape)
-
-    def is_worth_it(r: int) -> bool:
-        return tensor_bytes(shape, r, config) * config.min_compression_rate < tensor_bytes(shape, 0, config)
-
-    if config.planned:
-        assert config.max_rank is not None
-        # Bytes grow with the rank.
-        ranks = range(1, min(n, m, config.max_rank) + 1)
-        return bisect.bisect(ranks, False, key=lambda r: not is_worth_it(r))
-    wanted = config.rank
-    if callable(wanted):
-        wanted = whole_number(f"the rank of {name!r}, {tuple(shape)},", wanted(name, tuple(shape)))
-    assert wanted is not None
-    r = min(wanted, n, m)
-    return r if is_worth_it(r) else 0
-
-
-def sizes(shapes: Tensors, config: PowerSGDConfig) -> dict[str, tuple[int, int, int]]:
-    """Return {name: (n, m, rank)} for tensors {name: shape}. Rank 0 means that a tensor is not compressed."""
-    return {name: (*matrix_shape(shape), compressed_rank(shape, config, name)) for name, shape in shapes.items()}
-
-
-def tensor_bytes(shape: Sequence[int], rank: int, config: PowerSGDConfig) -> float:
-    """Return the bytes of a tensor in an average step: as factors with their scales, or as a whole if the rank is 0."""
-    n, m = matrix_shape(shape)
-    if rank:
-        width = wire_format(config)
-        return (width.factor_bytes(n, rank) + width.factor_bytes(m, rank)) * factors_sent(config)
-    if config.whole_format is None:
-        return 4 * n * m
-    width = QUANTIZED[config.whole_format]
-    return n * m * (width.bits / (8 * width.blocks) + (SCALE_BYTES / BLOCK if width.scaled else 0))
-
-
-def wire_format(config: PowerSGDConfig) -> WireFormat:
-    """Return the format of factors in messages."""
-    return FORMATS[str(config.wire_dtype or "float32")]
-
-
-def factors_sent(config: PowerSGDConfig) -> float:
-    """Return how often an average step sends both factors of a matrix."""
-    return config.iterations * (0.5 if config.algorithm == "alternating" else 1.0)
-
-
-def products(config: PowerSGDConfig, iteration: int, repetition: int) -> tuple[bool, bool]:
-    """Return (whether P = M Q, whether Q = Mᵀ P̂ is computed and sent) in a repetition of a step."""
-    if config.algorithm == "standard":
-        return True, True
-    # They take turns, from the first compressed step on.
-    turn = (iteration - config.start_iter) * config.iterations + repetition
-    return turn % 2 == 1, turn % 2 == 0
+from powersgd_triton.config import PowerSGDConfig
+from powersgd_triton.layout.matrices import Size, Tensors, products, sizes, wire_format
+from powersgd_triton.layout.wire_format import QUANTIZED
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One tensor in the flat buffer: elements [offset, offset + n·m). ``rank`` is 0 for a bypass tensor."""
+    """One tensor in the flat buffer, as matrices from ``offset`` on. A bypass tensor has rank 0."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
-    rank: int
+    size: Size
 
     @property
     def n(self) -> int:
-        return matrix_shape(self.shape)[0]
+        return self.size.n
 
     @property
     def m(self) -> int:
-        return matrix_shape(self.shape)[1]
+        return self.size.m
+
+    @property
+    def rank(self) -> int:
+        return self.size.rank
+
+    @property
+    def batch(self) -> int:
+        return self.size.batch
+
+    @property
+    def rows(self) -> int:
+        return self.size.rows
 
     @property
     def numel(self) -> int:
@@ -116,7 +54,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class ShapeGroup:
-    """Matrices of equal n × m and rank. Their factors, P [B, n, r] and Q [B, m, r], begin at these offsets."""
+    """Tensors of B matrices of equal n × m and rank. Their factors, P [B, n, r] and Q [B, m, r], begin there."""
 
     n: int
     m: int
@@ -124,6 +62,11 @@ class ShapeGroup:
     segments: tuple[Segment, ...]
     p_offset: int
     q_offset: int
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of matrices of each tensor."""
+        return [segment.batch for segment in self.segments]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,8 +85,9 @@ class Layout:
     @classmethod
     def build(cls, shapes: Tensors, config: PowerSGDConfig, *, compress: bool = True) -> Layout:
         """Lay out tensors {name: shape} contiguously in this order. With ``compress=False`` all are bypass tensors."""
-        ranks = {name: compressed_rank(shape, config, name) if compress else 0 for name, shape in shapes.items()}
-        segments = [Segment(name, tuple(shape), 0, ranks[name]) for name, shape in shapes.items()]
+        # A user's functions, which may fail on one worker, are called only for what is compressed.
+        found = sizes(shapes, config) if compress else {n: Size(1, math.prod(shape)) for n, shape in shapes.items()}
+        segments = [Segment(name, tuple(shapes[name]), 0, size) for name, size in found.items()]
         return cls(_contiguous(segments), config.batch_by_shape, rounds=compress and config.whole_format is not None)
 
     @classmethod
@@ -154,7 +98,9 @@ class Layout:
 
     def with_ranks(self, ranks: Callable[[Segment], int]) -> Layout:
         """Return the layout with other ranks for its matrices, or this layout if no rank changes."""
-        segments = tuple(dataclasses.replace(s, rank=ranks(s)) if s.rank else s for s in self.segments)
+        segments = tuple(
+            dataclasses.replace(s, size=s.size._replace(rank=ranks(s))) if s.rank else s for s in self.segments
+        )
         return self if segments == self.segments else dataclasses.replace(self, segments=segments)
 
     @functools.cached_property
@@ -190,8 +136,9 @@ class Layout:
         for segments in members.values():
             n, m, rank = segments[0].n, segments[0].m, segments[0].rank
             groups.append(ShapeGroup(n, m, rank, tuple(segments), p_offset, q_offset))
-            p_offset += len(segments) * n * rank
-            q_offset += len(segments) * m * rank
+            count = sum(groups[-1].counts)
+            p_offset += count * n * rank
+            q_offset += count * m * rank
         return tuple(groups)
 
     @functools.cached_property
@@ -220,7 +167,7 @@ class Layout:
 
     def factor_shapes(self, *, left: bool) -> list[tuple[int, int, int]]:
         """Return (matrices, rows, rank) of the left or right factors of each group."""
-        return [(len(g.segments), g.n if left else g.m, g.rank) for g in self.groups]
+        return [(sum(g.counts), g.n if left else g.m, g.rank) for g in self.groups]
 
     def factor_bytes(self, config: PowerSGDConfig, *, left: bool) -> int:
         """Return the bytes of the left or right factors of all groups in a message, with their scales."""
@@ -246,8 +193,9 @@ def _contiguous(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 class RowPartition:
     """A layout's rows, divided among workers into consecutive parts with about equal numbers of elements.
 
-    A matrix that lies on a cut stays one matrix with one pair of factors: each worker multiplies its own rows. ``cuts``
-    are the offsets of the rows at which parts begin, from the first matrix on, and the end of the last matrix.
+    A matrix that lies on a cut stays one matrix with one pair of factors: each worker multiplies its own rows. A batch
+    of matrices is cut between them. ``cuts`` are the offsets of the rows at which parts begin, from the first matrix
+    on, and the end of the last matrix.
     """
 
     layout: Layout
@@ -262,8 +210,8 @@ class RowPartition:
         cuts = [layout.compressed[0].offset]
         for segment in layout.compressed:
             while len(cuts) < workers and total * len(cuts) <= workers * (before + segment.numel):
-                row = round((total * len(cuts) / workers - before) / segment.m)
-                cuts.append(segment.offset + row * segment.m)
+                unit = segment.m * (segment.n if segment.batch > 1 else 1)
+                cuts.append(segment.offset + unit * round((total * len(cuts) / workers - before) / unit))
             before += segment.numel
         end = layout.compressed[-1].offset + layout.compressed[-1].numel
         return cls(layout, (*cuts, *[end] * (workers + 1 - len(cuts))))
@@ -273,27 +221,29 @@ class RowPartition:
         return len(self.cuts) - 1
 
     def rows(self, segment: Segment) -> tuple[tuple[int, int], ...]:
-        """Return the (first row, row after the last) of a matrix that each worker has."""
-        edges = [min(max((cut - segment.offset) // segment.m, 0), segment.n) for cut in self.cuts]
-        edges[0], edges[-1] = 0, segment.n
+        """Return the (first row, row after the last) of a tensor's matrices that each worker has."""
+        edges = [min(max((cut - segment.offset) // segment.m, 0), segment.rows) for cut in self.cuts]
+        edges[0], edges[-1] = 0, segment.rows
         return tuple(itertools.pairwise(edges))
 
     def groups(self, worker: int) -> tuple[ShapeGroup, ...]:
         """Return a worker's rows as matrices, grouped by shape, with the places of their factors in the layout's."""
         found: list[ShapeGroup] = []
         for group in self.layout.groups:
-            continues = False
-            for index, segment in enumerate(group.segments):
+            continues, index = False, 0
+            for segment in group.segments:
                 first, end = self.rows(segment)[worker]
-                if first == end:
-                    continue
-                shape, offset = (end - first, *segment.shape[1:]), segment.offset + first * group.m
-                piece, whole = dataclasses.replace(segment, shape=shape, offset=offset), end - first == group.n
-                if whole and continues:
-                    found[-1] = dataclasses.replace(found[-1], segments=(*found[-1].segments, piece))
-                else:
-                    p_offset = group.p_offset + (index * group.n + first) * group.rank
-                    q_offset = group.q_offset + index * group.m * group.rank
-                    found.append(ShapeGroup(piece.n, group.m, group.rank, (piece,), p_offset, q_offset))
-                continues = whole
+                if first < end:
+                    whole, height = end - first == segment.rows, group.n if segment.batch > 1 else end - first
+                    size = Size(height, group.m, group.rank, (end - first) // height)
+                    offset = segment.offset + first * group.m
+                    piece = Segment(segment.name, (end - first, group.m), offset, size)
+                    if whole and continues:
+                        found[-1] = dataclasses.replace(found[-1], segments=(*found[-1].segments, piece))
+                    else:
+                        p_offset = group.p_offset + (index * group.n + first) * group.rank
+                        q_offset = group.q_offset + (index + first // group.n) * group.m * group.rank
+                        found.append(ShapeGroup(height, group.m, group.rank, (piece,), p_offset, q_offset))
+                    continues = whole
+                index += segment.batch
         return tuple(found)

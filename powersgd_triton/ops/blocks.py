@@ -32,10 +32,12 @@ def dtype_of(matrices: Matrices) -> torch.dtype:
 
 
 def together(tensors: Sequence[Tensor], n: int, m: int) -> Matrices:
-    """Return contiguous tensors of n · m elements as matrices: one view if they lie at equal distances in a storage."""
+    """Return contiguous tensors as n × m matrices, one or several each: one view if they lie at equal distances."""
     first, numel = tensors[0], n * m
     if len(tensors) == 1:
-        return first.view(1, n, m)
+        return first.view(-1, n, m)
+    if any(tensor.numel() != numel for tensor in tensors):
+        tensors = [matrix for tensor in tensors for matrix in tensor.view(-1, n, m).unbind()]
     itemsize, storage, places = first.itemsize, first.untyped_storage(), [tensor.data_ptr() for tensor in tensors]
     distance, end = places[1] - places[0], storage.data_ptr() + storage.nbytes()
     equal = distance >= numel * itemsize and places == list(range(places[0], places[-1] + 1, distance))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, RowPartition, ShapeGroup, wire_format
+from powersgd_triton.layout.layout import Layout, RowPartition, Segment, ShapeGroup
+from powersgd_triton.layout.matrices import wire_format
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.blocks import Matrices, together
 from powersgd_triton.ops.reference import subtract_product_reference
@@ -43,7 +44,7 @@ class Bucket:
         P_hat: Orthonormal left bases [B, n, r].
         basis: Orthonormal right bases [B, m, r], by which the next projection multiplies.
         P, Q: This worker's own products. P is empty in the standard algorithm.
-        M: Error buffers, B of [n, m] for each group of ``own``. None without error feedback.
+        M: Error buffers [rows, m] of each group of ``own``. None without error feedback.
         buffers: The same by name.
         keys: Seeds of the matrices' random directions, [B] int64 on the device for each group.
         product: This worker's contribution to the last step.
@@ -84,14 +85,14 @@ class Bucket:
         self.buffers = errors or {}
         if errors is not None:
             self.M = [[errors[segment.name] for segment in group.segments] for group in self.own]
-        seeds = [torch.tensor([seed(segment.name, config) for segment in group.segments]) for group in layout.groups]
+        seeds = [torch.tensor([key for s in group.segments for key in keys(s, config)]) for group in layout.groups]
         if device.type not in ("cpu", "meta"):
             # So that the copies do not wait for the device.
             seeds = [numbers.pin_memory() for numbers in seeds]
         self.keys = [numbers.to(device, non_blocking=True) for numbers in seeds]
         # Adjacent groups with factors of equal shape count as one: {whether left: groups}.
         self.stacks = {left: _stacked(layout.groups, left=left) for left in (True, False)}
-        counts = {left: [len(group.segments) for group in groups] for left, groups in self.stacks.items()}
+        counts = {left: [sum(group.counts) for group in groups] for left, groups in self.stacks.items()}
         whole = torch.cat(self.keys) if self.keys else torch.empty(0, dtype=torch.int64, device=device)
         self.stack_keys = {left: whole.split(sizes) if sizes else () for left, sizes in counts.items()}
         self.product: Product = []
@@ -121,8 +122,8 @@ class Bucket:
         masks = []
         never = torch.zeros((), dtype=torch.bool, device=self.message_P.device)
         for group in self.layout.groups:
-            mask = torch.stack([unsent.get(segment.name, never).to(never.device) for segment in group.segments])
-            masks.append(mask.view(-1, 1, 1))
+            rows = [unsent.get(s.name, never).to(never.device).expand(s.batch) for s in group.segments]
+            masks.append(torch.cat(rows).view(-1, 1, 1))
         product = []
         for left, right in self.product:
             # A new tensor, since the left factor may be a basis.
@@ -152,12 +153,12 @@ class Bucket:
         dtype = error_dtype(self.config, self.message_P.dtype)
         dtype = torch.promote_types(dtype, torch.float32) if wide else dtype
         device, compressed = self.message_P.device, self.layout.compressed
-        whole = {segment.name: torch.zeros(segment.n, segment.m, dtype=dtype, device=device) for segment in compressed}
+        whole = {s.name: torch.zeros(s.rows, s.m, dtype=dtype, device=device) for s in compressed}
         offsets = {segment.name: segment.offset for segment in compressed}
         copies: list[list[Tensor]] = []
         for group, errors in zip(self.own, self.M, strict=True):
             firsts = [(piece.offset - offsets[piece.name]) // piece.m for piece in group.segments]
-            rows = [whole[piece.name][i : i + piece.n] for piece, i in zip(group.segments, firsts, strict=True)]
+            rows = [whole[piece.name][i : i + piece.rows] for piece, i in zip(group.segments, firsts, strict=True)]
             copies.append([own.copy_(error) for own, error in zip(rows, errors, strict=True)])
         self._settle(copies, None if step.decides(self.applied) else self.applied)
         return whole
@@ -165,8 +166,8 @@ class Bucket:
     def _settle(self, buffers: list[list[Tensor]], applied: Tensor | None) -> None:
         """Turn M into E: subtract the pending product unless ``applied`` is 0 or None, and divide by the loss scale."""
         if applied is not None:
-            for errors, (P, Q) in zip(buffers, self.joined(self.product, self.own), strict=True):
-                subtract_product_reference(errors, P, Q, applied)
+            for errors, group, (P, Q) in zip(buffers, self.own, self.joined(self.product, self.own), strict=True):
+                subtract_product_reference(together(errors, group.n, group.m), P, Q, applied)
         for error in [error for errors in buffers for error in errors]:
             if applied is not None:
                 # Near the largest number, the difference may overflow although M and the factors are finite.
@@ -223,7 +224,7 @@ class Bucket:
 
         def view(group: ShapeGroup) -> Tensor:
             rows, offset = (group.n, group.p_offset) if left else (group.m, group.q_offset)
-            shape, start = (len(group.segments), rows, group.rank), flat.storage_offset() + offset
+            shape, start = (sum(group.counts), rows, group.rank), flat.storage_offset() + offset
             return flat.as_strided(shape, (rows * group.rank, group.rank, 1), start)
 
         return self._once(flat, (left, id(groups)), lambda: list(map(view, groups)))
@@ -254,6 +255,8 @@ def error_dtype(config: PowerSGDConfig, messages: torch.dtype) -> torch.dtype:
     return getattr(torch, str(config.error_dtype)) if config.error_dtype else messages
 
 
-def seed(name: str, config: PowerSGDConfig) -> int:
-    """Return the seed of a matrix's random directions. It is the same on all workers and in every bucket."""
-    return zlib.crc32(name.encode()) ^ config.seed
+def keys(segment: Segment, config: PowerSGDConfig) -> list[int]:
+    """Return the seeds of random directions of a tensor's matrices, the same on all workers and in every bucket."""
+    name, count = segment.name, segment.batch
+    names = [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
+    return [zlib.crc32(each.encode()) ^ config.seed for each in names]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
-from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product, together
+from powersgd_triton.ops.blocks import Matrices, add_product, multiply, product
 from powersgd_triton.ops.bucket import Bucket
 from powersgd_triton.ops.explore import explore_reference, explores
 from powersgd_triton.ops.orthogonalize import orthogonalize_groups, random_directions
@@ -113,18 +113,10 @@ class TorchBackend:
     def reconstruct_ranges(self, out: Mapping[str, tuple[int, Tensor]], overflow: Tensor | None) -> None:
         bucket = self.bucket
         for group, (left, right) in zip(bucket.layout.groups, bucket.joined(bucket.average), strict=True):
-            for index, segment in enumerate(group.segments):
+            lefts, rights = left.split(group.counts), right.split(group.counts)
+            for segment, P, Q in zip(group.segments, lefts, rights, strict=True):
                 if segment.name in out:
-                    start, target = out[segment.name]
-                    first, behind = start // group.m, -(-(start + target.numel()) // group.m)
-                    P, Q = left[index : index + 1, first:behind], right[index : index + 1]
-                    if target.numel() == (behind - first) * group.m and target.dtype == P.dtype:
-                        multiply(P, Q.mT, out=target.view(1, behind - first, group.m))
-                    else:
-                        skipped = start - first * group.m
-                        target.copy_(product(P, Q.mT).view(-1)[skipped : skipped + target.numel()])
-                    if overflow is not None and may_overflow(P, Q, target.dtype):
-                        note_overflow(target, overflow)
+                    _write_range(P, Q, *out[segment.name], overflow)
         for segment, mean in zip(bucket.layout.bypass, bucket.split_bypass(bucket.bypass_means), strict=True):
             if segment.name in out:
                 start, target = out[segment.name]
@@ -152,8 +144,7 @@ class TorchBackend:
     @functools.cached_property
     def _M(self) -> Sequence[Matrices] | None:
         """The error buffers, of which a group's usually lie together."""
-        M, groups = self.bucket.M, self.bucket.own
-        return M and [together(matrices, group.n, group.m) for matrices, group in zip(M, groups, strict=True)]
+        return self.bucket.M and self.bucket.matrices(self.bucket.buffers, self.bucket.own)
 
     def _bases_and_results(self, factors: Tensor, *, left: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return the bases by which this worker's rows are multiplied, and views of ``factors`` for the products.
@@ -228,6 +219,22 @@ class TorchBackend:
             for mean in self._means:
                 mean.masked_fill_(~finite, math.nan)
         bucket.commit(self._product, self._average, self._bypass, verdict)
+
+
+def _write_range(P: Tensor, Q: Tensor, start: int, target: Tensor, overflow: Tensor | None) -> None:
+    """Write elements of the matrices P Qᵀ, [B, n, r] and [B, m, r], from ``start`` on to ``target``."""
+    n, m = P.shape[1], Q.shape[1]
+    for index in range(start // (n * m), -(-(start + target.numel()) // (n * m))):
+        low, high = max(start, index * n * m), min(start + target.numel(), (index + 1) * n * m)
+        piece, skipped = target[low - start : high - start], low - index * n * m
+        first, behind = skipped // m, -(-(skipped + len(piece)) // m)
+        left, right = P[index : index + 1, first:behind], Q[index : index + 1]
+        if len(piece) == (behind - first) * m and piece.dtype == P.dtype:
+            multiply(left, right.mT, out=piece.view(1, behind - first, m))
+        else:
+            piece.copy_(product(left, right.mT).view(-1)[skipped - first * m :][: len(piece)])
+        if overflow is not None and may_overflow(left, right, piece.dtype):
+            note_overflow(piece, overflow)
 
 
 def _orthogonalize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,11 @@ from powersgd_triton.kernels.pack import average_triton, pack_triton
 from powersgd_triton.kernels.reconstruct import reconstruct_triton
 from powersgd_triton.kernels.table import BucketTable, FactorTable, Matrix, Pointers
 from powersgd_triton.kernels.wire import TritonWire
-from powersgd_triton.layout.layout import ShapeGroup, products
+from powersgd_triton.layout.layout import ShapeGroup
+from powersgd_triton.layout.matrices import products
 from powersgd_triton.layout.wire_format import WirePlan
 from powersgd_triton.ops.backend import Message
-from powersgd_triton.ops.bucket import Bucket, seed
+from powersgd_triton.ops.bucket import Bucket, keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.step import Step
 from powersgd_triton.ops.torch_backend import TorchBackend
@@ -52,13 +54,13 @@ class TritonBackend:
         def table(groups: Sequence[ShapeGroup], *, parts_of_larger: bool = False) -> tuple[BucketTable, list[str]]:
             matrices = [
                 Matrix(group.n, group.m, group.rank, group.p_offset + i * group.n * group.rank,
-                       group.q_offset + i * group.m * group.rank, seed(segment.name, bucket.config))
+                       group.q_offset + i * group.m * group.rank, key)
                 for group in groups
-                for i, segment in enumerate(group.segments)
+                for i, key in enumerate(key for segment in group.segments for key in keys(segment, bucket.config))
             ]  # fmt: skip
-            segments = (*(segment for group in groups for segment in group.segments), *layout.bypass)
-            names = [segment.name for segment in segments]
-            return BucketTable(matrices, bypass, *self._tiles, device, parts_of_larger=parts_of_larger), names
+            segments = [segment for group in groups for segment in group.segments]
+            counts, names = [s.batch for s in segments], [s.name for s in (*segments, *layout.bypass)]
+            return BucketTable(matrices, bypass, *self._tiles, device, counts, parts_of_larger), names
 
         # The whole matrices, and the rows that this worker multiplies.
         self._table, self._names = self._own, self._own_names = table(layout.groups)
@@ -187,13 +189,21 @@ class TritonBackend:
     def _table_of(self, places: Mapping[str, tuple[int, int]]) -> tuple[BucketTable, dict[str, list[int]]]:
         """Return the table of parts of the averages, and {name: elements of each of its matrices}, in their order."""
         whole, matrices, bypass, sizes = self._table, [], [], {}
-        for name, matrix in zip(self._names, whole.matrices, strict=False):
-            if name in places:
-                start, numel = places[name]
-                within = matrix.within(start, start + numel)
+        waiting = iter(whole.matrices)
+        for name, count in zip(self._names, whole.counts, strict=False):
+            batch, (start, numel) = list(itertools.islice(waiting, count)), places.get(name, (0, 0))
+            each = batch[0].n * batch[0].m
+            spans = [(max(0, start - i * each), min(each, start + numel - i * each)) for i in range(count)]
+            within = [
+                part
+                for matrix, (low, high) in zip(batch, spans, strict=True)
+                if low < high
+                for part in matrix.within(low, high)
+            ]
+            if within:
                 sizes[name] = [part.n * part.m for part in within]
                 matrices += within
-        for name, (_, of_P, of_Q) in zip(self._names[len(whole.matrices) :], whole.bypass, strict=True):
+        for name, (_, of_P, of_Q) in zip(self._names[len(whole.counts) :], whole.bypass, strict=True):
             if name in places:
                 start, numel = places[name]
                 sizes[name] = [numel]

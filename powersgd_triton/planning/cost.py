@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from powersgd_triton.comm.exchange import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, exchange_of, waits
 from powersgd_triton.config import PowerSGDConfig, quantized
-from powersgd_triton.layout.layout import Layout, Tensors, factors_sent
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import Tensors, factors_sent
 from powersgd_triton.layout.wire_format import QUANTIZED
 from powersgd_triton.ranks.planner import Planner, mean_rank, sent_bytes
 

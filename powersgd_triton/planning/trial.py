@@ -16,7 +16,7 @@ from powersgd_triton.comm.communicator import Communicator, travel_device, wait
 from powersgd_triton.comm.nodes import own_place
 from powersgd_triton.config import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
-from powersgd_triton.layout.layout import Tensors
+from powersgd_triton.layout.matrices import Tensors
 from powersgd_triton.planning.cost import RANKS, ComputeTime, Network
 from powersgd_triton.schemes import new_engine
 
@@ -98,8 +98,14 @@ def sample(matrices: Mapping[str, tuple[int, ...]], largest: int) -> Mapping[str
     elements = sum(math.prod(shape) for shape in names)
     if elements <= largest:
         return {name: shape for shape, own in names.items() for name in own[: largest // elements]}
-    rows = {shape: max(1, largest // len(names) // math.prod(shape[1:])) for shape in names}
-    return {own[0]: (min(shape[0], rows[shape]), *shape[1:]) for shape, own in names.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for shape, own in names.items():
+        share, first = largest // len(names), math.prod(shape[1:])
+        found[own[0]] = (min(shape[0], max(1, share // first)), *shape[1:])
+        if first > share and len(shape) > 2:
+            # Rows of one expert.
+            found[own[0]] = (1, max(1, share // math.prod(shape[2:])), *shape[2:])
+    return found
 
 
 def _numel(tensors: Mapping[str, tuple[int, ...]]) -> int:

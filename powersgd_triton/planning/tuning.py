@@ -15,7 +15,7 @@ import torch
 from powersgd_triton.config import AUTO, PowerSGDConfig, logger
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.scheme import Listener
-from powersgd_triton.layout.layout import Tensors
+from powersgd_triton.layout.matrices import Tensors
 from powersgd_triton.planning import cost
 from powersgd_triton.planning.cost import ComputeTime, Job, Network
 from powersgd_triton.planning.trial import measure_network, synchronize, time_compute

@@ -40,7 +40,9 @@ def measured(buckets: Iterable[Bucket], communicator: Communicator) -> Callable[
             # ‖l_k‖² ‖r_k‖² of the average's columns [B, r], since one factor is orthonormal. With several repetitions
             # of a step, they are one after the other.
             energies = left.double().square().sum(dim=1) * right.double().square().sum(dim=1)
-            columns.append(energies.unflatten(1, (-1, group.rank)).sum(dim=1).flatten())
+            energies = energies.unflatten(1, (-1, group.rank)).sum(dim=1)
+            # All matrices of a tensor have one rank.
+            columns += [part.sum(dim=0) for part in energies.split(group.counts)]
             for segment in group.segments:
                 ranks.append((segment.name, group.rank))
                 # Of a matrix that the workers of a node share, each measures its own rows of the node's sum.

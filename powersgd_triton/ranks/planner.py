@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from powersgd_triton.comm.exchange import SMALL_PART
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import Tensors, compressed_rank, factors_sent, tensor_bytes, wire_format
+from powersgd_triton.layout.matrices import Tensors, compressed_rank, factors_sent, tensor_bytes, wire_format
 from powersgd_triton.layout.wire_format import ALIGNMENT
 
 
@@ -58,7 +58,7 @@ def budget(tensors: Tensors, config: PowerSGDConfig) -> float:
 
 def sent_bytes(tensors: Tensors, ranks: Mapping[str, int], config: PowerSGDConfig) -> float:
     """Return the bytes that a step sends for tensors {name: shape}, of which those in ``ranks`` are compressed."""
-    return sum(tensor_bytes(shape, ranks.get(name, 0), config) for name, shape in tensors.items())
+    return sum(tensor_bytes(shape, ranks.get(name, 0), config, name) for name, shape in tensors.items())
 
 
 def mean_rank(tensors: Tensors, ranks: Mapping[str, int]) -> float:
@@ -89,7 +89,7 @@ class Planner:
     @functools.cached_property
     def _columns(self) -> dict[str, float]:
         """{name: bytes of a column}."""
-        return {name: tensor_bytes(self.tensors[name], 1, self.config) for name in self.largest}
+        return {name: tensor_bytes(self.tensors[name], 1, self.config, name) for name in self.largest}
 
     def fits(self, ranks: Mapping[str, int]) -> bool:
         """Return whether a step with these ranks keeps to the budget."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from powersgd_triton.config import AUTO, PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, tensor_bytes
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import tensor_bytes
 from powersgd_triton.ranks.planner import Spectrum, budget
 
 
@@ -19,6 +20,7 @@ class ReportedTensor:
     Attributes:
         name: Name of the parameter.
         shape: Shape of the tensor that is compressed; of this worker's shard if shards are compressed.
+        matrices: Its view as (batch, rows, columns).
         rank: Rank of its approximation; 0 if it is averaged exactly, or quantized.
         bytes_per_step: Bytes of its factors with their scales, or of the tensor itself.
         energy_sent: Share of ‖M‖² that the factors contained in the step from which ranks were planned; None before.
@@ -26,9 +28,18 @@ class ReportedTensor:
 
     name: str
     shape: tuple[int, ...]
+    matrices: tuple[int, int, int]
     rank: int
     bytes_per_step: float
     energy_sent: float | None = None
+
+    @property
+    def described(self) -> str:
+        """The shape, and the matrices if they are other ones."""
+        shape, (batch, n, m) = " × ".join(map(str, self.shape)) or "scalar", self.matrices
+        if not self.rank or self.shape == (n, m):
+            return shape
+        return f"{shape} as {batch} of {n} × {m}" if batch > 1 else f"{shape} as {n} × {m}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,7 @@ class RankReport:
         every: Steps from one exchange to the next. With local steps, bytes are those of an exchange.
         zeroed: Columns of bases, over all steps of the buckets in force, that were set to 0 because they would not have
             been orthonormal. The error keeps what they would have sent. More than 0 shows a fault: please report it.
+        left_out: Names of parameters that the framework averages itself, without compression.
     """
 
     tensors: tuple[ReportedTensor, ...]
@@ -63,6 +75,7 @@ class RankReport:
     error_bytes: float = 0.0
     every: int = 1
     zeroed: int = 0
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, layout: Layout, config: PowerSGDConfig, spectra: Mapping[str, Spectrum], **further: Any) -> RankReport:
@@ -70,7 +83,8 @@ class RankReport:
         rows = []
         for s in layout.segments:
             share = spectra[s.name].share if s.rank and s.name in spectra else None
-            rows.append(ReportedTensor(s.name, s.shape, s.rank, tensor_bytes(s.shape, s.rank, config), share))
+            size = tensor_bytes(s.shape, s.rank, config, s.name)
+            rows.append(ReportedTensor(s.name, s.shape, (s.batch, s.n, s.m), s.rank, size, share))
         further["budget"] = budget(layout.shapes, config) if config.planned and config.compression != AUTO else None
         errors = 0.0
         if config.error_feedback and config.quantize is not None:
@@ -105,7 +119,7 @@ class RankReport:
         rows = [
             (
                 tensor.name,
-                " × ".join(map(str, tensor.shape)) or "scalar",
+                tensor.described,
                 str(tensor.rank or self.quantize or "exact"),
                 f"{tensor.bytes_per_step:,.0f}",
                 "" if tensor.energy_sent is None else f"{100 * tensor.energy_sent:.0f}%",
@@ -131,6 +145,9 @@ class RankReport:
         lines.append(f"Errors take {self.error_bytes:,.0f} bytes on each worker between steps")
         if self.zeroed:
             lines.append(f"{self.zeroed} columns of bases were not orthonormal. The error keeps what they did not send")
+        if self.left_out:
+            shown = ", ".join(self.left_out[:5]) + (f" and {len(self.left_out) - 5} more" if self.left_out[5:] else "")
+            lines.append(f"Averaged by the framework itself: {shown}")
         if self.whole_step is not None:
             before, after = self.whole_step
             change = fewer(before / after) if after else "none"

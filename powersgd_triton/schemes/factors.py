@@ -12,7 +12,7 @@ from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.comm.exchange import Collectives
 from powersgd_triton.config import logger
 from powersgd_triton.core.residuals import Matrix, Residuals
-from powersgd_triton.core.saved_state import Parts, listing
+from powersgd_triton.core.saved_state import Parts, listing, viewed
 from powersgd_triton.core.scheme import Task
 from powersgd_triton.layout.layout import RowPartition
 from powersgd_triton.ops.backend import Backend
@@ -77,8 +77,8 @@ def _error_buffers(
         stay = device.type != "cpu" or (
             len(known) == len(names) and isinstance(together(list(known.values()), group.n, group.m), Tensor)
         )
-        count = len(names) - (len(known) if stay else 0)
-        zeros = iter(torch.zeros(count, group.n, group.m, dtype=dtype, device=device).unbind())
+        rows = [piece.rows for piece in group.segments if not (stay and piece.name in known)]
+        zeros = iter(torch.zeros(sum(rows), group.m, dtype=dtype, device=device).split(rows))
         for name in names:
             error = known.get(name)
             if error is None:
@@ -97,11 +97,13 @@ def take_over(residuals: Residuals, backend: Backend, step: Step) -> None:
         bases["left_basis"] = bucket.left(bucket.P_hat)
     complete = True
     for position, group in enumerate(bucket.layout.groups):
+        split = {key: views[position].split(group.counts) for key, views in bases.items()}
         for index, segment in enumerate(group.segments):
-            own = {key: views[position][index] for key, views in bases.items()}
+            own = {key: views[index].flatten(0, 1) for key, views in split.items()}
             error, rows = bucket.buffers.get(segment.name), bucket.partition.rows(segment)
             kept = functools.partial(residuals.plan.kept_columns, segment.name)
             earlier, loaded = residuals.matrices.get(segment.name), residuals.loaded.matrices.get(segment.name)
+            loaded = loaded and viewed(loaded, segment.size)
             if earlier is not None:
                 complete &= _fill(own, earlier.bases, kept)
                 if bucket.M is not None and earlier.rows != rows:
@@ -140,7 +142,7 @@ def move_rows(residuals: Residuals, bucket: Bucket, communicator: Communicator) 
         if segment.name not in residuals.moving:
             continue
         matrix, width = residuals.matrices[segment.name], bucket.message_P
-        whole = torch.zeros(segment.n, segment.m, dtype=width.dtype, device=width.device)
+        whole = torch.zeros(segment.rows, segment.m, dtype=width.dtype, device=width.device)
         for first, rows in residuals.moving[segment.name]:
             whole[first : first + len(rows)] += rows
         if communicator.inside is not None:

@@ -171,7 +171,8 @@ def test_launches_of_a_narrow_message(workers: int, launches: list[str], algorit
     fields: dict[str, Any] = {"algorithm": algorithm, "wire_dtype": wire_dtype, "run_kernels": False}
     alone = steps([(1100, 1050), (7,)], 4, algorithm=algorithm, run_kernels=False)[-1]
     messages = 2 if algorithm == "standard" else 1
-    for shapes in ([(1100, 1050), (7,)], [(1100 + i % 3, 1050 - i % 2) for i in range(6)] + [(7,)] * 6):
+    several = [(1100 + i % 3, 1050 - i % 2) for i in range(6)] + [(7,)] * 6
+    for shapes in ([(1100, 1050), (7,)], several, [(6, 1100, 1050), (7,)]):
         activity = steps(shapes, 4, communicator=Among(workers), **fields)[-1]
         of_wire = [kernel for kernel in activity.kernels if kernel in WIRE_LAUNCHES]
         assert of_wire == launches * messages

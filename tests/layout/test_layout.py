@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
 from powersgd_triton.config import ALGORITHMS
-from powersgd_triton.layout.layout import Layout, compressed_rank, matrix_shape
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import Size, compressed_rank, matrix_size
 
 Shapes = list[tuple[int, ...]]
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=12)
@@ -20,9 +21,17 @@ def build(shapes: Shapes, **fields: Any) -> Layout:
     return Layout.build({f"t{i}": shape for i, shape in enumerate(shapes)}, PowerSGDConfig(**fields))
 
 
-def test_matrix_shape():
-    shapes = {(): (1, 1), (5,): (1, 5), (3, 4): (3, 4), (8, 3, 2, 2): (8, 12), (0, 4): (0, 4), (4, 0, 2): (4, 0)}
-    assert {shape: matrix_shape(shape) for shape in shapes} == shapes
+def test_what_is_a_matrix():
+    config = PowerSGDConfig()
+    one = {(): (1, 1), (5,): (1, 5), (3, 4): (3, 4), (8, 3, 2, 2): (8, 12), (0, 4): (0, 4), (512, 256, 3): (512, 768)}
+    batches = {(128, 1536, 2048): 128, (2, 4096, 64): 2, (1, 197, 768): 1, (2, 4, 64, 32): 8, (512, 2048, 512): 512}
+    expected: dict[tuple[int, ...], Size] = {shape: Size(*size) for shape, size in one.items()}
+    expected |= {shape: Size(shape[-2], shape[-1], batch=batch) for shape, batch in batches.items()}
+    assert {shape: matrix_size(shape, config) for shape in expected} == expected
+    # Its factors have 55 times fewer bytes; as 128 × the rest, they would have 8 times fewer.
+    experts = {"experts": (128, 1536, 2048)}
+    layout = Layout.build(experts, PowerSGDConfig(rank=16))
+    assert 4 * layout.numel / (4 * layout.p_numel + 4 * layout.q_numel) > 50
 
 
 def test_eligibility():
@@ -49,14 +58,14 @@ def test_everything_has_one_place(shapes: Shapes, rank: int, rate: float, batch:
     p_end = q_end = 0
     for group in layout.groups:
         assert (group.p_offset, group.q_offset) == (p_end, q_end)
-        p_end += len(group.segments) * group.n * group.rank
-        q_end += len(group.segments) * group.m * group.rank
+        p_end += sum(group.counts) * group.n * group.rank
+        q_end += sum(group.counts) * group.m * group.rank
     assert (layout.p_numel, layout.q_numel) == (p_end, q_end)
     for segment, offset in zip(layout.bypass, layout.bypass_offsets(layout.p_numel), strict=True):
         assert offset == p_end
         p_end += segment.numel
     assert layout.p_numel + layout.bypass_numel == p_end
-    sent = sum((s.n + s.m) * s.rank if s.rank else s.numel for s in layout.segments)
+    sent = sum(s.batch * (s.n + s.m) * s.rank if s.rank else s.numel for s in layout.segments)
     assert layout.sent_numel(PowerSGDConfig(), 0) == p_end + q_end == sent
     turns = [layout.sent_numel(PowerSGDConfig(algorithm="alternating"), iteration) for iteration in (0, 1, 2)]
     assert turns == [layout.bypass_numel + numel for numel in (layout.q_numel, layout.p_numel, layout.q_numel)]

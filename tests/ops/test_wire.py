@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, compressed_rank
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import compressed_rank
 from powersgd_triton.layout.wire_format import ALIGNMENT, BLOCK, FORMATS, LARGE_CHUNK, WirePlan
 from powersgd_triton.ops.wire import TorchWire
 from tests.support.checks import everything, gradients, same_bits

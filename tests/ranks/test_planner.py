@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout.layout import Layout, compressed_rank, tensor_bytes
+from powersgd_triton.layout.layout import Layout
+from powersgd_triton.layout.matrices import compressed_rank, tensor_bytes
 from powersgd_triton.ranks.planner import Planner, Spectrum, budget, sent_bytes
 from powersgd_triton.ranks.report import RankReport
 

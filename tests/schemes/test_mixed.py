@@ -12,7 +12,7 @@ from torch import Tensor
 from powersgd_triton import Compressor, PowerSGDConfig
 from powersgd_triton.comm.communicator import Communicator
 from powersgd_triton.demo.measure import Call, counting
-from powersgd_triton.layout.layout import compressed_rank
+from powersgd_triton.layout.matrices import compressed_rank
 from tests.support.checks import everything, gradients, same_bits, step
 from tests.support.device import EMULATED, INTERPRETED
 from tests.support.distributed import on_workers

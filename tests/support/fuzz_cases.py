@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from powersgd_triton.config import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank
+from powersgd_triton.layout.matrices import compressed_rank
 from powersgd_triton.ranks.planner import sent_bytes
 from tests.support.lockstep import Values
 

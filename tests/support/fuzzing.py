@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,9 @@ from powersgd_triton import PowerSGDConfig
 from powersgd_triton.core.engine import Engine
 from powersgd_triton.core.loading import save
 from powersgd_triton.layout.constants import DEAD_COLUMN
-from powersgd_triton.layout.layout import Segment, products
-from powersgd_triton.ops.bucket import seed
+from powersgd_triton.layout.layout import Segment
+from powersgd_triton.layout.matrices import products
+from powersgd_triton.ops.bucket import Bucket, keys
 from powersgd_triton.ops.explore import explores
 from powersgd_triton.ops.reference import largest_error
 from tests.support.fp64_model import Model, total
@@ -37,30 +37,29 @@ def owed(engine: Engine, segment: Segment) -> tuple[Tensor, Tensor]:
     matrix = engine.residuals.matrices.get(segment.name)
     if matrix is None:
         restored = engine.residuals.loaded.matrices.get(segment.name, {}).get("error")
-        E = torch.zeros(segment.n, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
+        E = torch.zeros(segment.rows, segment.m, dtype=torch.float64) if restored is None else restored.double().clone()
         return E, E.abs()
-    E, bucket = torch.zeros(segment.n, segment.m, dtype=torch.float64), matrix.bucket
+    E, bucket = torch.zeros(segment.rows, segment.m, dtype=torch.float64), matrix.bucket
     first, behind = matrix.rows[bucket.worker]
     assert (matrix.error is None) == (first == behind)
     if matrix.error is not None:
         E[first:behind] = matrix.error
     size = E.abs()
     if bucket.applied is not None and bucket.applied > 0:
-        group, index = place(bucket.layout.groups, segment.name)
-        for L, R in bucket.product:
-            left, right = bucket.left(L)[group][index].double(), bucket.right(R)[group][index].double()
+        for left, right in [pair(bucket, *factors, segment) for factors in bucket.product]:
             # Other workers of the node subtract it from their rows.
-            left = left[first:behind]
-            E[first:behind] -= left @ right.T
-            size[first:behind] += left.abs() @ right.abs().T
+            E[first:behind] -= (left @ right.mT).flatten(0, 1)[first:behind]
+            size[first:behind] += (left.abs() @ right.abs().mT).flatten(0, 1)[first:behind]
     return E, size
 
 
-def place(groups: Sequence[Any], name: str) -> tuple[int, int]:
-    """(group, index within it) of a matrix."""
-    return next(
-        (g, i) for g, group in enumerate(groups) for i, segment in enumerate(group.segments) if segment.name == name
-    )
+def pair(bucket: Bucket, left: Tensor, right: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+    """Left [batch, n, r] and right factors [batch, m, r] of a tensor, in fp64."""
+    for group, L, R in zip(bucket.layout.groups, bucket.left(left), bucket.right(right), strict=True):
+        for other, P, Q in zip(group.segments, L.split(group.counts), R.split(group.counts), strict=True):
+            if other.name == segment.name:
+                return P.double(), Q.double()
+    raise AssertionError(segment)
 
 
 def fits(run: BucketRun) -> bool:
@@ -128,7 +127,8 @@ class Follower:
         for run, counts in zip(runs, finite, strict=True):
             for segment in run.layout.compressed:
                 self.check_bases(run, segment, counts)
-                self.check_matrix(run, segment, given, before.get(segment.name), counts, applied)
+                for index in range(segment.batch):
+                    self.check_matrix(run, segment, index, given, before.get(segment.name), counts, applied)
         self.check_memory()
         if number in case.reads:
             self.read()
@@ -190,11 +190,9 @@ class Follower:
         rounding = torch.finfo(self.case.dtypes[segment.name]).eps * average.double().abs()
         if segment.rank:
             # The product may be summed in another order there.
-            group, index = place(run.layout.groups, segment.name)
-            L, R = (
-                factor[index].double().abs() for factor in run.backend.bucket.joined(run.backend.bucket.average)[group]
-            )
-            rounding += (gamma(2 * L.shape[1] + 2, average.dtype) * (L @ R.T)).view_as(rounding)
+            pairs = [pair(run.backend.bucket, *factors, segment) for factors in run.backend.bucket.average]
+            L, R = (torch.cat(factors, dim=2).abs() for factors in zip(*pairs, strict=True))
+            rounding += (gamma(2 * L.shape[2] + 2, average.dtype) * (L @ R.mT)).view_as(rounding)
         error = (written - average.double()).abs()
         smallest = torch.finfo(self.case.dtypes[segment.name]).smallest_normal
         overflowed = average.double().abs() + rounding >= torch.finfo(self.case.dtypes[segment.name]).max
@@ -205,25 +203,20 @@ class Follower:
 
     def views(self, run: BucketRun, segment: Segment, at: int) -> tuple[Tensor, Tensor]:
         assert run.backend is not None
-        bucket = run.backend.bucket
-        group, index = place(run.layout.groups, segment.name)
-        left, right = run.bases[at]
-        return bucket.left(left)[group][index], bucket.right(right)[group][index]
+        return pair(run.backend.bucket, *run.bases[at], segment)
 
     def check_bases(self, run: BucketRun, segment: Segment, finite: bool) -> None:
         """Orthonormal; carried over from the last step, and left alone in a step that is not finite."""
         left, right = self.views(run, segment, 0)
         alternating = self.config.algorithm == "alternating"
-        start = torch.cat([left, right] if alternating else [right])
+        start = torch.cat([left, right] if alternating else [right], dim=1)
         # A new plan drops columns, or adds some.
         if self.config.warm_start and segment.name in self.following and not self.config.planned:
-            assert torch.equal(start, self.following[segment.name].to(start.dtype)), (
-                f"{segment}: another basis than was left"
-            )
+            assert torch.equal(start, self.following[segment.name]), f"{segment}: another basis than was left"
         left, right = self.views(run, segment, -1)
         for basis in [left, right] if alternating or finite else [right]:
-            assert departure(basis.unsqueeze(0)) <= ORTHONORMAL, segment
-        end = torch.cat([left, right] if alternating else [right])
+            assert departure(basis) <= ORTHONORMAL, segment
+        end = torch.cat([left, right] if alternating else [right], dim=1)
         if not finite and self.config.iterations == 1 and self.config.warm_start:
             assert torch.equal(start, end), f"{segment}: a step that is not finite moved its basis"
         self.following[segment.name] = end
@@ -232,15 +225,20 @@ class Follower:
         self,
         run: BucketRun,
         segment: Segment,
+        index: int,
         given: list[Values],
         before: list[tuple[Tensor, Tensor]] | None,
         finite: bool,
         applied: bool,
     ) -> None:
         # A node compresses the sum of its workers' gradients.
-        G = self.by_node([own[segment.name].double().view(segment.n, segment.m) for own in given])
+        def own_matrix(tensor: Tensor) -> Tensor:
+            return tensor.double().view(segment.batch, segment.n, segment.m)[index]
+
+        G = self.by_node([own_matrix(own[segment.name]) for own in given])
         zeros = torch.zeros_like(G[0])
-        E, sizes = map(self.by_node, zip(*(before or [(zeros, zeros)] * len(given)), strict=True))
+        known = [(own_matrix(error), own_matrix(size)) for error, size in before] if before else []
+        E, sizes = map(self.by_node, zip(*(known or [(zeros, zeros)] * len(given)), strict=True))
         compute = run.averages[0][segment.name].dtype
         stored = self.stored_error(compute)
         k = segment.n + segment.m + 4 * segment.rank * self.config.iterations + self.case.workers + 8
@@ -249,10 +247,11 @@ class Follower:
         share = gamma(k, torch.float32 if mixed else compute) + stored
         if not finite:
             if before is not None:
-                self.check_kept(segment, G, list(E), list(sizes), share)
+                now = self.by_node([own_matrix(owed(engine, segment)[0]) for engine in self.fleet.engines])
+                self.check_kept(segment, now, G, list(E), list(sizes), share)
             return
         assert all(own.isfinite().all() for own in G)
-        left, right = self.views(run, segment, 0)
+        left, right = (factors[index] for factors in self.views(run, segment, 0))
         # Of the alternating algorithm: 0 where the step begins with Q = Mᵀ P̂.
         turn = int(products(self.config, self.fleet.engines[0].step.iteration - 1, 0)[0])
         model = Model(E, left, right, self.config.iterations, self.config.algorithm == "alternating", turn)
@@ -263,12 +262,12 @@ class Follower:
             """The basis that the run chose, which must span A."""
             at = next(chosen)
             side = 0 if self.is_left(model, at) else 1
-            basis = self.views(run, segment, at)[side].double()
+            basis = self.views(run, segment, at)[side][index]
             if at == len(run.bases) - 1 and not self.config.warm_start:
                 return basis
             assert departure(basis.unsqueeze(0)) <= ORTHONORMAL, f"{segment}: basis {at} is not orthonormal"
             outside = (A - basis @ (basis.T @ A)).norm(dim=0)
-            if at == 2 and self.explores(segment):
+            if at == 2 and self.explores(segment, index):
                 # Another direction takes the place of the last one.
                 outside[-1] = 0
             rounding = 2 * torch.finfo(compute).eps * math.sqrt(segment.rank)
@@ -280,11 +279,12 @@ class Follower:
         average = model.step(G, chosen_basis, sizes)
         tolerance = share * total(model.sizes) + k * TINY
         # A projection on orthonormal columns enlarges nothing.
-        sent = run.averages[0][segment.name].double().norm() * len(given)
+        whole = own_matrix(run.averages[0][segment.name])
+        sent = whole.norm() * len(given)
         largest = (1 + ORTHONORMAL) * (total(G) + total(E)).norm() + tolerance.norm()
         assert sent <= largest or not sent.isfinite(), f"{segment}: {sent} of {largest} was sent"
         average *= len(G) / len(given)
-        error = (run.averages[0][segment.name].double().view_as(average) - average).abs() * len(given)
+        error = (whole - average).abs() * len(given)
         # Finite factors may have a product that is out of range.
         representable = average.abs() + tolerance < torch.finfo(compute).max
         assert (error <= tolerance)[representable].all(), (
@@ -292,7 +292,7 @@ class Follower:
         )
         if before is None:
             return
-        after = self.by_node([owed(engine, segment)[0] for engine in self.fleet.engines])
+        after = self.by_node([own_matrix(owed(engine, segment)[0]) for engine in self.fleet.engines])
         for found, left_over, size, own, E_before in zip(after, model.errors, model.sizes, G, E, strict=True):
             expected = left_over if applied else own + E_before
             error = (found - expected).abs()
@@ -315,21 +315,22 @@ class Follower:
             dtype = getattr(torch, str(self.config.error_dtype))
         return 2 * torch.finfo(dtype).eps
 
-    def explores(self, segment: Segment) -> bool:
+    def explores(self, segment: Segment, index: int) -> bool:
         """Return whether the first right basis of the last step may look in another direction."""
         iteration = self.fleet.engines[0].step.iteration - 1
         return (
             explores(self.config, repetition=0)
             and segment.rank < min(segment.n, segment.m)
-            and (seed(segment.name, self.config) + iteration) % self.config.explore_every == 0
+            and (keys(segment, self.config)[index] + iteration) % self.config.explore_every == 0
         )
 
-    def check_kept(self, segment: Segment, G: list[Tensor], E: list[Tensor], sizes: list[Tensor], share: float) -> None:
+    def check_kept(
+        self, segment: Segment, now: list[Tensor], G: list[Tensor], E: list[Tensor], sizes: list[Tensor], share: float
+    ) -> None:
         """Where the bucket was not finite, E is what it was but for the rounding of M and of E itself."""
         held = [engine.residuals.matrices[segment.name].error for engine in self.fleet.engines]
         dtype = next(error.dtype for error in held if error is not None)
         limit = torch.finfo(dtype).max
-        now = self.by_node([owed(engine, segment)[0] for engine in self.fleet.engines])
         for after, own, before, size in zip(now, G, E, sizes, strict=True):
             added = torch.where(own.isfinite(), own, 0)
             tolerance = share * (size + added.abs()) + 8 * TINY

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 
 from powersgd_triton import PowerSGDConfig, attach
 from powersgd_triton.core.telemetry import StepRecord
-from powersgd_triton.layout.layout import compressed_rank
+from powersgd_triton.layout.matrices import compressed_rank
 from powersgd_triton.ranks.report import RankReport
 from tests.support import wrappers
 from tests.support.sharded_training import Gradients, Net, batch, checkpoint, freeze, sent_elements

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from powersgd_triton import PowerSGDConfig
-from powersgd_triton.layout.layout import compressed_rank, matrix_shape
+from powersgd_triton.layout.matrices import compressed_rank, matrix_size
 
 Named = Mapping[str, Tensor]
 
@@ -59,7 +59,8 @@ class Ledger:
     def __init__(self, shapes: Mapping[str, Sequence[int]], workers: int, config: PowerSGDConfig) -> None:
         self._shapes = shapes
         self._adopt(config, workers)
-        self._owed = {name: torch.zeros(matrix_shape(shape), dtype=torch.float64) for name, shape in shapes.items()}
+        sizes = {name: matrix_size(shape, config, name) for name, shape in shapes.items()}
+        self._owed = {name: torch.zeros(size.rows, size.m, dtype=torch.float64) for name, size in sizes.items()}
         self._size = dict.fromkeys(shapes, 0.0)
         self._slack = dict.fromkeys(shapes, 0.0)
         self._slack_of_elements = {name: torch.zeros_like(owed) for name, owed in self._owed.items()}
